@@ -150,8 +150,10 @@ def make_symmetric(memory: torch.Tensor, group: Any) -> None:
 
 
 def flight_record() -> dict[str, Any] | None:
-    """What torch's flight recorder remembers of this process, without stacks: with them it may wait for the interpreter.
-    None: this torch has no recorder."""
+    """What torch's flight recorder remembers of this process; None: this torch has no recorder.
+
+    Without stacks: with them the recorder may wait for the interpreter.
+    """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return None
@@ -167,9 +169,8 @@ def ranks_by_group_name() -> dict[str, list[int]]:
     return {name: dist.get_process_group_ranks(group) for group, name in list(_c10d._world.pg_names.items())}
 
 
-def default_store() -> dist.Store:
-    """Another client of the store at which the default group has met, for another thread."""
-    store = _c10d._get_default_store()
+def another_client(store: Any) -> Any:
+    """Another connection to a store, for another thread: one call of a connection blocks the next ones."""
     return store.clone() if hasattr(store, "clone") else store
 
 

@@ -25,8 +25,11 @@ SLOTS = 512  #: entries in the ring, the latest ones
 WORD = struct.Struct("q")
 COUNTED, NAMES_SIZE, MESSAGE_SIZE, FLIGHTS_SIZE = 1024, 1 << 17, 1 << 16, 1 << 14
 #: Places in the file. The names of units, collectives and groups are written once, and entries have their numbers.
-NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT, MESSAGE_LENGTH_AT, BEGAN_AT, FLIGHTS_LENGTH_AT = range(64, 120, 8)
-COUNTS_AT = 4096  #: for each group, by the number of its name, how many of its collectives this process has begun
+NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT = range(64, 96, 8)
+MESSAGE_LENGTH_AT, BEGAN_AT, FLIGHTS_LENGTH_AT, ASKED_AT = range(96, 128, 8)
+COUNTS_AT = (
+    4096  #: for each group, by the number of its name, how many of its collectives this process has begun
+)
 NAMES_AT = COUNTS_AT + COUNTED * WORD.size
 MESSAGE_AT = NAMES_AT + NAMES_SIZE
 FLIGHTS_AT = MESSAGE_AT + MESSAGE_SIZE
@@ -238,6 +241,12 @@ class Board:
     def answers_with_stacks(self, number: int) -> None:
         """The process writes its stacks when it gets this signal."""
         self._word(SIGNAL_AT, number)
+
+    @property
+    def asked(self) -> int:
+        """How often others have asked this process for its stacks."""
+        asked: int = WORD.unpack_from(self._memory, ASKED_AT)[0]
+        return asked
 
     def say(self, text: str) -> None:
         """Leave a message: why the job ends. Readers see all of it or nothing. The first one stays."""

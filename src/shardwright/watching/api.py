@@ -13,12 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-
 import torch.distributed as dist
 from torch import nn
 
 from shardwright import board as boards
-from shardwright._torch import default_store
+from shardwright._torch import another_client, default_store
 from shardwright.engine import FSDPModule
 from shardwright.watching.hosts import Courier
 from shardwright.watching.reading import Reader
@@ -107,7 +106,9 @@ def start(settings: Settings, host: str | None = None) -> Watch:
     ``host``: the name of this host; default: what tells hosts, and containers that cannot see each other, apart.
     """
     if not dist.is_initialized():
-        raise RuntimeError("sw.watch needs a process group: call torch.distributed.init_process_group before.")
+        raise RuntimeError(
+            "sw.watch needs a process group: call torch.distributed.init_process_group before."
+        )
     if boards.current is not None:
         raise RuntimeError("This process watches already. Close the earlier watch before another one begins.")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -169,7 +170,7 @@ def _courier(places: Sequence[Place], mine: Place) -> Courier:
     hosts = list(dict.fromkeys(each.host for each in places))
     ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
     names = [next(each.name for each in places if each.host == host) for host in hosts]
-    store = dist.PrefixStore("shardwright-watch", default_store())
+    store = dist.PrefixStore("shardwright-watch", another_client(default_store()))
     return Courier(store, hosts.index(mine.host), ranks, names)
 
 

@@ -1,4 +1,4 @@
-"""Why no rank goes on: a verdict from what was seen of each rank. Everything here is a pure function of its arguments."""
+"""Why no rank goes on: a verdict from what was seen of each rank. All functions here are pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from shardwright.watching.reading import DISK, ENDED, LEFT, RUNS, SILENT, STOPPE
 #: How much longer than others a phase may last that reads or writes files, or compiles.
 PATIENCE = 10
 #: Kinds of verdicts.
-BEHIND, JOINED, OUTSIDE, MIXED = "one behind", "all joined", "outside any collective", "in different collectives"
+BEHIND, JOINED, OUTSIDE, MIXED = (
+    "one behind",
+    "all joined",
+    "outside any collective",
+    "in different collectives",
+)
 
 #: Phases in which collectives may run that are not on boards.
 _WITHOUT_NOTES = (boards.OUTSIDE, boards.MODEL, boards.VALIDATION, boards.SAMPLE, boards.END)
@@ -31,7 +36,7 @@ _WAYS = {
     SILENT: "Look whether its host runs, and at the network.",
     RUNS: "Its stacks show where it is.",
 }
-_WAY_JOINED = "Look at the network between the hosts, and at the driver of the devices. If this is slow and not stuck, raise {key}."
+_WAY_JOINED = "Look at the network between the hosts, and at the driver of the devices. If it is slow and not stuck, raise {key}."
 _WAY_MIXED = "Every rank must call the same collectives, of the same groups, in the same order."
 _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream that does not answer."
 
@@ -91,7 +96,9 @@ def judge(seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds"
         return _alone(ranks, stall_seconds, key) if not waiting else None
     missing = {each.rank: _missing(each, ranks) for each in waiting}
     behind = {rank for each in missing.values() for rank in each}
-    roots = [ranks[rank] for rank in sorted(behind) if ranks[rank] not in waiting or ranks[rank].answers is False]
+    roots = [
+        ranks[rank] for rank in sorted(behind) if ranks[rank] not in waiting or ranks[rank].answers is False
+    ]
     longest = max(each.age for each in late)
     if roots:
         if longest <= PATIENCE * stall_seconds and not any(_is_late(each, stall_seconds) for each in roots):
@@ -106,21 +113,25 @@ def judge(seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds"
             return _verdict(BEHIND, stuck, ranks, key)
     if longest <= stall_seconds * (PATIENCE if all(each.patient for each in late) else 1):
         return None
-    mixed = behind or len({(each.group, each.count) for each in waiting}) < len({_place(each) for each in waiting})
+    mixed = behind or len({(each.group, each.count) for each in waiting}) < len(
+        {_place(each) for each in waiting}
+    )
     return _verdict(MIXED if mixed else JOINED, [], ranks, key)
 
 
 def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str) -> Verdict | None:
     """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
-    culprits = [each for each in culprits if each.is_stuck or each.phase not in (boards.OUTSIDE, boards.START)]
+    culprits = [
+        each for each in culprits if each.is_stuck or each.phase not in (boards.OUTSIDE, boards.START)
+    ]
     if not culprits or any(not each.is_gone and each.age <= stall_seconds for each in ranks.values()):
         return None
     return _verdict(OUTSIDE, culprits, ranks, key)
 
 
 def _with_flight(seen: Seen) -> Seen:
-    """What torch's flight recorder adds: a rank that seems to be outside waits in a collective that is not on boards."""
+    """What torch's flight recorder adds: a rank that seems to be outside waits in a collective that no board has."""
     if seen.collective or not seen.flights or seen.is_stuck or seen.phase not in _WITHOUT_NOTES:
         return seen
     name, group, count, _ = seen.flights[0]
@@ -181,7 +192,7 @@ def _state(seen: Seen) -> str:
 
 
 def _in_words(alike: Sequence[Seen], steps: bool) -> str:
-    """ "rank 2: backward of layers.7 since 31 s, process stopped (T)"; "ranks 0, 1 wait in reduce-scatter of layers.9"."""
+    """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
     first = alike[0]
     who, state = in_ranks([each.rank for each in alike]), _state(first)
     since = f" since {max(each.age for each in alike):.0f} s" + (f", step {first.step}" if steps else "")

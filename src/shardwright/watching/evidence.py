@@ -1,5 +1,6 @@
 """Files about a job that hangs: the verdict, and for each rank of this host the latest entries of its board and the
-stacks of its threads. A process writes its stacks by a signal handler in C, also if something holds its interpreter."""
+stacks of its threads. A thread of the process writes them. If something holds the interpreter, a signal handler in C
+does; in a process whose threads run it could crash, since it reads what they change."""
 
 from __future__ import annotations
 
@@ -16,27 +17,48 @@ from shardwright.watching.diagnosis import Verdict
 from shardwright.watching.reading import RUNS, Reader, Seen, in_words
 
 #: Seconds for processes to write their stacks.
-PATIENCE = 1.5
+PATIENCE = 2.0
+#: Seconds without a sign of a thread, after which something holds the interpreter.
+HELD = 1.5
 #: A signal that nothing else uses.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
-def answer_with_stacks(board: boards.Board) -> None:
-    """Let this process write its stacks beside its board when it gets the signal."""
-    path = boards.stacks_beside(board.path)
-    with suppress(FileNotFoundError):
-        path.unlink()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    # The handler writes to this descriptor until the process ends, so it stays open.
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
-    board.answers_with_stacks(STACK_SIGNAL)
+class Stacks:
+    """Writes the stacks of this process beside its board."""
+
+    def __init__(self, board: boards.Board) -> None:
+        self._board = board
+        self._written = 0
+        path = boards.stacks_beside(board.path)
+        with suppress(FileNotFoundError):
+            path.unlink()
+        # The handler writes to this descriptor until the process ends, so it stays open.
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True)
+        board.answers_with_stacks(STACK_SIGNAL)
+
+    def answer(self) -> None:
+        """Write them if another process has asked. Called by a thread."""
+        if self._board.asked > self._written:
+            self._written = self._board.asked
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
 
 
-def write(folder: Path, readers: Iterable[Reader], verdict: Verdict | None, seen: Sequence[Seen]) -> Path | None:
-    """Write the files. Returns their folder, or None if it cannot be written: a full disk must not keep a job."""
+def write(
+    folder: Path,
+    readers: Iterable[Reader],
+    verdict: Verdict | None,
+    seen: Sequence[Seen],
+    own: Stacks | None = None,
+) -> Path | None:
+    """Write the files. Returns their folder, or None if it cannot be written: a full disk must not keep a job.
+
+    ``own``: the stacks of this process, if it is one of the ranks.
+    """
     readers = list(readers)
     place = folder / time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime())
-    stacks = _stacks_of(readers)
+    stacks = _stacks_of(readers, own)
     try:
         place.mkdir(parents=True, exist_ok=True)
         if verdict is not None:
@@ -56,17 +78,22 @@ def _row(seen: Seen) -> str:
     return f"phase={boards.PHASES[seen.phase]!r} {values}"
 
 
-def _stacks_of(readers: Sequence[Reader]) -> dict[int, str]:
+def _stacks_of(readers: Sequence[Reader], own: Stacks | None) -> dict[int, str]:
     """The stacks of each process, or why there are none."""
     texts, asked = {}, []
     for reader in readers:
-        state, number = reader.process(), reader.stack_signal
-        if state != RUNS or not number:
+        state = reader.process()
+        if state != RUNS:
             texts[reader.rank] = f"no stacks: the process is in the state {state!r}\n"
             continue
         with suppress(OSError):
-            os.kill(reader.pid, number)
+            if reader.answers(HELD) is False and reader.stack_signal:
+                os.kill(reader.pid, reader.stack_signal)
+            else:
+                reader.ask_for_stacks()
             asked.append(reader)
+    if own is not None:
+        own.answer()
     deadline, sizes = time.monotonic() + PATIENCE, dict.fromkeys((each.rank for each in asked), 0)
     while asked and time.monotonic() < deadline:
         time.sleep(0.1)

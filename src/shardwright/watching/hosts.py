@@ -23,7 +23,9 @@ EVERY, SILENCE = 0.5, 4.0
 class Courier:
     """The thread of one rank of a host. Ages of what others have published grow while they travel."""
 
-    def __init__(self, store: dist.Store, host: int, ranks: Mapping[int, Sequence[int]], places: Sequence[str]) -> None:
+    def __init__(
+        self, store: dist.Store, host: int, ranks: Mapping[int, Sequence[int]], places: Sequence[str]
+    ) -> None:
         """``host``: the number of this one. ``ranks``: of each host. ``places``: the hosts' names, for messages."""
         self._store, self._host, self._ranks, self._places = store, host, ranks, places
         self._heard: dict[int, tuple[float, int, list[Seen]]] = {}

@@ -56,6 +56,11 @@ class Looks:
         return self.since
 
 
+def silence(stall_seconds: float) -> float:
+    """Seconds without a sign of a rank's thread, after which something holds its interpreter."""
+    return min(5.0, max(evidence.HELD, stall_seconds / 2))
+
+
 class Eyes:
     """The boards of the ranks that this launcher has started, all on this host."""
 
@@ -79,7 +84,9 @@ class Eyes:
                     self._readers[rank] = Reader(boards.board_of(pid))
         if len(self._readers) < len(self.pids):
             return None  # they begin
-        seen = [reader.look(since=since) for reader in self._readers.values()]
+        seen = [
+            reader.look(since=since, within=silence(self.stall_seconds)) for reader in self._readers.values()
+        ]
         verdict = judge(seen, self.stall_seconds, self.key)
         if verdict is None:
             return None
@@ -88,11 +95,5 @@ class Eyes:
     def close(self) -> None:
         """Remove what killed ranks have left."""
         for reader in self._readers.values():
+            reader.remove()
             reader.close()
-        for pid in self.pids.values():
-            path = boards.board_of(pid)
-            for each in (path, boards.stacks_beside(path)):
-                with suppress(OSError):
-                    each.unlink()
-
-

@@ -149,14 +149,18 @@ class Reader:
     def entries(self) -> list[Entry]:
         """The entries of the ring, the oldest first. One that is being written is left out."""
         rows = list(ENTRY.iter_unpack(self._memory[RING_AT:]))
-        whole = sorted((row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot and row[-1]), key=lambda r: r[-1])
+        whole = sorted(
+            (row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot and row[-1]), key=lambda r: r[-1]
+        )
         # The place of the oldest one is the one that is written next.
         return [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
 
     def _entry(self, row: tuple[int, ...]) -> Entry:
         at, nbytes, step, count, unit, collective, group, subject, _, phase, patient, number = row
         names = (self._name(unit), self._name(collective), self._name(group), self._name(subject))
-        return Entry(number, at, nbytes, step, count, *names, min(phase, len(boards.PHASES) - 1), bool(patient))
+        return Entry(
+            number, at, nbytes, step, count, *names, min(phase, len(boards.PHASES) - 1), bool(patient)
+        )
 
     @property
     def message(self) -> str:
@@ -164,9 +168,23 @@ class Reader:
         length = self._word(boards.MESSAGE_LENGTH_AT)
         return self._memory[boards.MESSAGE_AT : boards.MESSAGE_AT + length].decode(errors="replace")
 
+    def ask_for_stacks(self) -> None:
+        """Ask a thread of the process to write its stacks. It may be unable to."""
+        number = WORD.pack(self._word(boards.ASKED_AT) + 1)
+        if self._file is not None:
+            os.pwrite(self._file, number, boards.ASKED_AT)
+        else:
+            self._memory[boards.ASKED_AT : boards.ASKED_AT + WORD.size] = number
+
+    def remove(self) -> None:
+        """Remove the files of a process that cannot do so."""
+        for path in (self.path, boards.stacks_beside(self.path)):
+            with suppress(OSError):
+                path.unlink()
+
     @property
     def stack_signal(self) -> int:
-        """The signal at which it writes its stacks; 0: none."""
+        """The signal at which a process writes its stacks that something holds; 0: none."""
         return self._word(boards.SIGNAL_AT)
 
     @property
@@ -207,7 +225,9 @@ class Reader:
         """The newest entry."""
         rows = ENTRY.iter_unpack(self._memory[RING_AT:])
         # The place of the newest one is full before its number is there.
-        return self._entry(max((row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot), key=lambda row: row[-1]))
+        return self._entry(
+            max((row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot), key=lambda row: row[-1])
+        )
 
     def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
         """How many collectives it has begun in each group, and those of the flight recorder."""
@@ -233,7 +253,8 @@ def _letter(pid: int) -> str:
 def in_words(entry: Entry, begin: int) -> str:
     """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
     unit = f" of {entry.unit}" if entry.unit else ""
-    text = f"{entry.number:8d} {(entry.time - begin) / 1e9:+12.6f} s  step {entry.step}  {boards.PHASES[entry.phase]}{unit}"
+    seconds, phase = (entry.time - begin) / 1e9, boards.PHASES[entry.phase]
+    text = f"{entry.number:8d} {seconds:+12.6f} s  step {entry.step}  {phase}{unit}"
     if entry.collective:
         subject = f" of {entry.subject}" if entry.subject else ""
         text += f"  in {entry.collective}{subject}, number {entry.count} of ranks {entry.group}, {entry.nbytes} bytes"

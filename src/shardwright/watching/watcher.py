@@ -23,8 +23,8 @@ from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Verdict, judge
 from shardwright.watching.flights import note_flights
 from shardwright.watching.hosts import Courier
-from shardwright.watching.launched import Hang, Looks
-from shardwright.watching.reading import DISK, RUNS, STOPPED, Reader, Seen
+from shardwright.watching.launched import Hang, Looks, silence
+from shardwright.watching.reading import DISK, ENDED, RUNS, STOPPED, Reader, Seen
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
@@ -67,9 +67,10 @@ class Watcher:
         self._courier, self._host = courier, host
         self._rank = next(rank for rank, reader in readers.items() if reader.pid == os.getpid())
         self._looks = Looks(settings.stall_seconds)
+        self._within = silence(settings.stall_seconds)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright-watch", daemon=True)
-        evidence.answer_with_stacks(board)
+        self._stacks = evidence.Stacks(board)
         self._thread.start()
 
     def close(self) -> None:
@@ -81,11 +82,12 @@ class Watcher:
             self._thread.join()
 
     def _run(self) -> None:
-        interval = min(1.0, max(0.05, self._settings.stall_seconds / 8))
+        interval = min(0.5, max(0.05, self._settings.stall_seconds / 8))
         own = self._readers[self._rank]
         while not self._closed.wait(interval):
             since = self._looks.note()
             self._board.beat()
+            self._stacks.answer()
             if own.look(since=since).age > self._settings.stall_seconds / 3:
                 note_flights(self._board)
             if self._settings.judges and (message := self._find(since)):
@@ -99,7 +101,7 @@ class Watcher:
         for reader in self._readers.values():
             if message := reader.message:
                 return message
-        seen = [reader.look(self._host, since) for reader in self._readers.values()]
+        seen = [reader.look(self._host, since, self._within) for reader in self._readers.values()]
         if self._leader(seen) != self._rank:
             return ""
         stall = self._settings.stall_seconds
@@ -120,7 +122,7 @@ class Watcher:
 
     def _leave(self, text: str, verdict: Verdict | None, seen: list[Seen]) -> str:
         """Write the files, and leave the message for the other ranks of this host."""
-        place = evidence.write(self._settings.folder, self._readers.values(), verdict, seen)
+        place = evidence.write(self._settings.folder, self._readers.values(), verdict, seen, self._stacks)
         if place is not None:
             text += f"\nstacks and latest actions of the ranks: {place}"
         if verdict is not None and self._settings.record is not None:
@@ -139,9 +141,13 @@ class Watcher:
         if not self._settings.ends:
             return
         time.sleep(max(0.0, (at - time.monotonic_ns()) / 1e9))
-        seen = [reader.look() for reader in self._readers.values()]
+        seen = [reader.look(within=evidence.HELD) for reader in self._readers.values()]
         if self._leader(seen) == self._rank:
-            _kill(each for each in seen if each.rank != self._rank and _cannot_end(each))
+            for each in (each for each in seen if each.rank != self._rank):
+                if _cannot_end(each):
+                    _kill(each.pid)
+                if each.process == ENDED or _cannot_end(each):
+                    self._readers[each.rank].remove()
         boards.close_board()
         os._exit(TRY_AGAIN)
 
@@ -150,11 +156,10 @@ def _cannot_end(seen: Seen) -> bool:
     return seen.process == STOPPED or (seen.process in (RUNS, DISK) and seen.answers is False)
 
 
-def _kill(ranks: object) -> None:
-    """End processes that would not end, and that would keep a launcher waiting."""
-    for each in ranks:  # type: ignore[attr-defined]
-        with suppress(OSError):
-            os.kill(each.pid, signal.SIGKILL)
+def _kill(pid: int) -> None:
+    """End a process that would not end, and that would keep a launcher waiting."""
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _print(text: str) -> None:
