@@ -196,7 +196,7 @@ def run(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(sw.__file__).parents[1]), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         start_new_session=True,
         check=False,
     )

@@ -152,14 +152,21 @@ def _rank(
 
 
 def start(
-    *arguments: str | Path, environment: dict[str, str] | None = None, **options: Any
+    *arguments: str | Path,
+    environment: dict[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, "-m", "shardwright"),
+    **options: Any,
 ) -> subprocess.Popen[str]:
     """`shardwright` as a process of its own."""
     source = Path(cli.__file__).parents[2]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), **(environment or {})}
-    command = [sys.executable, "-m", "shardwright", *map(str, arguments)]
     return subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [*command, *map(str, arguments)],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
     )
 
 

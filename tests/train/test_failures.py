@@ -264,7 +264,7 @@ def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     killed = time.monotonic()
     status, _, err = finish(job, timeout=30)
     assert time.monotonic() - killed < 30
-    assert status == 1 and err.startswith("error: rank 1 of 2 was killed by SIGKILL")
+    assert status == 75 and err.startswith("error: rank 1 of 2 was killed by SIGKILL")
     assert f"train --resume {folder} --nproc 2" in err
     assert RunFolder(folder).record()["status"] == "failed"
 
@@ -291,8 +291,8 @@ def complaint(rank: int, order: int, kind: str) -> Complaint:
 def test_the_rank_that_failed_first_is_found(
     statuses: dict[int, int], killed: set[int], complaints: list[Complaint], expected: tuple[int, str]
 ) -> None:
-    rank, how = culprit(Ending(RunFolder(Path()), Path(), statuses, killed, complaints, None))
-    assert rank == expected[0] and expected[1] in how
+    found = culprit(Ending(RunFolder(Path()), Path(), statuses, killed, complaints, None))
+    assert found.rank == expected[0] and expected[1] in found.how
 
 
 def test_silent_rank_is_named(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_silent_rank_is_named(tmp_path: Path) -> None:
     wait_for_steps(folder, 2)
     os.kill(rank_process(job, 1), signal.SIGSTOP)
     status, _, err = finish(job, timeout=60)
-    assert status == 1 and err.startswith("error: rank 1 of 2 did not answer the other ranks and was killed")
+    assert status == 75 and err.startswith("error: rank 1 of 2 did not answer the other ranks and was killed")
 
 
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.cli import program
 from shardwright.train import agreement, lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, first_of_host, is_to_report
-from shardwright.train.ending import Complaint, Ending, conclude
+from shardwright.train.ending import Complaint, Ending, conclude, judge
 from shardwright.train.environment import collective_timeout
 from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder
@@ -383,5 +383,5 @@ def test_a_job_interrupted_at_its_start_is_not_called_failed(
     (tmp_path / "run.json").write_text("{}")
     complaint = Complaint(0, 1, "interrupted", "interrupted", "")
     ending = Ending(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
-    assert conclude(ending, debug=False) == 130
+    assert conclude(ending, judge(ending), debug=False) == 130
     assert capsys.readouterr().err == "stopped by SIGINT without saving\n"

@@ -111,8 +111,13 @@ def check_steps(config: Config, folder: RunFolder) -> None:
     """Refuse a resume for which every checkpoint has enough steps, whole or not."""
     names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
     steps = [int(name) for name in names if name.isdecimal()]
-    if steps and min(steps) >= config.train.steps:
+    if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
         raise UserError(no_more_steps(config, folder, max(steps)))
+
+
+def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:
+    """Whether a run has `done` all its steps, but was ended before it could write its results."""
+    return done == config.train.steps and folder.record().get("status") != "finished"
 
 
 def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:

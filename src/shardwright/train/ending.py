@@ -71,9 +71,13 @@ def judge(ending: Ending) -> End:
     if all(status == DONE for status in ending.statuses.values()):
         return End(DONE, "done")
     number = ending.first_signal
-    if ranks_have_said_it(ending):
+    if _have_stopped(ending):
+        status = max(ending.statuses.values())
         asked = "a signal" if number is None else signal.Signals(number).name
-        return End(max(ending.statuses.values()), f"stopped by {asked}; the state is saved")
+        if ranks_have_said_it(ending):
+            return End(status, f"stopped by {asked}; the state is saved")
+        # A second signal came to the ranks, but not to the launcher.
+        return End(status, f"stopped by {asked} without saving: a second signal")
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if user is not None:
         return End(USER_ERROR, user.message, user.rank)
@@ -88,6 +92,10 @@ def judge(ending: Ending) -> End:
 
 def ranks_have_said_it(ending: Ending) -> bool:
     """Whether the ranks have saved and left, and the first one has printed so."""
+    return _have_stopped(ending) and is_saved(ending.folder)
+
+
+def _have_stopped(ending: Ending) -> bool:
     return not ending.hurried and all(status in (DONE, *STOPPED) for status in ending.statuses.values())
 
 

@@ -42,7 +42,7 @@ from shardwright.train.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.sinks import check_packages
 from shardwright.train.starting import START
-from shardwright.train.statuses import DONE, STOPPED, remove_exit, write_exit
+from shardwright.train.statuses import DONE, STOPPED, USER_ERROR, End, remove_exit, write_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import Signals
 from shardwright.train.writing import writing
@@ -70,9 +70,9 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     folder, lock = open_folder(config, resume)
     with lock:
         try:
+            remove_exit(folder)
             if resume is not None:
                 repair_record(folder)
-            remove_exit(folder)
             _stay_local()
             if alone is None:
                 # The ranks would find these, after the seconds that they need to start.
@@ -81,7 +81,9 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
                     check_steps(config, folder)
                 return _launch_until_done(config, folder, ranks, argv)
             return alone(config, folder, resume is not None)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, UserError) and not folder.exit_file.exists():
+                write_exit(folder, End(USER_ERROR, str(error)), 1)
             discard_if_unused(folder, lock)
             raise
 
@@ -149,6 +151,7 @@ def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     restarts = Restarts(config.fault, lambda fewer: _can_run(config, fewer))
     attempt = Attempt(1, ranks, tuple(without_nproc(argv)))
+    sessions_before = sessions_of(folder)
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
@@ -163,7 +166,7 @@ def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list
             if not next_ranks:
                 write_exit(folder, end, attempt.number)
                 return conclude(ending, end, "--debug" in argv, note)
-            attempt = attempt.after(end, next_ranks, folder)
+            attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
                 f"{place_in_words(folder)} on {counted(next_ranks, 'rank')} (log: {ending.logs})",

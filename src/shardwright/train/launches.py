@@ -40,22 +40,21 @@ class Launch:
     """What torchrun says of a launch, and what the folder says of its attempts.
 
     Attributes:
-        id: of the rendezvous; "none" if the user gave none.
         agents: the torchrun processes of all hosts, each with host, process and time of its start.
-        restarts: the most that any of them counts. It does not count that hosts came or went.
         attempt: 1 for the first one.
         ends: status, reason and step of the attempts before.
     """
 
-    id: str
     agents: tuple[str, ...]
-    restarts: int = 0
     attempt: int = 1
     ends: tuple[tuple[int, str, int], ...] = ()
 
     def continues(self, before: Launch) -> bool:
-        """Whether this is a later attempt of the launch `before`."""
-        return bool(set(self.agents) & set(before.agents)) or (self.restarts > 0 and self.id == before.id)
+        """Whether this is a later attempt of the launch `before`: a torchrun process is the same.
+
+        The id of a rendezvous says less. It is "none" by default, and people use one again.
+        """
+        return bool(set(self.agents) & set(before.agents))
 
     def check_worth(self) -> None:
         """Raise GivenUpError if the attempts before ended with an error that the next one would meet, too."""
@@ -63,31 +62,48 @@ class Launch:
             raise GivenUpError(
                 f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
             )
-        failures = [
-            (without_numbers(reason), step) for status, reason, step in self.ends[-2:] if status == FAILED
-        ]
-        if len(failures) == 2 and failures[0] == failures[1]:
+        failures = [(without_numbers(reason), step) for status, reason, step in self.ends if status == FAILED]
+        if failures[-1:] * 2 == failures[-2:] and self.ends and self.ends[-1][0] == FAILED:
             _, reason, step = self.ends[-1]
             raise GivenUpError(f"{reason}: {same_again(step)}")
 
 
 def this_launch(size: int) -> Launch | None:
     """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
-    own = None
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        agent = psutil.Process(os.getppid())
-        own = (
-            os.environ["TORCHELASTIC_RUN_ID"],
-            f"{socket.gethostname()} {agent.pid} {agent.create_time():.2f}",
-            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-    everyone: list[tuple[str, str, int] | None] = [None] * size
-    dist.all_gather_object(everyone, own)
+    everyone: list[str | None] = [None] * size
+    dist.all_gather_object(everyone, _agent() if RUN_ID in os.environ else None)
     if everyone[0] is None:
         return None
-    known = [each for each in everyone if each is not None]
-    agents = tuple(dict.fromkeys(agent for _, agent, _ in known))
-    return Launch(everyone[0][0], agents, max(count for _, _, count in known))
+    return Launch(tuple(dict.fromkeys(agent for agent in everyone if agent is not None)))
+
+
+RUN_ID = "TORCHELASTIC_RUN_ID"
+"""A variable that torchrun sets for the ranks."""
+
+
+def _agent() -> str:
+    """The torchrun process that started this rank: the nearest one above it that has no variables of a rank.
+
+    A script may be in between. It is another process at each restart.
+    """
+    agent = psutil.Process(os.getppid())
+    try:
+        for above in psutil.Process().parents():
+            if RUN_ID not in above.environ():
+                agent = above
+                break
+    except psutil.Error:
+        pass  # of another user: the parent, then
+    return f"{socket.gethostname()} {agent.pid} {_start_of(agent)}"
+
+
+def _start_of(process: psutil.Process) -> str:
+    """When a process started, the same whoever asks. psutil's time on Linux moves when the clock is set."""
+    try:
+        with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as stream:
+            return stream.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return f"{process.create_time():.2f}"
 
 
 @dataclass(frozen=True)
@@ -172,7 +188,7 @@ def record_end(folder: RunFolder, end: End) -> None:
 
 
 def _write(folder: RunFolder, launch: Launch) -> None:
-    content = {"id": launch.id, "agents": list(launch.agents), "attempt": launch.attempt}
+    content = {"agents": list(launch.agents), "attempt": launch.attempt}
     ends = [{"status": status, "reason": reason, "step": step} for status, reason, step in launch.ends]
     write_json(folder.launch_file, {**content, "ends": ends})
 
@@ -185,6 +201,6 @@ def _read(folder: RunFolder) -> Launch | None:
             (int(each["status"]), str(each["reason"]), int(each["step"])) for each in content["ends"]
         )
         agents = tuple(str(agent) for agent in content["agents"])
-        return Launch(str(content["id"]), agents, attempt=int(content["attempt"]), ends=ends)
+        return Launch(agents, int(content["attempt"]), ends)
     except (OSError, ValueError, LookupError, TypeError):
         return None

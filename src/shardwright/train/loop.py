@@ -23,7 +23,7 @@ from shardwright.extend.registry import in_words
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.answers import Answers
-from shardwright.train.checks import no_more_steps
+from shardwright.train.checks import no_more_steps, only_end_is_missing
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
@@ -44,6 +44,7 @@ from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
 from shardwright.train.starting import START
 from shardwright.train.statuses import DONE, End
+from shardwright.train.steps import recorded_step
 from shardwright.train.stop import StopRequest, status_of_signal
 from shardwright.train.trainer import StepResult, Trainer, learning_rate
 from shardwright.train.world import World
@@ -55,9 +56,8 @@ def train(
 ) -> End:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
 
-    From the second `attempt` on there may be no step left: then only the end of the run is missing. Before the model
-    exists there is nothing to save, so a signal ends the job like any program. Raises UserError for a registered value
-    that is wrong.
+    If a rank was killed after the last step, only the end of the run is missing. Before the model exists there is
+    nothing to save, so a signal ends the job like any program. Raises UserError for a registered value that is wrong.
     """
     try:
         return _train(config, folder, dataset, world, resume, attempt)
@@ -89,7 +89,7 @@ def _train(
             notices.say(adapters.statement(trainer.model))
     trainer.check_model()
     done = trainer.position.step
-    if done >= config.train.steps and attempt == 1:
+    if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
         raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
     answers = Answers(config, folder, world, attempt)
@@ -97,7 +97,7 @@ def _train(
         record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
             reporter = (
-                Reporter([]) if record is None else open_reporter(config, folder, done, record.facts, attempt)
+                Reporter([]) if record is None else open_reporter(config, folder, done, record, attempt)
             )
             stack.enter_context(reporter)
             stack.callback(trainer.close)
@@ -114,7 +114,8 @@ def _train(
             answers.saves = False
         except BaseException as error:
             if record is not None:
-                record.close("failed", trainer.position.step, {}, " ".join(in_words(error).split()))
+                reason = " ".join(in_words(error).split())
+                record.close("failed", recorded_step(folder.metrics_file), {}, reason)
             raise
         return conclude(trainer, folder, record, ended_by, reporter)
 
@@ -242,14 +243,14 @@ def step_record(
 
 
 def open_reporter(
-    config: Config, folder: RunFolder, steps_done: int, facts: Mapping[str, Any], attempt: int
+    config: Config, folder: RunFolder, steps_done: int, record: RunRecord, attempt: int
 ) -> Reporter:
     """The first rank's: the run's own files and terminal, and the sinks of `[log] sinks`."""
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
-    site = RunSite(folder.path.absolute(), config, steps_done, facts, attempt)
+    site = RunSite(folder.path.absolute(), config, steps_done, record.facts, attempt)
     sinks: list[metrics.Sink] = [
         metrics.JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file)
     ]
@@ -258,7 +259,9 @@ def open_reporter(
         named = named_sinks.get(name)
         added[name] = SinkThread(name, partial(named.make, site), named.patience)
     sinks.append(
-        metrics.Bar(steps, steps_done, every, console) if console.is_terminal else metrics.Lines(steps, every)
+        metrics.Bar(steps, steps_done, every, console)
+        if console.is_terminal
+        else metrics.Lines(steps, every, printed=record.reached_before)
     )
     return Reporter(sinks, added, steps_done)
 

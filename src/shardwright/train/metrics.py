@@ -192,7 +192,10 @@ def drop_after(path: Path, steps_done: int, dropped: Path) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(kept, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(kept)
+        stream.flush()
+        os.fsync(stream.fileno())
     temporary.replace(path)
 
 
@@ -251,9 +254,8 @@ class TensorBoard:
 
         self.path, self.every = path, every
         with writing(path):
-            has_steps = steps_done or any(
-                path.glob("events*")
-            )  # or of an attempt that began with step 1, too
+            # An attempt that began with step 1, too, may have left some.
+            has_steps = steps_done or any(path.glob("events*"))
             self.writer = SummaryWriter(str(path), purge_step=steps_done + 1 if has_steps else None)
 
     def step(self, record: StepRecord) -> None:
@@ -275,17 +277,26 @@ class TensorBoard:
 
 
 class Lines:
-    """Plain lines for logs and pipes."""
+    """Plain lines for logs and pipes. Steps up to `printed` were printed before a restart, into the same log."""
 
-    def __init__(self, steps: int, every: int) -> None:
-        self.steps, self.every = steps, every
+    def __init__(self, steps: int, every: int, printed: int = 0) -> None:
+        self.steps, self.every, self._printed = steps, every, printed
+        self._explained = False
 
     def step(self, record: StepRecord) -> None:
-        if record.step % self.every == 0 or record.step == self.steps or record.validation_loss is not None:
+        if record.step <= self._printed:
+            self._explain(record.step)
+        elif record.step % self.every == 0 or record.step == self.steps or record.validation_loss is not None:
             print(
                 f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {'  '.join(figures_of(record))}",
                 flush=True,
             )
+
+    def _explain(self, step: int) -> None:
+        if not self._explained:
+            steps = f"step {step} runs" if step == self._printed else f"steps {step} to {self._printed} run"
+            print(f"{steps} again; the figures are above, before the restart", flush=True)
+        self._explained = True
 
     def say(self, text: str) -> None:
         print(text, flush=True)

@@ -42,6 +42,17 @@ class RunRecord:
         }
         return {**{key: value for key, value in self.content.items() if key not in outside}, **session}
 
+    @property
+    def reached_before(self) -> int:
+        """The last step of the attempts of this job before the present one; 0 if this is the first."""
+        *earlier, present = self.content["sessions"]
+        attempt, reached = present["attempt"], 0
+        for session in reversed(earlier):
+            if session.get("attempt", 1) >= attempt:
+                break  # of an earlier job in this folder
+            attempt, reached = session.get("attempt", 1), max(reached, session.get("to_step") or 0)
+        return reached
+
     def close(self, status: str, step: int, results: Mapping[str, Any], ended_by: str = "") -> None:
         """Write how the session ended: finished, interrupted or failed; and unless it is finished, by what."""
         self.content["sessions"][-1].update(end=now(), status=status, to_step=step)

@@ -36,14 +36,18 @@ class Attempt:
     arguments: tuple[str, ...]
     devices: tuple[str, ...] = ()
 
-    def after(self, end: End, ranks: int, folder: RunFolder) -> Attempt:
-        """The next attempt, with `ranks` ranks. With fewer, the GPU of the lost rank is left out."""
+    def after(self, end: End, ranks: int, folder: RunFolder, began: bool) -> Attempt:
+        """The next attempt, with `ranks` ranks. With fewer, the GPU of the lost rank is left out.
+
+        `began` says whether an attempt of this job has opened a session in the folder.
+        """
         devices = self.devices
         if ranks < self.ranks and end.rank is not None:
             kept = list(devices or _visible_devices())
             del kept[end.rank : end.rank + 1]
             devices = tuple(kept)
-        return Attempt(self.number + 1, ranks, _arguments(folder, self.arguments), devices)
+        arguments = _arguments(folder, self.arguments) if began else self.arguments
+        return Attempt(self.number + 1, ranks, arguments, devices)
 
 
 def _visible_devices() -> list[str]:
@@ -92,7 +96,7 @@ class Restarts:
         failure = (without_numbers(end.reason), step) if end.status == FAILED else None
         if failure is not None and failure == self._last_failure:
             return 0, f": {same_again(step)}"
-        self._last_failure = failure
+        self._last_failure = failure or self._last_failure  # a rank killed in between changes nothing
         if self.count == self.settings.max_restarts:
             return 0, f" after {counted(self.count, 'restart')}"
         self.count += 1

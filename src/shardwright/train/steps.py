@@ -19,10 +19,6 @@ class Position:
     step: int
     samples: int
 
-    def __post_init__(self) -> None:
-        if self.step < 0 or self.samples < 0:
-            raise ValueError(f"expected a step and samples >= 0, found {self.step} and {self.samples}")
-
 
 def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step}"
@@ -43,9 +39,8 @@ def recorded_step(metrics_file: Path) -> int:
     try:
         with open(metrics_file, "rb") as stream:
             stream.seek(-min(LAST_BYTES, os.path.getsize(metrics_file)), os.SEEK_END)
-            lines = stream.read().split(b"\n")[
-                :-1
-            ]  # after the last line end there is nothing, or half a line
+            # After the last line end there is nothing, or half a line.
+            lines = stream.read().split(b"\n")[:-1]
     except OSError:
         return 0
     for line in reversed(lines):

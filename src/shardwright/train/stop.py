@@ -120,9 +120,11 @@ class StopRequest:
         self._pipe = None
 
     def _listen(self, numbers: int) -> None:
+        waits = select.poll()  # select.select takes no file number above 1023
+        waits.register(numbers, select.POLLIN)
         try:
             while True:
-                if not select.select([numbers], [], [], self._patience())[0]:
+                if not waits.poll(self._patience()):
                     self._leave(None)
                 elif not (byte := os.read(numbers, 1)):
                     return
@@ -132,10 +134,10 @@ class StopRequest:
             os.close(numbers)
 
     def _patience(self) -> float | None:
-        """Seconds until the process leaves without having saved; None if nothing asks it to."""
+        """Milliseconds until the process leaves without having saved; None if nothing asks it to."""
         if self.signal_number is None or not self._save_seconds:
             return None
-        return max(0.0, self._first + self._save_seconds - time.monotonic())
+        return 1000 * max(0.0, self._first + self._save_seconds - time.monotonic())
 
     def _note(self, number: int) -> None:
         if self.signal_number is None:
