@@ -298,6 +298,18 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # a child must not write to the board of its parent
 
 
+def at(phase: int, unit: str = "") -> None:
+    """See :meth:`Board.at`."""
+    if current is not None:
+        current.at(phase, unit)
+
+
+def begin_step(number: int) -> None:
+    """The process begins a step. Without this, steps of optimizers count."""
+    if current is not None:
+        current.step = number
+
+
 @contextmanager
 def during(phase: int, unit: str = "", patient: bool = False) -> Iterator[None]:
     """The phase of what is done inside this context; afterwards the earlier one."""

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ import shardwright as sw
 STALL = 2.0
 RANKS, CULPRIT, STEP = 3, 1, 4
 AT_ONCE = 4
-LIMIT = 40.0  #: seconds for a scenario, with its start
+LIMIT = 20.0  #: seconds from the fault to the end of all ranks
+TO_START = 90.0  #: seconds to the fault
 
 
 class Block(nn.Module):
@@ -205,7 +206,8 @@ class Place:
     def __call__(self, where: str) -> None:
         if self.is_here(where) and not self.done:
             self.done = True
-            (self.folder / "begun").write_text(str(time.monotonic()))
+            (self.folder / "beginning").write_text(str(time.monotonic()))
+            (self.folder / "beginning").rename(self.folder / "begun")
             self.scenario.what()
 
 
@@ -231,9 +233,13 @@ class Run:
             if done:
                 self.statuses[rank] = os.waitstatus_to_exitcode(status)
                 self.ended[rank] = time.monotonic()
-            elif time.monotonic() - self.began > LIMIT:
+            elif time.monotonic() > self._deadline():
                 os.kill(pid, signal.SIGKILL)
         return len(self.statuses) == len(self.pids)
+
+    def _deadline(self) -> float:
+        begun = self.folder / "begun"
+        return float(begun.read_text()) + LIMIT if begun.exists() else self.began + TO_START
 
     def result(self) -> dict[str, Any]:
         file = self.folder / "begun"

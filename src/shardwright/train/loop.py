@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import shardwright as sw
+from shardwright import board as boards
 from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
@@ -352,6 +353,7 @@ def conclude(
     trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, reporter: Reporter
 ) -> End:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
+    boards.at(boards.END)
     end = End(DONE, "done")
     if ended_by:
         name = signal.Signals(ended_by).name

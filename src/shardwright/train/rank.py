@@ -44,6 +44,7 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.hangs import watched, write_board
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import share
 from shardwright.train.loop import train
@@ -61,7 +62,10 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
     START.doing("reading the data")
     try:
         dataset = load_dataset(config, progress=True)
-        with join_world(config) as world:
+        with (
+            join_world(config) as world,
+            watched(config, folder.path, lambda end: write_exit(folder, end, 1)),
+        ):
             end = train(config, folder, dataset, world, resumes)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
@@ -91,7 +95,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         config, dataset = _start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
             place = _agree_on_place(config, resume, world)
-            with place.lock:
+            with place.lock, _watched(config, place, rank, size, launched=bool(launcher)):
                 end = train(config, place.folder, dataset, world, place.resumes, place.attempt)
                 if world.is_first and not launcher:
                     _record(place, end)
@@ -113,6 +117,21 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         sys.stderr.flush()
         # Not sys.exit: destructors of process groups may wait for ranks that will never come.
         os._exit(status)
+
+
+def _watched(
+    config: Config, place: Place, rank: int, size: int, launched: bool
+) -> AbstractContextManager[None]:
+    """The watch of this rank. Our launcher judges boards itself."""
+    if launched:
+        write_board(config, rank, size, place.folder.path)
+        return nullcontext()
+
+    def record(end: End) -> None:
+        close_session(place.folder, end.reason)
+        _record(place, end)
+
+    return watched(config, place.folder.path, record)
 
 
 def _start_together(

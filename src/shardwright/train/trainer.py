@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright import board as boards
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
@@ -144,6 +145,8 @@ class Trainer:
         optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
+        boards.begin_step(step + 1)
+        boards.at(boards.DATA)
         started = time.perf_counter()
         data = next(self._steps())
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
@@ -152,8 +155,10 @@ class Trainer:
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        boards.at(boards.MODEL)
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
+        boards.at(boards.CLIP)
         norm = parallel.clip_gradients(self.model, self.config)
         (loss, *others), data_seconds, stop_signal, save_ended = self._agree(
             loss_sums / counts, data_seconds, stop, save_ended
@@ -170,9 +175,11 @@ class Trainer:
                 f"{shown_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
                 "optimizer.warmup_steps"
             )
+        boards.at(boards.OPTIMIZER)
         self.optimizer.step()
         float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
+        boards.at(boards.OUTSIDE)
         self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
         if step == 0:
             self._check_adapters_called()
@@ -317,6 +324,7 @@ class Trainer:
         finally:
             self.model.train()
 
+    @boards.during(boards.VALIDATION)
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the validation samples, the same ones every time and for any number of ranks."""
@@ -342,6 +350,7 @@ class Trainer:
             dist.all_reduce(total)
         return float(total) / world.tensor / max(1, stream.trained(0, samples))
 
+    @boards.during(boards.SAMPLE)
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
         """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
@@ -367,9 +376,11 @@ class Trainer:
             parallel.free_gathered(self.model)
         return prompt, tokenizer.decode(tokens)
 
+    @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:
         saves.save(self.model, self.optimizer, self.position, last)
 
+    @boards.during(boards.LOAD)
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()

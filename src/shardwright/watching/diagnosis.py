@@ -20,6 +20,8 @@ BEHIND, JOINED, OUTSIDE, MIXED = (
 
 #: Phases in which collectives may run that are not on boards.
 _WITHOUT_NOTES = (boards.OUTSIDE, boards.MODEL, boards.VALIDATION, boards.SAMPLE, boards.END)
+#: Phases that may last for ever in code of a user.
+_OWN_CODE = (boards.OUTSIDE, boards.START)
 _PROCESS = {
     STOPPED: "process stopped (T)",
     DISK: "waits for a disk or a driver (D)",
@@ -122,9 +124,8 @@ def judge(seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds"
 def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str) -> Verdict | None:
     """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
-    culprits = [
-        each for each in culprits if each.is_stuck or each.phase not in (boards.OUTSIDE, boards.START)
-    ]
+    if not strict:
+        culprits = [each for each in culprits if each.is_stuck or each.phase not in _OWN_CODE]
     if not culprits or any(not each.is_gone and each.age <= stall_seconds for each in ranks.values()):
         return None
     return _verdict(OUTSIDE, culprits, ranks, key)

@@ -87,7 +87,7 @@ class Eyes:
         seen = [
             reader.look(since=since, within=silence(self.stall_seconds)) for reader in self._readers.values()
         ]
-        verdict = judge(seen, self.stall_seconds, self.key)
+        verdict = judge(seen, self.stall_seconds, self.key, strict=True)
         if verdict is None:
             return None
         return Hang(verdict, evidence.write(self.folder, self._readers.values(), verdict, seen))

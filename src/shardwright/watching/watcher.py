@@ -41,6 +41,7 @@ class Settings:
         folder: for files about a hang.
         key: the setting in messages.
         judges: whether this rank judges. A launcher may do so instead.
+        strict: see :func:`judge`.
         ends: whether the process ends after a verdict.
         say: called with the text about a hang, on every rank, before the end.
         record: called with the verdict, on the rank that leads, before the end.
@@ -50,6 +51,7 @@ class Settings:
     folder: Path
     key: str = "stall_seconds"
     judges: bool = True
+    strict: bool = False
     ends: bool = True
     say: Callable[[str], None] | None = None
     record: Callable[[Hang], None] | None = None
@@ -110,7 +112,9 @@ class Watcher:
             everyone = self._courier.exchange(seen, any(each.age > stall / 2 for each in seen))
             if self._courier.verdict is not None:
                 return self._leave(self._courier.verdict, None, seen)
-        verdict = None if everyone is None else judge(everyone, stall, self._settings.key)
+        verdict = (
+            None if everyone is None else judge(everyone, stall, self._settings.key, self._settings.strict)
+        )
         if verdict is None:
             return ""
         text = verdict.text if self._courier is None else self._courier.post(verdict.text)
