@@ -38,7 +38,7 @@ _WAYS = {
     SILENT: "Look whether its host runs, and at the network.",
     RUNS: "Its stacks show where it is.",
 }
-_WAY_JOINED = "Look at the network between the hosts, and at the driver of the devices. If it is slow and not stuck, raise {key}."
+_WAY_JOINED = "Look at the network between the hosts, and at the driver of the devices. If it is only slow, raise {key}."
 _WAY_MIXED = "Every rank must call the same collectives, of the same groups, in the same order."
 _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream that does not answer."
 
@@ -83,19 +83,23 @@ class Verdict:
         return f"{hangs}: all ranks have joined a collective, and it does not end"
 
 
-def judge(seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds") -> Verdict | None:
+def judge(
+    seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds", strict: bool = False
+) -> Verdict | None:
     """The verdict on the ranks now. None: they go on, or may still go on.
 
     Args:
         seen: every rank of the job.
         stall_seconds: how long a rank may wait.
         key: the name of that setting, for messages.
+        strict: whether a rank outside the model must go on even if no rank waits for it. A user's code between two
+            steps may take any time.
     """
     ranks = {each.rank: _with_flight(each) for each in seen}
     waiting = [each for each in ranks.values() if each.collective and not each.is_stuck]
     late = [each for each in waiting if each.age > stall_seconds]
     if not late:
-        return _alone(ranks, stall_seconds, key) if not waiting else None
+        return _alone(ranks, stall_seconds, key, strict) if not waiting else None
     missing = {each.rank: _missing(each, ranks) for each in waiting}
     behind = {rank for each in missing.values() for rank in each}
     roots = [
@@ -121,7 +125,7 @@ def judge(seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds"
     return _verdict(MIXED if mixed else JOINED, [], ranks, key)
 
 
-def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str) -> Verdict | None:
+def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Verdict | None:
     """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
     if not strict:
