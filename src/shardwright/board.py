@@ -142,7 +142,6 @@ class Board:
         self._phase, self._unit, self._patient = START, 0, 1
         self.began = time.monotonic_ns()
         self._word(BEGAN_AT, self.began)
-        self._word(HEARTBEAT_AT, self.began)
         HEADER.pack_into(self._memory, 0, MAGIC, VERSION, os.getpid(), rank, ranks, SLOTS)
         self.at(START)
 

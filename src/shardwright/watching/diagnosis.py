@@ -38,7 +38,9 @@ _WAYS = {
     SILENT: "Look whether its host runs, and at the network.",
     RUNS: "Its stacks show where it is.",
 }
-_WAY_JOINED = "Look at the network between the hosts, and at the driver of the devices. If it is only slow, raise {key}."
+_WAY_JOINED = (
+    "Look at the network between hosts, and at the driver of the devices. If it is only slow, raise {key}."
+)
 _WAY_MIXED = "Every rank must call the same collectives, of the same groups, in the same order."
 _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream that does not answer."
 

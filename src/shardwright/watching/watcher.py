@@ -73,6 +73,7 @@ class Watcher:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright-watch", daemon=True)
         self._stacks = evidence.Stacks(board)
+        board.beat()
         self._thread.start()
 
     def close(self) -> None:
@@ -144,7 +145,9 @@ class Watcher:
         _within(TO_SAY, lambda: say(f"rank {self._rank}: {text}"))
         if not self._settings.ends:
             return
-        time.sleep(max(0.0, (at - time.monotonic_ns()) / 1e9))
+        while time.monotonic_ns() < at:
+            self._board.beat()
+            time.sleep(0.05)
         seen = [reader.look(within=evidence.HELD) for reader in self._readers.values()]
         if self._leader(seen) == self._rank:
             for each in (each for each in seen if each.rank != self._rank):

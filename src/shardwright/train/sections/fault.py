@@ -38,8 +38,8 @@ class FaultConfig(Section):
         default=300.0,
         ge=0,
         description=(
-            "Seconds that a rank may wait for others, or be at one place. After them the job says where each rank is and "
-            "ends with status 75, which allows a restart. Loads, saves and steps that compile may take ten times as "
-            "long. 0: no watch."
+            "Seconds that a rank may wait for others, or be at one place. After them the job says where each rank is "
+            "and ends with status 75, which allows a restart. Loads, saves and steps that compile may take ten times "
+            "as long. 0: no watch."
         ),
     )
