@@ -24,7 +24,7 @@ from torch import nn
 import shardwright as sw
 
 STALL = 2.0
-RANKS, CULPRIT, STEP = 3, 1, 4
+RANKS, CULPRIT, STEP = 2, 1, 4
 AT_ONCE = 4
 LIMIT = 20.0  #: seconds from the fault to the end of all ranks
 TO_START = 90.0  #: seconds to the fault
@@ -113,8 +113,10 @@ class Scenario:
 
 SCENARIOS = {
     "stopped in forward": Scenario("forward", stop, "rank 1: forward of layers.1 since * s, process stopped (T)"),
-    "stopped in backward": Scenario("backward", stop, "rank 1: backward of layers.1 since * s, process stopped (T)"),
-    "stopped in the optimizer": Scenario("optimizer", stop, "rank 1: optimizer since * s, process stopped (T)"),
+    "stopped in backward": Scenario(
+        "backward", stop, "rank 1: backward of layers.1 since * s, process stopped (T)", ranks=3
+    ),
+    "stopped in the optimizer": Scenario("optimizer", stop, "rank 1: optimizer since * s, step 4, process stopped (T)"),
     "stopped in a save": Scenario("save", stop, "rank 1: save since * s, process stopped (T)"),
     "stopped between steps": Scenario("data", stop, "rank 1: outside the model since * s, process stopped (T)"),
     "interpreter held": Scenario(
@@ -124,15 +126,15 @@ SCENARIOS = {
         "backward", hold_interpreter, "rank 0: backward of layers.1 since * s, no thread of it runs", culprit=0
     ),
     "first rank stopped": Scenario(
-        "forward", stop, "rank 0: forward of layers.1 since * s, process stopped (T)", culprit=0
+        "forward", stop, "rank 0: forward of layers.1 since * s, process stopped (T)", ranks=3, culprit=0
     ),
-    "endless loop": Scenario("backward", loop, "rank 1: backward of layers.1 since * s;"),
-    "sleep in a hook": Scenario("forward", sleep, "rank 1: forward of layers.1 since * s;"),
-    "stalled data": Scenario("data", sleep, "rank 1: outside the model since * s;"),
-    "left the loop": Scenario("leave", sleep, "rank 1: outside the model since * s;"),
-    "mismatched groups": Scenario("data", wait_for_nobody, "rank 1 waits in barrier"),
+    "endless loop": Scenario("backward", loop, "rank 1: backward of layers.1 since * s\n"),
+    "sleep in a hook": Scenario("forward", sleep, "rank 1: forward of layers.1 since * s\n"),
+    "stalled data": Scenario("data", sleep, "rank 1: outside the model since * s\n"),
+    "left the loop": Scenario("leave", sleep, "rank 1: outside the model since * s\n"),
+    "mismatched groups": Scenario("data", wait_for_nobody, "rank 1 waits in barrier", ranks=3),
     "a barrier of one rank": Scenario("leave", wait_for_all, "rank 1 waits in barrier"),
-    "stuck at the end": Scenario("end", sleep, "rank 1: outside the model since * s;"),
+    "stuck at the end": Scenario("end", sleep, "rank 1: outside the model since * s\n"),
 }  # fmt: skip
 
 

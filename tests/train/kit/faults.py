@@ -1,6 +1,7 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". `kill` kills the rank, `launcher` kills its launcher, `error` raises an error.
+A line is "RANK STEP KIND". `kill` kills the rank, `launcher` kills its launcher, `error` raises an error, `stop` stops
+the process, `sleep` sleeps.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def _fail(step: int) -> None:
             continue  # it has been
         if kind == "error":
             raise RuntimeError(f"planned at {id(folder):#x}")
+        if kind == "sleep":
+            time.sleep(600)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            continue
         os.kill(os.getpid() if kind == "kill" else os.getppid(), signal.SIGKILL)
         time.sleep(60)
 

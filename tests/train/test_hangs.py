@@ -1,0 +1,72 @@
+"""Jobs that hang end with status 75 and say which rank is behind: under our launcher, without it, and with one rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+from tests.train.jobs import config_file, ranks, run
+from tests.train.kit import faults
+
+STEPS = 5
+ARGUMENTS = (
+    "--train.steps", "9", "--fault.stall_seconds", "3", "--optimizer.name", "tests.train.kit.faults:ADAMW",
+    "--validation.every", "0",
+)  # fmt: skip
+
+
+def test_launcher_names_a_stopped_rank_and_the_job_restarts(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    status, out, err = run(
+        "train", config, "--nproc", "2", "--parallel.engine", "shardwright", "--run.dir", folder, *ARGUMENTS,
+        "--max-restarts", "1", environment=faults.environment(tmp_path / "faults", f"1 {STEPS} stop"),
+    )  # fmt: skip
+    assert status == 0, err
+    found = re.search(r"restart 1 of 1: the job hung: (.*), after step", out)
+    assert found is not None, out
+    assert re.match(
+        r"rank 1: optimizer since \d+ s, step 5, process stopped \(T\), pid \d+; rank 0 waits", found[1]
+    )
+    for log in folder.glob("logs/*/rank-*.log"):
+        if "attempt" not in str(log):
+            assert "the job hangs in step 5: rank 1 is" in log.read_text()
+    files = {path.name for path in folder.glob("hangs/*/*")}
+    assert files == {
+        "diagnosis.txt",
+        *(f"rank-{rank}.{kind}.txt" for rank in (0, 1) for kind in ("ring", "stacks")),
+    }
+    assert "agreement" in (next(folder.glob("hangs/*/rank-0.stacks.txt"))).read_text()
+
+
+def test_ranks_without_our_launcher_name_a_rank_that_sleeps(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    environment = faults.environment(tmp_path / "faults", f"1 {STEPS} sleep")
+    began = time.monotonic()
+    ended = ranks(
+        2, "train", config, "--parallel.engine", "shardwright", "--run.dir", folder, *ARGUMENTS,
+        environment=environment,
+    )  # fmt: skip
+    assert time.monotonic() - began < 120
+    for rank, (status, err) in enumerate(ended):
+        assert status == 75, err
+        assert f"rank {rank}: the job hangs in step 5: rank 1 is outside any collective" in err
+        assert re.search(r"rank 1: optimizer since \d+ s", err)
+    end = json.loads((folder / "exit.json").read_text())
+    assert (
+        end["status"] == 75
+        and end["rank"] == 1
+        and end["reason"].startswith("the job hung: rank 1: optimizer")
+    )
+
+
+def test_one_rank_that_sleeps_ends(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    status, _, err = run(
+        "train", config, "--run.dir", folder, *ARGUMENTS,
+        environment=faults.environment(tmp_path / "faults", f"0 {STEPS} sleep"),
+    )  # fmt: skip
+    assert status == 75, err
+    assert "rank 0: the job hangs in step 5: rank 0 is outside any collective and does not go on" in err
+    assert json.loads((folder / "exit.json").read_text())["status"] == 75
