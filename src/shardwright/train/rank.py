@@ -5,6 +5,8 @@ What a rank cannot do it says where it is seen: to our launcher, which then spea
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -48,7 +50,7 @@ from shardwright.train.hangs import watched, write_board
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import share
 from shardwright.train.loop import train
-from shardwright.train.models.shapes import HuggingFaceShape
+from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
@@ -157,8 +159,11 @@ def _start_together(
 
 
 def _model_fingerprint(config: Config) -> dict[str, str]:
-    """The digest of the files behind `model.path`, under its name in messages. Empty for a model without files."""
+    """The digest of the files behind `model.path`, or of the file of `model.target`, under its name in messages. Empty
+    for a model without files."""
     shape = config.model.shape()
+    if isinstance(shape, PythonShape):
+        return _code_fingerprint(shape.target.partition(":")[0])
     if not isinstance(shape, HuggingFaceShape):
         return {}
     from shardwright.train.models import hf
@@ -170,6 +175,18 @@ STATUSES = {"user": USER_ERROR, "lost contact": TRY_AGAIN, "interrupted": INTERR
 """By the kind of a complaint; 1 for others."""
 SHARED = ("user", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
+
+
+def _code_fingerprint(module: str) -> dict[str, str]:
+    """The digest of a module's file. Empty if it is not found; building the model says so."""
+    try:
+        spec = importlib.util.find_spec(module)
+        file = Path(spec.origin) if spec is not None and spec.origin is not None else None
+        return (
+            {} if file is None else {f"the file of {module}": hashlib.sha256(file.read_bytes()).hexdigest()}
+        )
+    except (ImportError, OSError, ValueError):
+        return {}
 
 
 def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:

@@ -39,6 +39,7 @@ from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder
+from shardwright.train.same_model import check_same_model
 from shardwright.train.saves import Saves
 from shardwright.train.stop import SIGNALS, StopRequest
 from shardwright.train.world import World
@@ -108,6 +109,7 @@ class Trainer:
         plain = parallel.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
         self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
+        check_same_model(plain, world, self.in_words)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.draws, self.foreign = plain.draws, plain.foreign

@@ -33,6 +33,9 @@ class Faulty(torch.optim.AdamW):
         _fail(done + 1)
         return super().step(closure)
 
+    def shard_needs(self, parameter: torch.Tensor) -> int:
+        return 1
+
 
 def _fail(step: int) -> None:
     folder = Path(os.environ[VARIABLE])
