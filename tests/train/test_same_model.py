@@ -9,8 +9,8 @@ import torch
 
 from shardwright.train.errors import UserError
 from shardwright.train.same_model import check_same_model
-from tests.support import multirank
-from tests.train.jobs import TINY, config_file, ranks, tiny, trainer
+from tests.support import multirank, world_mesh
+from tests.train.jobs import TINY, config_file, ranks
 from tests.train.kit.user_module import Module
 
 OWN = """
@@ -19,11 +19,11 @@ import torch
 from tests.train.kit.user_module import Module
 
 def build(vocab_size):
-    model = Module(vocab_size)
     {change}
-    return model
+    return Module(vocab_size)
 """
-CONFIG = TINY.replace(TINY[TINY.index("[model]") : TINY.index("[train]")], '[model]\nkind = "python"\ntarget = "own_model:build"\n')  # fmt: skip
+_REST = TINY[: TINY.index("[model]")] + TINY[TINY.index("[train]") :]
+CONFIG = _REST + '[model]\nkind = "python"\ntarget = "own_model:build"\n'
 
 
 def said_by(folder: Path, codes: tuple[str, str], engine: str) -> str:
@@ -43,7 +43,7 @@ def said_by(folder: Path, codes: tuple[str, str], engine: str) -> str:
 
 @pytest.mark.parametrize("engine", ["ddp", "shardwright"])
 def test_other_initial_values_on_one_rank_are_named(tmp_path: Path, engine: str) -> None:
-    """The numbers that are drawn tell, also of a model that gets its values in its shards."""
+    """Also of a model that gets its values in its shards."""
     code = OWN.format(change="torch.rand(int(os.environ['RANK']) + 1)")
     said = said_by(tmp_path, (code, code), engine)
     assert said.startswith(
@@ -59,10 +59,10 @@ def test_other_code_of_a_model_on_one_host_is_named(tmp_path: Path) -> None:
 
 @multirank(2)
 def test_tensors_that_differ_are_named(rank: int, world_size: int) -> None:
-    world = trainer(tiny(parallel={"engine": "ddp"}), rank, world_size).world
+    mesh = world_mesh(2)
     torch.manual_seed(0)
     model = Module(16)
-    check_same_model(model, world, "a model")
+    check_same_model(model, mesh, "a model")
     with torch.no_grad():
         model.layers[1].mix.bias[3] += rank
     with pytest.raises(

@@ -109,7 +109,7 @@ class Trainer:
         plain = parallel.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
         self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
-        check_same_model(plain, world, self.in_words)
+        check_same_model(plain, world.mesh, self.in_words)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.draws, self.foreign = plain.draws, plain.foreign
