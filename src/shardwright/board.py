@@ -27,9 +27,8 @@ COUNTED, NAMES_SIZE, MESSAGE_SIZE, FLIGHTS_SIZE = 1024, 1 << 17, 1 << 16, 1 << 1
 #: Places in the file. The names of units, collectives and groups are written once, and entries have their numbers.
 NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT = range(64, 96, 8)
 MESSAGE_LENGTH_AT, BEGAN_AT, FLIGHTS_LENGTH_AT, ASKED_AT = range(96, 128, 8)
-COUNTS_AT = (
-    4096  #: for each group, by the number of its name, how many of its collectives this process has begun
-)
+#: For each group, by the number of its name: how many of its collectives this process has begun.
+COUNTS_AT = 4096
 NAMES_AT = COUNTS_AT + COUNTED * WORD.size
 MESSAGE_AT = NAMES_AT + NAMES_SIZE
 FLIGHTS_AT = MESSAGE_AT + MESSAGE_SIZE
@@ -38,15 +37,15 @@ SIZE = RING_AT + SLOTS * ENTRY.size
 LENGTH = struct.Struct("H")
 
 #: What a process does, outside of collectives or around them.
-START, DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, SAVE, LOAD, VALIDATION, SAMPLE, OUTSIDE, END, MODEL = range(
-    13
-)
+(
+    START, DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, SAVE, LOAD, VALIDATION, SAMPLE, OUTSIDE, END, MODEL
+) = range(13)  # fmt: skip
 PHASES = (
     "start", "data", "forward", "backward", "clipping", "optimizer", "save", "load", "validation", "sample",
     "outside the model", "end of the job", "forward and backward",
 )  # fmt: skip
-#: Phases that may last much longer than a step: files of any size are read and written.
-SLOW_PHASES = frozenset({START, SAVE, LOAD})
+#: Phases that may last much longer than a step: files of any size are read and written, texts of any length made.
+SLOW_PHASES = frozenset({START, SAVE, LOAD, SAMPLE, END})
 #: Steps, from the begin of a board, that may last much longer than others: kernels are compiled and chosen in them.
 FIRST_STEPS = 2
 _PREFIX = "shardwright-board"
@@ -115,7 +114,7 @@ class Board:
     """
 
     __slots__ = (
-        "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps", "_unit",
+        "_begun", "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps", "_unit",
         "began", "path", "step",
     )  # fmt: skip
 
@@ -134,7 +133,7 @@ class Board:
             self.path.unlink()
             raise
         self.step = 1
-        self._steps = 0
+        self._steps = self._begun = 0  # steps that have ended, and steps that have begun with a number
         self._sequence = 0
         self._numbers = {"": 0}
         self._counts: dict[str, int] = {}
@@ -206,6 +205,12 @@ class Board:
     def leave(self) -> None:
         """The process goes on after a collective."""
         self._write(0, 0, 0, 0, 0)
+
+    def begin_step(self, number: int) -> None:
+        """A step with this number begins. Without this, steps of optimizers count."""
+        self.step = number
+        self._steps = self._begun
+        self._begun += 1
 
     def count_step(self) -> None:
         """A step of an optimizer has ended."""
@@ -304,9 +309,9 @@ def at(phase: int, unit: str = "") -> None:
 
 
 def begin_step(number: int) -> None:
-    """The process begins a step. Without this, steps of optimizers count."""
+    """See :meth:`Board.begin_step`."""
     if current is not None:
-        current.step = number
+        current.begin_step(number)
 
 
 @contextmanager

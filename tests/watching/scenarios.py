@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -22,10 +23,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright import board, checkpoint, engine, optim  # noqa: F401  # before processes are forked
+from shardwright.watching import api
+from shardwright.watching.watcher import Settings
 
 STALL = 2.0
 RANKS, CULPRIT, STEP = 2, 1, 4
-AT_ONCE = 4
+AT_ONCE = 8
 LIMIT = 20.0  #: seconds from the fault to the end of all ranks
 TO_START = 90.0  #: seconds to the fault
 
@@ -84,6 +88,14 @@ def sleep() -> None:
     time.sleep(600)
 
 
+def be_slow() -> None:
+    time.sleep(1.5 * STALL)
+
+
+def broadcast_from_the_other() -> None:
+    dist.broadcast(torch.zeros(1), src=1 - dist.get_rank())
+
+
 def wait_for_nobody() -> None:
     """A collective of a group that the others do not call."""
     dist.barrier(_pair())
@@ -109,6 +121,10 @@ class Scenario:
     text: str
     ranks: int = RANKS
     culprit: int = CULPRIT
+    hosts: int = 1  #: that the ranks believe to be on
+    step: int = STEP
+    by_all: bool = False  #: every rank does it
+    ends_well: bool = False
 
 
 SCENARIOS = {
@@ -135,20 +151,28 @@ SCENARIOS = {
     "mismatched groups": Scenario("data", wait_for_nobody, "rank 1 waits in barrier", ranks=3),
     "a barrier of one rank": Scenario("leave", wait_for_all, "rank 1 waits in barrier"),
     "stuck at the end": Scenario("end", sleep, "rank 1: outside the model since * s\n"),
+    "all joined": Scenario(
+        "data", broadcast_from_the_other, "all ranks have joined a collective, and it does not end\n  ranks 0, 1 wait in",
+        by_all=True,
+    ),
+    "sleep on another host": Scenario(
+        "forward", sleep, "rank 2: forward of layers.1 since * s\n", ranks=3, culprit=2, hosts=2
+    ),
+    "a host that is gone": Scenario("forward", stop, f"rank 1: host {socket.gethostname()} does not answer", hosts=2),
+    "slow compilation": Scenario("forward", be_slow, "", step=1, ends_well=True),
 }  # fmt: skip
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, scenario: Scenario, folder: Path) -> None:
+def run_rank(rank: int, scenario: Scenario, folder: Path, port: int) -> None:
     output = os.open(folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario.ranks)
     _groups[:] = [dist.new_group([0, 1])]
     torch.manual_seed(0)
     model = Net()
@@ -157,8 +181,12 @@ def run_rank(rank: int, scenario: Scenario, folder: Path) -> None:
         sw.fully_shard(layer, mesh=mesh)
     sw.fully_shard(model, mesh=mesh)
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    sw.watch(model, stall_seconds=STALL, folder=folder / "evidence")
-    at = Place(rank == scenario.culprit, scenario, folder)
+    if scenario.hosts == 1:
+        sw.watch(model, stall_seconds=STALL, folder=folder / "evidence")
+    else:
+        host = str(rank * scenario.hosts // scenario.ranks)
+        api.start(Settings(STALL, folder / "evidence"), host)
+    at = Place(scenario.by_all or rank == scenario.culprit, scenario, folder)
     model.layers[1].between = lambda value: between(value, at)
     optimizer.register_step_pre_hook(lambda *_: at("optimizer"))
     for step in range(1, STEP + 2):
@@ -206,13 +234,14 @@ class Place:
     done: bool = False
 
     def is_here(self, where: str) -> bool:
-        return self.is_culprit and where == self.scenario.where and self.step >= STEP
+        return self.is_culprit and where == self.scenario.where and self.step >= self.scenario.step
 
     def __call__(self, where: str) -> None:
         if self.is_here(where) and not self.done:
             self.done = True
-            (self.folder / "beginning").write_text(str(time.monotonic()))
-            (self.folder / "beginning").rename(self.folder / "begun")
+            own = self.folder / f"beginning-{os.getpid()}"
+            own.write_text(str(time.monotonic()))
+            own.rename(self.folder / "begun")
             self.scenario.what()
 
 
@@ -227,6 +256,7 @@ class Run:
     folder: Path
     pids: dict[int, int]
     began: float
+    store: dist.TCPStore  #: here, so that it outlives every rank
     ended: dict[int, float] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)
 
@@ -238,9 +268,16 @@ class Run:
             if done:
                 self.statuses[rank] = os.waitstatus_to_exitcode(status)
                 self.ended[rank] = time.monotonic()
-            elif time.monotonic() > self._deadline():
+            elif time.monotonic() > self._deadline() or self._only_host(rank):
                 os.kill(pid, signal.SIGKILL)
         return len(self.statuses) == len(self.pids)
+
+    def _only_host(self, rank: int) -> bool:
+        """Whether nobody on the host of this rank, the culprit, could end it, and the others have ended."""
+        scenario = SCENARIOS[self.name]
+        return scenario.hosts == scenario.ranks and {*self.pids} - {*self.statuses} == {rank} == {
+            scenario.culprit
+        }
 
     def _deadline(self) -> float:
         begun = self.folder / "begun"
@@ -268,13 +305,14 @@ class Run:
 def begin(name: str, folder: Path) -> Run:
     scenario = SCENARIOS[name]
     folder.mkdir(parents=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pids = {}
     for rank in range(scenario.ranks):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                run_rank(rank, scenario, folder)
+                run_rank(rank, scenario, folder, store.port)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -282,7 +320,7 @@ def begin(name: str, folder: Path) -> Run:
                 sys.stderr.flush()
                 os._exit(status)
         pids[rank] = pid
-    return Run(name, folder, pids, time.monotonic())
+    return Run(name, folder, pids, time.monotonic(), store)
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -361,7 +361,7 @@ def conclude(
     memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-    peak, held, leased = memory.tolist()
+        peak, held, leased = memory.tolist()
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         return end

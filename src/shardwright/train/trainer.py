@@ -221,6 +221,7 @@ class Trainer:
             if self.draws:
                 torch.manual_seed(self._seed_of(number))
             adapters.set_samples(self.model, self._samples(number))
+            boards.at(boards.MODEL)
             with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
                 sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
@@ -262,7 +263,7 @@ class Trainer:
         totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
         with noted("all-reduce of the loss", None):
             dist.all_reduce(totals)
-        figures = totals.tolist()
+            figures = totals.tolist()  # on a GPU it is here that a rank waits
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
         ]  # ranks of the same data have each
@@ -338,6 +339,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
+            boards.at(boards.VALIDATION)
             first = (number * world.data_size + world.data_rank) * train.micro_batch
             # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
             # do not count.
@@ -350,7 +352,8 @@ class Trainer:
         parallel.free_gathered(self.model)
         with noted("all-reduce of the validation loss", None):
             dist.all_reduce(total)
-        return float(total) / world.tensor / max(1, stream.trained(0, samples))
+            loss_sum = float(total)
+        return loss_sum / world.tensor / max(1, stream.trained(0, samples))
 
     @boards.during(boards.SAMPLE)
     @torch.no_grad()

@@ -11,12 +11,9 @@ from shardwright.watching.reading import DISK, ENDED, LEFT, RUNS, SILENT, STOPPE
 #: How much longer than others a phase may last that reads or writes files, or compiles.
 PATIENCE = 10
 #: Kinds of verdicts.
-BEHIND, JOINED, OUTSIDE, MIXED = (
-    "one behind",
-    "all joined",
-    "outside any collective",
-    "in different collectives",
-)
+BEHIND, OUTSIDE, ALONE, JOINED, MIXED = (
+    "behind in a collective", "behind outside any collective", "nobody waits", "all joined", "in different collectives"
+)  # fmt: skip
 
 #: Phases in which collectives may run that are not on boards.
 _WITHOUT_NOTES = (boards.OUTSIDE, boards.MODEL, boards.VALIDATION, boards.SAMPLE, boards.END)
@@ -27,7 +24,6 @@ _PROCESS = {
     DISK: "waits for a disk or a driver (D)",
     ENDED: "process ended without a word",
     LEFT: "process ended in order",
-    SILENT: "its host does not answer",
 }
 _HELD = "no thread of it runs: something holds Python's interpreter (GIL)"
 _WAYS = {
@@ -39,7 +35,8 @@ _WAYS = {
     RUNS: "Its stacks show where it is.",
 }
 _WAY_JOINED = (
-    "Look at the network between hosts, and at the driver of the devices. If it is only slow, raise {key}."
+    "Every rank must call it with the same arguments, such as the source of a broadcast. Else look at the network "
+    "between hosts, and at the driver of the devices. If it is only slow, raise {key}."
 )
 _WAY_MIXED = "Every rank must call the same collectives, of the same groups, in the same order."
 _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream that does not answer."
@@ -50,7 +47,7 @@ class Verdict:
     """Why the job does not go on.
 
     Attributes:
-        kind: BEHIND, JOINED, OUTSIDE or MIXED.
+        kind: BEHIND, OUTSIDE, ALONE (outside any collective, and no rank waits for it), JOINED or MIXED.
         culprits: the ranks for which the others wait; empty with JOINED and MIXED.
         reason: where each rank is, in one line.
         way: what to do.
@@ -78,8 +75,9 @@ class Verdict:
         if self.kind == BEHIND:
             return f"{hangs}: {who} {'are' if several else 'is'} behind the others"
         if self.kind == OUTSIDE:
-            does = "are outside any collective and do" if several else "is outside any collective and does"
-            return f"{hangs}: {who} {does} not go on"
+            return f"{hangs}: {who} {'are' if several else 'is'} behind the others, outside any collective"
+        if self.kind == ALONE:
+            return f"{hangs}: {who} {'do' if several else 'does'} not go on, outside any collective"
         if self.kind == MIXED:
             return f"{hangs}: the ranks wait for each other in different collectives"
         return f"{hangs}: all ranks have joined a collective, and it does not end"
@@ -111,7 +109,7 @@ def judge(
     if roots:
         if longest <= PATIENCE * stall_seconds and not any(_is_late(each, stall_seconds) for each in roots):
             return None
-        outside = all(not each.collective for each in roots)
+        outside = all(not each.collective and each.process != SILENT for each in roots)
         return _verdict(OUTSIDE if outside else BEHIND, roots, ranks, key)
     if not behind:
         stuck = [each for each in ranks.values() if each.is_stuck and each.process != LEFT] or [
@@ -134,7 +132,7 @@ def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bo
         culprits = [each for each in culprits if each.is_stuck or each.phase not in _OWN_CODE]
     if not culprits or any(not each.is_gone and each.age <= stall_seconds for each in ranks.values()):
         return None
-    return _verdict(OUTSIDE, culprits, ranks, key)
+    return _verdict(ALONE, culprits, ranks, key)
 
 
 def _with_flight(seen: Seen) -> Seen:
@@ -164,14 +162,14 @@ def _place(seen: Seen) -> tuple[str, int, str, str]:
 def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key: str) -> Verdict:
     culprits = list(culprits)
     numbers = {each.rank for each in culprits}
-    steps = [each.step for each in ranks.values()]
-    differ = min(steps) < max(steps)
+    steps = [each.step for each in ranks.values() if each.step]  # of a silent host they may not be known
+    differ = len(set(steps)) > 1
     groups: dict[tuple[str, str, int], list[Seen]] = {}
     for each in [*culprits, *(each for rank, each in sorted(ranks.items()) if rank not in numbers)]:
         groups.setdefault((_doing(each), _state(each), each.step), []).append(each)
     reason = "; ".join(_in_words(each, differ) for each in groups.values())
     lost = bool(culprits) and all(each.is_stuck or each.answers is False for each in culprits)
-    step = min((each.step for each in culprits), default=min(steps))
+    step = min((each.step for each in culprits if each.step), default=min(steps, default=0))
     return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step)
 
 
@@ -202,6 +200,8 @@ def _in_words(alike: Sequence[Seen], steps: bool) -> str:
     """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
     first = alike[0]
     who, state = in_ranks([each.rank for each in alike]), _state(first)
+    if first.process == SILENT:
+        return f"{who}: host {first.host} does not answer since {max(each.age for each in alike):.0f} s"
     since = f" since {max(each.age for each in alike):.0f} s" + (f", step {first.step}" if steps else "")
     if first.collective:
         does = f"{who} {'wait' if len(alike) > 1 else 'waits'} in {_doing(first)}{since}"
