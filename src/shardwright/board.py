@@ -114,8 +114,8 @@ class Board:
     """
 
     __slots__ = (
-        "_begun", "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps", "_unit",
-        "began", "path", "step",
+        "_begun", "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps",
+        "_unit", "began", "path", "step",
     )  # fmt: skip
 
     def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:

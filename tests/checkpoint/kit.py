@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
@@ -29,3 +31,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "row": {"layout": "ragged"},
     "element": {"layout": sw.Ragged("element")},
 }
+
+
+def trained(seed: int, group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a step, sharded over the ranks of a group; plain if it has one rank."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    if dist.get_world_size(group) > 1:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in (model[0], model[2], model):
+            sw.fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer

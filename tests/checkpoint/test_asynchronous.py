@@ -23,6 +23,7 @@ import shardwright as sw
 from shardwright.checkpoint import background, notes
 from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
 from shardwright.checkpoint.pipes import Lines, send
+from shardwright.checkpoint.places import LocalStore, partial_folder
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import Plan, save_state
 from shardwright.checkpoint.staging import Job, SharedMemory, stage
@@ -264,11 +265,10 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
     plan = Plan.of(values(1), Ranks())
-    folder = tmp_path / ".c.partial"
-    folder.mkdir()
+    partial_folder(tmp_path / "c", plan.contents.attempt).mkdir()
     contents = dataclasses.replace(plan.contents, ranks=2)
     memory = SharedMemory()
-    at, nbytes = stage(Job(tmp_path / "c", folder, 0, False, plan.own, contents), memory)
+    at, nbytes = stage(Job(LocalStore(tmp_path / "c"), 0, False, plan.own, contents), memory)
     commands, its_commands = os.pipe()
     results, its_results = os.pipe()
     send(its_commands, {"do": "save", "at": at, "bytes": nbytes})
@@ -284,14 +284,15 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
     written = write_parts(tmp_path, "__0_0.distcp", Plan.of(values(1), Ranks()).own)
-    notes.leave(tmp_path, 0, "attempt", written)
-    assert notes.read(tmp_path, 0, "attempt") == written
+    folder = LocalStore(tmp_path)
+    notes.leave(folder, 0, "attempt", written)
+    assert notes.read(folder, 0, "attempt") == written
     with pytest.raises(RuntimeError, match="of another save"):
-        notes.read(tmp_path, 0, "other")
+        notes.read(folder, 0, "other")
     path = tmp_path / notes.name_of(0)
     path.write_text(path.read_text().replace("b", "c", 1))
     with pytest.raises(RuntimeError, match="note of rank 0 cannot be read"):
-        notes.read(tmp_path, 0, "attempt")
+        notes.read(folder, 0, "attempt")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

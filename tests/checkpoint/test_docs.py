@@ -41,7 +41,7 @@ def test_commands_of_the_page_on_checkpoints_are_understood(tmp_path: Path) -> N
 
     blocks = re.findall(r"```sh\n(.*?)```", (DOCS / "checkpoints.md").read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 10
     parser, parsers = _parsers()
     for line in lines:
         arguments = shlex.split(line, comments=True)[1:]

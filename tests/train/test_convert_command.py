@@ -132,3 +132,29 @@ def test_a_full_disk_is_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert "cannot write: No space left on device" in error and "Free some space" in error
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_urls_are_read_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
+    files, model = fsspec.filesystem("memory"), torch.nn.Linear(30, 4)
+    ours, url, out = str(tmp_path / "ours"), "memory://converted/step-3", str(tmp_path / "out.safetensors")
+    sw.save_checkpoint(ours, model, extra={"step": 3})
+    assert cli.main(["convert", ours, url, "--to", "shardwright"]) == 0
+    assert f"shardwright.load_checkpoint({url!r}, model) reads it" in capsys.readouterr().out
+    other = torch.nn.Linear(30, 4)
+    assert sw.load_checkpoint(url, other, generators=False) == {"step": 3}
+    assert torch.equal(other.weight, model.weight)
+    assert cli.main(["convert", url, out]) == 0
+    assert torch.equal(values(Path(out))["weight"], model.weight)
+    capsys.readouterr()
+    before = files.find("/converted")
+    for arguments, problem in {
+        (ours, url, "--to", "shardwright"): f"{url} holds a whole checkpoint. It is not replaced",
+        (ours, "memory://converted/dcp", "--to", "dcp"): "only shardwright is written to a URL, found dcp",
+        ("memory://none/here", str(tmp_path / "none.pt")): "memory://none/here holds no whole checkpoint",
+        ("absent://none/here", str(tmp_path / "none.pt")): "no file system for absent://",
+    }.items():
+        assert cli.main(["convert", *arguments]) != 0
+        err = capsys.readouterr().err
+        assert problem in err and err.count("\n") == 1
+    assert files.find("/converted") == before and len(list(tmp_path.iterdir())) == 2

@@ -28,7 +28,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.reporter import Reporter
 from shardwright.train.saves import Saves
 from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position
+from shardwright.train.steps import Position, recovered_steps
 from shardwright.train.stored import examine
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, plant_beside, runs, saved_with
@@ -164,7 +164,7 @@ def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
         assert saved_steps(checkpoints) == [2]
         newest = 2 if again else 3
         died = _dies_at(moment, lambda s=saves, n=newest: s.save(weights, optimizer, Position(n, n)))
-        recovered = checkpoint._steps(checkpoints)
+        recovered = recovered_steps(checkpoints)
         assert recovered and recovered[-1] >= 2, moment
         for step in recovered:
             checkpoint.verified(checkpoints / f"step-{step}", Ranks(alone=True))

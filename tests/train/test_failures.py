@@ -14,7 +14,10 @@ import pytest
 from shardwright import cli
 from shardwright.train.checkpoint import saved_steps, what_is_missing
 from shardwright.train.ending import Complaint, Ending, culprit
+from shardwright.train.record import repair_record
 from shardwright.train.runs import RunFolder
+from shardwright.train.statuses import read_exit
+from shardwright.train.steps import recorded_step
 from shardwright.train.trainer import Trainer
 from tests.train.jobs import (
     config_file,
@@ -267,6 +270,9 @@ def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert status == 75 and err.startswith("error: rank 1 of 2 was killed by SIGKILL")
     assert f"train --resume {folder} --nproc 2" in err
     assert RunFolder(folder).record()["status"] == "failed"
+    content = read_exit(RunFolder(folder))
+    assert content is not None and (content["status"], content["rank"]) == (75, 1)
+    assert content["saved"] == saved_steps(folder / "checkpoints")[0]
 
 
 def complaint(rank: int, order: int, kind: str) -> Complaint:
@@ -328,6 +334,17 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     job.kill()
     job.communicate()
     wait_for(lambda: not any(psutil.pid_exists(rank) for rank in ranks), seconds=20)
+    # The first rank has written what happened. Where it could not, the next resume does.
+    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    assert content is not None
+    assert (content["status"], content["reason"]) == (75, "the launcher was killed")
+    assert record["status"] == "failed" and record["sessions"][0]["ended_by"] == "the launcher was killed"
+    record["status"] = record["sessions"][0]["status"] = "running"
+    (folder / "run.json").write_text(json.dumps(record))
+    repair_record(RunFolder(folder))
+    record = RunFolder(folder).record()
+    assert record["status"] == record["sessions"][0]["status"] == "failed"
+    assert record["sessions"][0]["to_step"] == content["step"] == recorded_step(folder / "metrics.jsonl") >= 2
 
 
 def test_runs_unchanged_under_torchrun(tmp_path: Path) -> None:

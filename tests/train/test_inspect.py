@@ -177,3 +177,28 @@ def test_hostile_folders_run_nothing_and_are_one_line(
         status, _, err = inspect(copy)
         assert status == 1 and err.startswith(f"error: {copy} is damaged: "), (attack, err)
         assert err.count("\n") == 1 and not evidence.exists()
+
+
+def test_a_checkpoint_behind_a_url(inspect: Inspect) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
+    files, url = fsspec.filesystem("memory"), "memory://inspected/step-3"
+    sw.save_checkpoint(url, nn.Linear(30, 4), extra={"step": 3})
+    status, out, err = inspect(url)
+    assert (status, err) == (0, "") and out.splitlines()[0] == url
+    assert "    extra: {'step': 3}" in out and "  check        whole: 3 files, " in out
+    (parts,) = (name for name in files.find("/inspected") if "__0_0" in name)
+    content = files.cat_file(parts)
+    files.pipe_file(parts, content[:-1])
+    status, _, err = inspect(url, "--quick")
+    assert status == 1 and err.startswith(f"error: {url} is damaged: __0_0.") and err.count("\n") == 1
+    files.pipe_file(parts, content[:500] + bytes([content[500] ^ 1]) + content[501:])
+    assert inspect(url, "--quick")[0] == 0
+    status, _, err = inspect(url)
+    assert status == 1 and "is not the file that was saved" in err
+    for wrong, problem in {
+        "memory://inspected/none": "memory://inspected/none holds no whole checkpoint: a save was interrupted",
+        "absent://a/b": "no file system for absent://",
+        "memory://": "names no place for a checkpoint",
+    }.items():
+        status, out, err = inspect(wrong)
+        assert status != 0 and not out and problem in err and err.count("\n") == 1

@@ -1,25 +1,26 @@
-"""Jobs that start again by themselves: after a killed rank, an error, a launcher that is gone; and when they do not."""
+"""Jobs that start again by themselves: after a killed rank and an error; and when they do not."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardwright.train.errors import UserError
+from shardwright.train.fresh_store import fresh_store
 from shardwright.train.launches import GivenUpError, Launch
-from shardwright.train.lock import claim
-from shardwright.train.record import repair_record
 from shardwright.train.restarts import Attempt, Restarts, without_numbers
 from shardwright.train.runs import RunFolder
 from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.statuses import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
-from tests.train.jobs import config_file, finish, losses, records, run, start, wait_for
+from tests.train.jobs import config_file, losses, records, run
 from tests.train.kit.faults import environment
 
 FAULTY = ("--optimizer.name", "tests.train.kit.faults:ADAMW")
@@ -46,23 +47,19 @@ def sessions(folder: Path) -> list[tuple[int, int, int, int, str]]:
     ]
 
 
-def test_a_killed_rank_and_an_error_change_nothing(tmp_path: Path, sharded_run: Path) -> None:
-    """Killed at step 5 after the save of step 3; then an error at step 7, after that of step 6."""
+def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> None:
+    """Killed at step 5 after the save of step 3."""
     folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "1 5 kill", "0 7 error")
+    faults = environment(tmp_path / "faults", "0 5 kill")
     arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder, "--max-restarts", "2")
     status, out, err = run("train", config_file(tmp_path), *arguments, environment=faults)
     assert (status, err) == (0, "")
-    restarts = [line for line in out.splitlines() if line.startswith("restart ")]
-    assert [line.partition(" (log: ")[0] for line in restarts] == [
-        "restart 1 of 2: rank 1 of 2 was killed by SIGKILL (the system's out-of-memory killer sends this signal, too), "
-        "after step 4; resuming from step 3 on 2 ranks",
-        restarts[1].partition(" (log: ")[0],
-    ]
-    assert restarts[1].startswith("restart 2 of 2: rank 0 of 2 failed with RuntimeError: planned at 0x")
-    assert "after step 6; resuming from step 6 on 2 ranks" in restarts[1]
-    undisturbed = weights(sharded_run, 8)
-    resumed = weights(folder, 8)
+    (restart,) = [line for line in out.splitlines() if line.startswith("restart ")]
+    assert restart.partition(" (log: ")[0] == (
+        "restart 1 of 2: rank 0 of 2 was killed by SIGKILL (the system's out-of-memory killer sends this signal, too), "
+        "after step 4; resuming from step 3 on 2 ranks"
+    )
+    undisturbed, resumed = weights(sharded_run, 8), weights(folder, 8)
     assert undisturbed.keys() == resumed.keys()
     assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
     assert losses(folder) == losses(sharded_run)
@@ -73,22 +70,18 @@ def test_a_killed_rank_and_an_error_change_nothing(tmp_path: Path, sharded_run: 
     assert out.count("step 4 runs again; the figures are above") == 1
     dropped = (folder / "metrics.dropped.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in dropped] == [4]
-    assert sessions(folder) == [
-        (1, 2, 0, 4, "failed"),
-        (2, 2, 3, 6, "failed"),
-        (3, 2, 6, 8, "finished"),
-    ]
+    assert sessions(folder) == [(1, 2, 0, 4, "failed"), (2, 2, 3, 8, "finished")]
     assert "killed by SIGKILL" in RunFolder(folder).record()["sessions"][0]["ended_by"]
     exit_content = ended(folder)
     assert exit_content.keys() == {"status", "reason", "step", "saved", "rank", "attempt", "time"}
-    assert (exit_content["status"], exit_content["step"], exit_content["attempt"]) == (0, 8, 3)
+    assert (exit_content["status"], exit_content["step"], exit_content["attempt"]) == (0, 8, 2)
 
 
 def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     tmp_path: Path, sharded_run: Path
 ) -> None:
     folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "1 2 kill", "0 3 error", "0 3 error")
+    faults = environment(tmp_path / "faults", "0 2 kill", "0 3 error", "0 3 error")
     arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder, "--max-restarts", "9")
     options = ("--fault.least_ranks", "1", "--checkpoint.every", "0")
     status, out, err = run("train", config_file(tmp_path), *arguments, *options, environment=faults)
@@ -102,13 +95,12 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     assert (exit_content["status"], exit_content["rank"], exit_content["step"]) == (1, 0, 2)
 
 
-def test_under_torchrun(tmp_path: Path, sharded_run: Path) -> None:
+def test_an_error_under_torchrun(tmp_path: Path, sharded_run: Path) -> None:
     """torchrun starts the same command again; rank 0 finds its folder, although the command names none."""
-    faults = environment(tmp_path / "faults", "1 5 kill")
+    faults = environment(tmp_path / "faults", "0 5 error")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "-m", "shardwright", "train", str(config_file(tmp_path))]
-    job = start(*SHARDED, *FAULTY, environment=faults, command=command, cwd=tmp_path)
-    status, out, err = finish(job)
+    status, out, err = run(*SHARDED, *FAULTY, environment=faults, command=command, cwd=tmp_path)
     assert status == 0, err
     (folder,) = (tmp_path / "runs").iterdir()
     assert sessions(folder) == [(1, 2, 0, 4, "failed"), (2, 2, 3, 8, "finished")]
@@ -117,34 +109,6 @@ def test_under_torchrun(tmp_path: Path, sharded_run: Path) -> None:
     assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
     assert (ended(folder)["status"], ended(folder)["attempt"]) == (0, 2)
     assert out.count("step 4/8") == 1
-
-
-def test_a_launcher_that_is_killed_is_in_the_record(tmp_path: Path) -> None:
-    """Its ranks write what happened. Where they could not, the next resume does."""
-    folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "0 2 launcher")
-    arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder)
-    status, _, _ = run("train", config_file(tmp_path), *arguments, environment=faults)
-    assert status == -9
-    wait_for((folder / "exit.json").exists, 20)
-    content, record = ended(folder), RunFolder(folder).record()
-    assert (content["status"], content["reason"]) == (TRY_AGAIN, "the launcher was killed")
-    assert record["status"] == "failed" and record["sessions"][0]["ended_by"] == "the launcher was killed"
-    record["status"] = record["sessions"][0]["status"] = "running"
-    (folder / "run.json").write_text(json.dumps(record))
-    repair_record(RunFolder(folder))
-    record = RunFolder(folder).record()
-    assert record["status"] == record["sessions"][0]["status"] == "failed"
-    assert record["sessions"][0]["to_step"] == 1
-    wait_for(lambda: is_free(folder), 20)
-
-
-def is_free(folder: Path) -> bool:
-    try:
-        with claim(folder):
-            return True
-    except UserError:
-        return False
 
 
 def restarts(most: int, least_ranks: int = 0) -> Restarts:
@@ -219,3 +183,30 @@ def test_launches_of_torchrun() -> None:
         Launch(("a",), ends=((FAILED, "at 0x1", 4), (TRY_AGAIN, "", 4), (FAILED, "at 0x2", 4))).check_worth()
     with pytest.raises(GivenUpError, match="a restart cannot help"):
         Launch(("a",), ends=((USER_ERROR, "wrong", 0),)).check_worth()
+
+
+def test_attempts_share_a_store_but_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a rank of the attempt before wrote that it was there, and got its answer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert fresh_store(server, 1, 2, 0.1) is server
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(RuntimeError, match=r"rank 0 did not answer within 0\.1 s"):
+        fresh_store(client(server.port), 1, 2, 0.1)
+    for attempt in range(3):
+        with (
+            ThreadPoolExecutor() as pool
+        ):  # the others come first, and find what is left of the attempt before
+            others = [pool.submit(fresh_store, client(server.port), rank, 3, 20.0) for rank in (1, 2)]
+            time.sleep(0.1)
+            first = fresh_store(client(server.port), 0, 3, 20.0)
+            stores = [first, *(other.result() for other in others)]
+        assert not any(store.check(["address"]) for store in stores)
+        first.set("address", str(attempt))
+        assert [store.get("address") for store in stores] == [str(attempt).encode()] * 3
+
+
+def client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False)

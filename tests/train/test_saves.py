@@ -135,7 +135,9 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     job.save(saves, 1)
     before = (tmp_path / "step-1" / "index.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "drop_from_cache", lambda folder, file: flipped(folder / file, folder))
+        patch.setattr(
+            saving, "drop_from_cache", lambda folder, file: flipped(folder.path / file, folder.path)
+        )
         job.save(saves, 1 if again else 2)
     (failure,) = job.reporter.failed_saves
     assert "read back after it was written, __0_0.distcp is not the file that was saved" in failure
@@ -190,7 +192,7 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
     real = saving.write_parts
 
     def fails_once(folder: Path, *arguments: Any) -> Any:
-        if "step-3" not in folder.name:
+        if "step-3" not in str(folder):
             return real(folder, *arguments)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "pwrite", _no_disk)

@@ -152,8 +152,8 @@ SCENARIOS = {
     "a barrier of one rank": Scenario("leave", wait_for_all, "rank 1 waits in barrier"),
     "stuck at the end": Scenario("end", sleep, "rank 1: outside the model since * s\n"),
     "all joined": Scenario(
-        "data", broadcast_from_the_other, "all ranks have joined a collective, and it does not end\n  ranks 0, 1 wait in",
-        by_all=True,
+        "data", broadcast_from_the_other,
+        "all ranks have joined a collective, and it does not end\n  ranks 0, 1 wait in broadcast", by_all=True,
     ),
     "sleep on another host": Scenario(
         "forward", sleep, "rank 2: forward of layers.1 since * s\n", ranks=3, culprit=2, hosts=2

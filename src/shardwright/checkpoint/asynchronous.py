@@ -24,12 +24,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright import board as boards
-from shardwright.checkpoint import places
+from shardwright.checkpoint import notes
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.loading import open_checkpoint
+from shardwright.checkpoint.places import LocalStore, store_of
 from shardwright.checkpoint.ranks import Ranks, described, raise_for
-from shardwright.checkpoint.saving import Plan, open_save
+from shardwright.checkpoint.saving import Plan, names_of_files, open_save
 from shardwright.checkpoint.staging import Job, SharedMemory, stage
+from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.training import state_to_save
 from shardwright.checkpoint.writer_process import WriterProcess
 
@@ -40,7 +42,7 @@ Failure = tuple[int, str]  #: number of the error's kind, and its text
 class Outcome:
     """What became of a save, as this rank knows it."""
 
-    path: Path
+    path: Path | str  #: the folder, or the URL
     committed: (
         bool  #: the checkpoint is whole and has its name. Before ``wait`` only the first rank can know it
     )
@@ -53,15 +55,22 @@ class Outcome:
 class _Save:
     """A save under way, and what its writer process has reported."""
 
-    path: Path
-    folder: Path
+    place: Store
     attempt: str
-    is_first: bool
+    ranks: Ranks
     is_written: bool = False
     is_committed: bool = False
     failure: Failure | None = None
     nbytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks.is_first
+
+    @property
+    def path(self) -> Path | str:
+        return self.place.path if isinstance(self.place, LocalStore) else str(self.place)
 
     @property
     def is_over(self) -> bool:
@@ -77,6 +86,11 @@ class _Save:
         self.is_committed = message["is"] == "committed"
         self.nbytes, self.seconds = message["nbytes"], message["seconds"]
 
+    def abandon(self) -> None:
+        """Remove what was written, as far as that is possible."""
+        names = [*names_of_files(self.ranks.size), *map(notes.name_of, range(self.ranks.size))]
+        self.place.unfinished(self.attempt).abandon(names)
+
     def outcome(self) -> Outcome:
         error = None if self.failure is None else self.failure[1]
         return Outcome(self.path, self.is_committed, error, self.nbytes, self.seconds)
@@ -91,9 +105,10 @@ class AsyncCheckpoint:
     At most one save is under way. Where a method is collective, every rank of ``process_group`` must call it.
 
     If a trainer or a writer process is killed, the save under way is not committed, then or later; what was at its
-    path before is unchanged. Unfinished files of a killed save are removed by the next save to the same path. If the
-    interpreter ends without :meth:`close`, it waits until the save under way is on disk. It gives the save up, with a
-    warning, when other ranks have not written anything for 60 seconds.
+    path before is unchanged. Unfinished files of a killed save are removed by the next save to the same path, behind a
+    URL by the next one with ``overwrite=True``. If the interpreter ends without :meth:`close`, it waits until the save
+    under way is on disk. It gives the save up, with a warning, when other ranks have not written anything for 60
+    seconds, behind a URL for 10 minutes.
 
     Args:
         process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
@@ -149,15 +164,15 @@ class AsyncCheckpoint:
     ) -> None:
         """:meth:`save` of a nested state: dicts and lists of tensors and plain values."""
         self._check_open()
+        ranks, place = self._ranks, store_of(path)
         self.wait()
-        ranks, place = self._ranks, Path(path)
         plan = Plan.of(state, ranks)
-        with open_save(place, plan, ranks, overwrite) as folder:
-            job = Job(place, folder, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
+        with open_save(place, plan, ranks, overwrite):
+            job = Job(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.together(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
-            self._save = _Save(place, folder, plan.contents.attempt, ranks.is_first)
+            self._save = _Save(place, plan.contents.attempt, ranks)
             _under_way.add(self)
             assert self._writer is not None
             self._writer.send({"do": "save", "at": at, "bytes": nbytes})
@@ -190,7 +205,7 @@ class AsyncCheckpoint:
             while not save.is_over:
                 self._receive(save, wait=True)
             if not save.is_committed:
-                places.abandon(save.folder)
+                save.abandon()
         committed, failure = ranks.of_first((save.is_committed, save.failure))
         self._save = None
         _under_way.discard(self)
@@ -286,7 +301,7 @@ class AsyncCheckpoint:
                 self._receive(save, wait=True)
             if save.failure is not None:
                 if save.is_first:
-                    places.abandon(save.folder)
+                    save.abandon()
                 warnings.warn(f"{save.path} was not saved: {save.failure[1]}", stacklevel=3)
         finally:
             self._free()
@@ -313,7 +328,7 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        index = open_checkpoint(save.path).index
+        index = open_checkpoint(save.place).index
     except (OSError, Damaged):
         return False
     return index is not None and index.attempt == save.attempt

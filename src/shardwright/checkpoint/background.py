@@ -1,8 +1,8 @@
 """The writer process of an asynchronous save: ``python -m shardwright.checkpoint.background``, started by a trainer.
 
-It gets jobs through a pipe, writes the rank's file from shared memory, and leaves a note in the folder of the save. The
-first rank's writer waits for the notes of all ranks, describes and commits the checkpoint. Writers share only the file
-system. A writer ends when its trainer ends, however that happens, so nothing is committed for a dead trainer.
+It gets jobs through a pipe, writes the rank's file from shared memory, and leaves a note beside it. The first rank's
+writer waits for the notes of all ranks, describes and commits the checkpoint. Writers share only the file system or
+store. A writer ends when its trainer ends, however that happens, so nothing is committed for a dead trainer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import threading
 import time
 from typing import Any
 
-from shardwright.checkpoint import notes, places
+from shardwright.checkpoint import notes
 from shardwright.checkpoint.pipes import Lines, send
+from shardwright.checkpoint.places import LocalStore
 from shardwright.checkpoint.ranks import described, raise_for
 from shardwright.checkpoint.saving import commit_parts, read_back
 from shardwright.checkpoint.staging import Job, SharedMemory, staged_job
@@ -27,6 +28,11 @@ from shardwright.checkpoint.writing import Written, file_of_rank, write_parts
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
 #: before that, the trainers themselves find out that one of them is gone.
 PATIENCE = 60.0
+PATIENCE_BEHIND_URLS = 600.0  #: an upload shows no sign before it ends
+_LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = (
+    0.25,
+    2.0,
+)  #: seconds between looks; those at a store are paid for
 _IGNORED = (
     "SIGINT",
     "SIGTERM",
@@ -66,10 +72,11 @@ class Writer:
     def _save(self, job: Job) -> None:
         start, attempt = time.monotonic(), job.contents.attempt
         try:
-            written = write_parts(job.folder, file_of_rank(job.rank), job.parts)
+            folder = job.unfinished
+            written = write_parts(folder, file_of_rank(job.rank), job.parts)
             if job.verified:
-                read_back(job.folder, written)
-            notes.leave(job.folder, job.rank, attempt, written)
+                read_back(folder, written)
+            notes.leave(folder, job.rank, attempt, written)
             seconds = time.monotonic() - start
             self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
             if job.is_first:
@@ -78,7 +85,7 @@ class Writer:
         except Exception as error:
             kind, text = described(error)
             with contextlib.suppress(OSError):  # the disk may be full; then the trainer says it
-                notes.leave_failure(job.folder, job.rank, attempt, kind, text)
+                notes.leave_failure(job.unfinished, job.rank, attempt, kind, text)
             self._report(attempt, "failed", kind=kind, text=text)
 
     def _report(self, attempt: str, outcome: str, **more: Any) -> None:
@@ -87,9 +94,9 @@ class Writer:
 
     def _commit(self, job: Job) -> None:
         writes = self._all_written(job)
-        places.check_free(job.path, job.overwrite)
-        notes.remove(job.folder, job.contents.ranks)
-        commit_parts(job.path, job.folder, job.contents, writes, verified=job.verified)
+        job.place.check_free(job.overwrite)
+        notes.remove(job.unfinished, job.contents.ranks)
+        commit_parts(job.place, job.unfinished, job.contents, writes, verified=job.verified)
 
     def _all_written(self, job: Job) -> list[Written]:
         """What every rank has written.
@@ -97,17 +104,19 @@ class Writer:
         Raises:
             OSError and others: a rank has failed, or the trainer wants the save to end.
         """
-        ranks, attempt = job.contents.ranks, job.contents.attempt
+        ranks, attempt, folder = job.contents.ranks, job.contents.attempt, job.unfinished
+        is_local = isinstance(folder, LocalStore)
+        patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
+        longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
+        names = {rank: folder.stored_name(notes.name_of(rank)) for rank in range(ranks)}
         writes: dict[int, Written] = {}
         seen: dict[str, int] = {}
         change, pause = time.monotonic(), 0.002
         while True:
-            sizes = notes.sizes(job.folder)
+            sizes = folder.sizes()
             failures = []
-            for rank in [
-                rank for rank in range(ranks) if rank not in writes and notes.name_of(rank) in sizes
-            ]:
-                note = notes.read(job.folder, rank, attempt)
+            for rank in [rank for rank, name in names.items() if rank not in writes and name in sizes]:
+                note = notes.read(folder, rank, attempt)
                 if isinstance(note, Written):
                     writes[rank] = note
                 else:
@@ -119,18 +128,18 @@ class Writer:
             if sizes != seen:
                 seen, change = sizes, time.monotonic()
             missing = min(set(range(ranks)) - writes.keys())
-            if self._is_leaving and time.monotonic() - change > PATIENCE:
+            if self._is_leaving and time.monotonic() - change > patience:
                 raise RuntimeError(
-                    f"rank {missing} has not written its part of {job.path}: nothing in {job.folder} has changed for "
-                    f"{PATIENCE:.0f} seconds"
+                    f"rank {missing} has not written its part of {job.place}: nothing in {folder} has changed for "
+                    f"{patience:.0f} seconds"
                 )
             command = self._commands.next(pause)
             self._is_leaving |= self._commands.ended or (command or {}).get("do") == "leave"
             if command is not None and (command["do"], command.get("attempt")) == ("abandon", attempt):
-                raise RuntimeError(f"rank {missing} has not written its part of {job.path}")
+                raise RuntimeError(f"rank {missing} has not written its part of {job.place}")
             if self._commands.ended:
                 time.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
+            pause = min(pause * 1.5, longest_pause)
 
 
 def live_with(trainer: int, descriptor: int, is_main_thread: bool) -> None:

@@ -23,8 +23,10 @@ from shardwright.checkpoint.files import abbreviated
 from shardwright.checkpoint.index import StoredValue, name_of
 from shardwright.checkpoint.model import ModelTensor
 from shardwright.checkpoint.names import KeyMap, source_of
+from shardwright.checkpoint.places import LocalStore, store_of
 from shardwright.checkpoint.renaming import Rule, key_map_of
 from shardwright.checkpoint.save import write_stored_form
+from shardwright.checkpoint.saving import names_of_files
 from shardwright.checkpoint.sources import (
     DCP,
     SAFETENSORS,
@@ -36,6 +38,7 @@ from shardwright.checkpoint.sources import (
 )
 from shardwright.checkpoint.state import NamedTensor
 from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.stores import Store, sync_folder
 from shardwright.checkpoint.training import MODEL
 from shardwright.checkpoint.values import encoded
 from shardwright.checkpoint.writing import (
@@ -43,7 +46,6 @@ from shardwright.checkpoint.writing import (
     PartToWrite,
     about,
     file_of_rank,
-    sync_folder,
     write_descriptions,
 )
 from shardwright.checkpoint.written_in_order import write_parts_in_order, write_torch_file
@@ -61,7 +63,7 @@ class Converted:
         left_out: keys of the source that the destination does not have.
     """
 
-    path: Path
+    path: Path | str
     form: str
     tensors: int
     nbytes: int
@@ -92,8 +94,8 @@ class _Chosen:
 
 @torch.no_grad()
 def convert(
-    source: Path,
-    destination: Path,
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
     to: str,
     *,
     key: str | None = None,
@@ -109,9 +111,10 @@ def convert(
     together with others. From folders of torch's distributed checkpoint its largest part comes on top.
 
     Args:
-        source: a checkpoint of ours, a folder of torch's distributed checkpoint, safetensors (a file, an index or a
-            folder), or a file of ``torch.save``. Nothing in it is called.
-        destination: the new folder; a new file for ``to="torch"``, or if it ends in ``.safetensors``.
+        source: a checkpoint of ours, in a folder or behind a URL that fsspec knows; a folder of torch's distributed
+            checkpoint, safetensors (a file, an index or a folder), or a file of ``torch.save``. Nothing in it is
+            called.
+        destination: the new folder; a new file for ``to="torch"``, or if it ends in ``.safetensors``; a URL for ours.
         to: one of :data:`FORMS`.
         key: write only what is under this key. Default: all; for safetensors ``"model"``, or all if there are no keys.
         dtype: floating-point tensors are converted to it; only for safetensors.
@@ -129,41 +132,50 @@ def convert(
 
     Nothing is left in any of these cases.
     """
-    _check_place(source, destination)
+    place, target = store_of(source), store_of(destination)
+    path = target.path if isinstance(target, LocalStore) else None
+    if path is not None:
+        _check_place(place, path)
     if to not in FORMS:
         raise ValueError(f"expected a form of {', '.join(FORMS)}, found {to!r}")
+    if path is None and to != SHARDWRIGHT:
+        raise ValueError(
+            f"only {SHARDWRIGHT} is written to a URL, found {to} for {target}; write to a folder and copy it"
+        )
     if to != SAFETENSORS and dtype is not None:
         raise ValueError(f"a dtype can be chosen only for safetensors, found {to}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-    opened = open_source(source)
+    opened = open_source(place)
     chosen = _chosen(opened, to, key)
     if rules:
         last_only = to != SAFETENSORS
         names = [str(each.path[-1]) if last_only else name for name, each in chosen.tensors.items()]
         key_map = key_map_of(rules, names)
     if to == SAFETENSORS:
-        return _to_safetensors(destination, chosen, dtype, key_map, config, max_shard_size)
+        assert path is not None
+        return _to_safetensors(path, chosen, dtype, key_map, config, max_shard_size)
     if key_map is not None:
         chosen = _renamed(chosen, key_map, opened)
     if not chosen.tensors and not chosen.values:
-        raise ValueError(f"{source} holds nothing")
+        raise ValueError(f"{place} holds nothing")
     for name, value in chosen.values.items():
         encoded(value.value, name)  # raises an error for values that no checkpoint can hold
     if to == TORCH:
-        _to_torch(destination, chosen)
+        assert path is not None
+        _to_torch(path, chosen)
     else:
-        _to_folder(destination, chosen, opened.ranks, to)
-    return Converted(destination, to, len(chosen.tensors), chosen.nbytes, chosen.left_out)
+        _to_store(target, chosen, opened.ranks, to)
+    return Converted(path or str(target), to, len(chosen.tensors), chosen.nbytes, chosen.left_out)
 
 
-def _check_place(source: Path, destination: Path) -> None:
+def _check_place(source: Store, destination: Path) -> None:
     if os.path.lexists(destination):
         raise FileExistsError(f"{destination} exists. Choose another name")
     folder = destination.resolve().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder for {destination.name}. Make it first")
-    if source.resolve() in (folder, *folder.parents):
+    if isinstance(source, LocalStore) and source.path.resolve() in (folder, *folder.parents):
         raise ValueError(f"{destination} is inside {source}. Choose a place outside it")
 
 
@@ -237,21 +249,23 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: Source) -> _Chosen:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _to_folder(destination: Path, chosen: _Chosen, ranks: int, to: str) -> None:
+def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = places.new_attempt()
     contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
-    folder = places.begin(destination, attempt, chosen.nbytes, overwrite=False)
+    unfinished = place.unfinished(attempt)
     try:
-        written = write_parts_in_order(folder, file_of_rank(0), _parts(chosen))
+        place.begin(attempt, chosen.nbytes, overwrite=False)
+        written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
         if not written.parts:
-            (folder / written.file).unlink()
-        write_descriptions(folder, contents, [written] if written.parts else [], for_torch=to == DCP)
-        _check_free(destination)
-        places.commit(folder, destination)
+            unfinished.remove(written.file)
+        write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
+        if isinstance(place, LocalStore):
+            _check_free(place.path)
+        place.commit(unfinished)
     except BaseException:
-        places.abandon(folder)
+        unfinished.abandon(names_of_files(1))
         raise
-    places.remove_leftovers(destination, attempt)
+    place.remove_leftovers(attempt)
 
 
 def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,33 +21,33 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwright import board as boards
-from shardwright.checkpoint import folders, foreign, places
-from shardwright.checkpoint.digests import (
-    Damaged,
-    Digest,
-    check_digest,
-    open_regular,
-    read_regular,
-    share,
-    size_of,
-)
+from shardwright.checkpoint import folders, foreign
+from shardwright.checkpoint.digests import Damaged, share
 from shardwright.checkpoint.foreign import Strides
-from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint.index import LARGEST, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint.places import LocalStore, Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
+from shardwright.checkpoint.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
-from shardwright.checkpoint.writing import VALUES
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose description is sound. Its files may still be damaged: :func:`verify` compares them."""
 
-    folder: Path
+    place: Files
     index: Index | None  #: None of a folder by torch's writer
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
     links: bool = False  #: whether files of torch's writer may be behind links
+
+    @property
+    def folder(self) -> Path:
+        """The local folder. Raises ValueError for a checkpoint behind a URL."""
+        if not isinstance(self.place, LocalFiles):
+            raise ValueError(f"{self.place} is not a local folder; copy the checkpoint to one")
+        return self.place.path
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each tensor."""
@@ -76,50 +75,45 @@ class Checkpoint:
         return folders.files_of(self.metadata)
 
 
-def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
-    """Read what describes a checkpoint. Nothing that it says is called.
+def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
+    """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
 
     Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
     folder that has only torch's files has no digests.
 
     Raises:
-        FileNotFoundError: there is no folder.
+        FileNotFoundError: there is no folder, or behind a URL no whole checkpoint.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
         UnknownVersion: its description is of a later version of the format.
+        OSError: the store behind a URL does not answer.
     """
-    places.recover(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no checkpoint")
-    if os.path.lexists(path / INDEX):  # whatever .metadata says
-        text = _description(path / INDEX, b'"}\n', links)
-        return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest())
-    if not os.path.lexists(path / folders.METADATA):
-        raise Damaged(f"the folder has neither {INDEX} nor {folders.METADATA}, so it holds no checkpoint")
-    if os.path.lexists(path / VALUES):
-        raise Damaged(
-            f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
-            "torch.distributed.checkpoint if you trust it"
-        )
-    data = _description(path / folders.METADATA, b".", links)
-    metadata = folders.parse_metadata(data)
-    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest(), links)
+    store = store_of(path)
+    name = store.description()
+    described: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
+    if name == folders.METADATA:
+        data = _description(described, name, b".")
+        metadata = folders.parse_metadata(data)
+        return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links)
+    text = _description(described, name, b'"}\n')
+    return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest())
 
 
-def _description(file: Path, end: bytes, links: bool) -> bytes:
+def _description(files: Files, name: str, end: bytes) -> bytes:
     """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
     no more is read."""
-    nbytes = size_of(file, links)
+    nbytes = files.size(name)
     if nbytes > LARGEST:
-        raise Damaged(f"{file.name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-    descriptor = open_regular(file, links)
-    try:
-        if os.pread(descriptor, len(end), max(0, nbytes - len(end))) != end:
-            raise Damaged(f"no readable {file.name}: its end is missing")
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
-    return read_regular(file, links)
+        raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
+    last = bytearray(min(len(end), nbytes))
+    if last:
+        reader = files.open(name)
+        try:
+            reader.read_into(memoryview(last), nbytes - len(last))
+        finally:
+            reader.close()
+    if last != end:
+        raise Damaged(f"no readable {name}: its end is missing")
+    return files.read(name)
 
 
 def check_lengths(checkpoint: Checkpoint) -> None:
@@ -128,7 +122,7 @@ def check_lengths(checkpoint: Checkpoint) -> None:
         folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
     for name, file in checkpoint.index.files.items():
-        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
+        if (nbytes := checkpoint.place.size(name)) != file.nbytes:
             raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
 
 
@@ -147,58 +141,59 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
     parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
     sizes.update({key: part.length for key, part in parts.items()})
     mine = share(sizes, rank, ranks)
-    of_file: dict[str, list[Part]] = {}
+    of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
     for key in sorted(mine):
         if key in parts:
-            of_file.setdefault(parts[key].file, []).append(parts[key])
+            part = parts[key]
+            of_file.setdefault(part.file, []).append((part.start, part.start + part.length, part.sha256))
         else:
-            expected = index.files[key]
-            check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
-    for name, found in of_file.items():
-        check_parts(checkpoint.folder / name, found, progress)
+            of_file[key] = [(0, index.files[key].nbytes, index.files[key].sha256)]
+    for name, ranges in of_file.items():
+        _check_ranges(checkpoint.place, name, ranges, progress)
 
 
-def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
+def verify_descriptions(checkpoint: Checkpoint) -> None:
+    """Compare the files that hold no parts of tensors with their digests. Raises Damaged for the first that differs."""
+    assert checkpoint.index is not None
+    for name, file in checkpoint.index.files.items():
+        if not file.has_parts:
+            _check_ranges(checkpoint.place, name, [(0, file.nbytes, file.sha256)], ignore)
+
+
+def check_parts(place: Path | Files, name: str, parts: list[Part], progress: Progress = ignore) -> None:
     """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
-    descriptor = open_regular(file)
+    ranges = [(part.start, part.start + part.length, part.sha256) for part in parts]
+    _check_ranges(files_of(place), name, ranges, progress)
+
+
+def _check_ranges(files: Files, name: str, ranges: list[tuple[int, int, str]], progress: Progress) -> None:
+    reader = files.open(name)
     try:
-        in_threads(parts, lambda part: _check_part(descriptor, file, part), progress)
+        in_threads(ranges, lambda each: _check_range(reader, name, *each), progress)
     finally:
-        os.close(descriptor)
+        reader.close()
 
 
-def _check_part(descriptor: int, file: Path, part: Part) -> int:
-    """The bytes of a part, if they are the ones that were saved."""
-    buffer = memoryview(
-        bytearray(min(1 << 20, part.length))
-    )  # small, so that it stays in the processor's cache
-    sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
+def _check_range(reader: Reader, name: str, start: int, end: int, expected: str) -> int:
+    """The length of a range, if its bytes are the ones that were saved."""
+    buffer = memoryview(bytearray(min(reader.at_once, end - start)))
+    sha256, position = hashlib.sha256(), start
     while position < end:
-        count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
+        count = reader.read_into(buffer[: min(len(buffer), end - position)], position)
         sha256.update(buffer[:count])
         position += count
-    if sha256.hexdigest() != part.sha256:
+    if sha256.hexdigest() != expected:
         raise Damaged(
-            f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} differs"
+            f"{name} is not the file that was saved: the SHA-256 of its bytes {start:,} to {end:,} differs"
         )
-    return part.length
-
-
-def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int:
-    try:
-        count = os.preadv(descriptor, [target], position)
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    if not count:
-        raise Damaged(f"{file.name} ends at byte {position:,}")
-    return count
+    return end - start
 
 
 # -- by all ranks ------------------------------------------------------------------------------------------------------
 
 
 def open_together(
-    path: Path, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
+    path: Location, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
 ) -> Checkpoint:
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
@@ -223,7 +218,7 @@ def open_together(
 
 @boards.during(boards.LOAD)
 def load_state(
-    path: Path,
+    path: Location,
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
@@ -238,7 +233,7 @@ def load_state(
     Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder or URL.
         state: nested dicts and lists. Only its tensors count; its values are not changed.
         check: called with the checkpoint on every rank before anything is read; may raise.
         first: whether a tensor is read before ``accept`` is called.
@@ -286,7 +281,7 @@ def read_state(
     Raises:
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
-    mine, path = State.of(state), checkpoint.folder
+    mine, place = State.of(state), checkpoint.place
     values: dict[Any, Any] = {}
     stored: dict[str, StoredTensor] = {}
     strides: Strides = {}
@@ -297,13 +292,10 @@ def read_state(
             stored.update(checkpoint.index.tensors)
             values.update({each.path: each.value for each in checkpoint.index.values.values()})
         else:
-            assert checkpoint.metadata is not None
-            stored.update(
-                foreign.tensors_of(path, checkpoint.metadata, mine.tensors, strides, checkpoint.links)
-            )
-            values.update(
-                foreign.values_of(path, checkpoint.metadata, state.keys(), weights_only, checkpoint.links)
-            )
+            folder, metadata, links = checkpoint.folder, checkpoint.metadata, checkpoint.links
+            assert metadata is not None
+            stored.update(foreign.tensors_of(folder, metadata, mine.tensors, strides, links))
+            values.update(foreign.values_of(folder, metadata, state.keys(), weights_only, links))
         leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
             raise Damaged("the description has a value inside another value")
@@ -311,7 +303,7 @@ def read_state(
 
     def read(early: bool) -> None:
         tensors = [each for each in mine.tensors.values() if first(each) == early]
-        _read_tensors(path, stored, tensors, strides, progress, checkpoint.links)
+        _read_tensors(place, stored, tensors, strides, progress)
         if early:
             accept(content)
 
@@ -321,7 +313,7 @@ def read_state(
     return content
 
 
-def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
+def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
     """Raise ValueError for the first tensor that the checkpoint does not have in this shape and dtype."""
     stored = checkpoint.shapes()
     for name, each in tensors.items():
@@ -335,12 +327,11 @@ def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Name
 
 
 def _read_tensors(
-    folder: Path,
+    files: Files,
     known: Mapping[str, StoredTensor],
     tensors: list[NamedTensor],
     strides: Strides,
     progress: Progress,
-    links: bool,
 ) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
@@ -351,37 +342,27 @@ def _read_tensors(
     reads.sort(key=lambda read: (read[0].file, read[0].start))
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
-        _read_boxes(folder / name, list(of_file), strides, progress, links)
+        _read_boxes(files.open(name), list(of_file), strides, progress)
     wait_for_devices(box.local for _, _, box in reads)
 
 
 def _read_boxes(
-    file: Path,
-    reads: list[tuple[Part, StoredTensor, Box]],
-    strides: Strides,
-    progress: Progress,
-    links: bool,
+    reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], strides: Strides, progress: Progress
 ) -> None:
     def read(each: tuple[Part, StoredTensor, Box]) -> int:
         part, stored, box = each
         with torch.no_grad():
-            _read_box(descriptor, file, part, stored.dtype, box, strides.get(part))
+            _read_box(reader, part, stored.dtype, box, strides.get(part))
         return prod(part.sizes) * stored.dtype.itemsize
 
-    descriptor = open_regular(file, links)
     try:
         in_threads(reads, read, progress)
     finally:
-        os.close(descriptor)
+        reader.close()
 
 
 def _read_box(
-    descriptor: int,
-    file: Path,
-    part: Part,
-    dtype: torch.dtype,
-    box: Box,
-    layout: tuple[tuple[int, ...], int] | None,
+    reader: Reader, part: Part, dtype: torch.dtype, box: Box, layout: tuple[tuple[int, ...], int] | None
 ) -> None:
     """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read, or
     all, if the part's elements are not contiguous and have this layout: strides and number."""
@@ -393,7 +374,7 @@ def _read_box(
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
     if layout is not None:
         elements = torch.empty(layout[1], dtype=dtype)
-        read_into(descriptor, file, part.data, elements)
+        fill(elements, reader, part.data)
         stored = elements.as_strided(part.sizes, layout[0])
         first = 0
     else:
@@ -402,11 +383,11 @@ def _read_box(
             skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
             sizes[0] = end[0] - begin[0]
         if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
-            read_into(descriptor, file, part.data + skipped, target)
+            fill(target, reader, part.data + skipped)
             torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
             return
         stored = torch.empty(sizes, dtype=dtype)
-        read_into(descriptor, file, part.data + skipped, stored)
+        fill(stored, reader, part.data + skipped)
     for dim in dims[first:]:
         stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
@@ -423,13 +404,13 @@ def _is_plain_memory(tensor: Tensor) -> bool:
     )
 
 
-def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> None:
+def fill(target: Tensor, reader: Reader, position: int) -> None:
     """Fill a contiguous tensor on the host with the bytes of a file from ``position`` on."""
     if not target.nbytes:
         return
     rest = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
     while rest:
-        count = _read(descriptor, rest[: 1 << 30], position, file)
+        count = reader.read_into(rest[: 1 << 30], position)
         rest, position = rest[count:], position + count
 
 
@@ -447,7 +428,7 @@ def read_tensors(
         Damaged: a file could be read before and cannot be read now; or a file of torch's writer holds another tensor
             than its ``.metadata`` says, and nothing has changed.
     """
-    path, index = checkpoint.folder, checkpoint.index
+    index = checkpoint.index
     paths = {} if index is None else {name: each.path for name, each in index.tensors.items()}
     named = {name: NamedTensor(name, paths.get(name, (name,)), each) for name, each in tensors.items()}
     stored: dict[str, StoredTensor] = {}
@@ -457,9 +438,10 @@ def read_tensors(
         if index is not None:
             stored.update(index.tensors)
         else:
-            assert checkpoint.metadata is not None
-            stored.update(foreign.tensors_of(path, checkpoint.metadata, named, strides, checkpoint.links))
+            folder, metadata = checkpoint.folder, checkpoint.metadata
+            assert metadata is not None
+            stored.update(foreign.tensors_of(folder, metadata, named, strides, checkpoint.links))
 
     ranks.together(prepare)
-    wanted, links = list(named.values()), checkpoint.links
-    ranks.together(lambda: _read_tensors(path, stored, wanted, strides, progress, links))
+    wanted = list(named.values())
+    ranks.together(lambda: _read_tensors(checkpoint.place, stored, wanted, strides, progress))

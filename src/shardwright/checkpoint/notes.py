@@ -6,13 +6,11 @@ complete, so half a note is none.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.digests import Damaged, read_regular, sealed, unsealed
+from shardwright.checkpoint.digests import Damaged, sealed, unsealed
 from shardwright.checkpoint.index import Part
+from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.writing import Written
 
 
@@ -21,25 +19,22 @@ def name_of(rank: int) -> str:
     return f"rank-{rank}.note"
 
 
-def leave(folder: Path, rank: int, attempt: str, written: Written) -> None:
+def leave(folder: Store, rank: int, attempt: str, written: Written) -> None:
     """Say that a rank's file is on disk. Raises OSError if that cannot be said."""
     parts = [[name, [*part]] for name, part in written.parts]
     _leave(folder, rank, {"attempt": attempt, "file": written.file, "parts": parts})
 
 
-def leave_failure(folder: Path, rank: int, attempt: str, kind: int, text: str) -> None:
+def leave_failure(folder: Store, rank: int, attempt: str, kind: int, text: str) -> None:
     """Say that a rank's file could not be written. Raises OSError if that cannot be said."""
     _leave(folder, rank, {"attempt": attempt, "kind": kind, "text": text})
 
 
-def _leave(folder: Path, rank: int, content: dict[str, Any]) -> None:
-    path = folder / name_of(rank)
-    unnamed = path.with_suffix(".new")
-    unnamed.write_text(sealed(content))
-    os.rename(unnamed, path)
+def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
+    folder.leave(folder.stored_name(name_of(rank)), sealed(content).encode())
 
 
-def read(folder: Path, rank: int, attempt: str) -> Written | tuple[int, str]:
+def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
     """What a rank has written, or the kind and text of its failure.
 
     Raises:
@@ -47,7 +42,7 @@ def read(folder: Path, rank: int, attempt: str) -> Written | tuple[int, str]:
     """
     name = name_of(rank)
     try:
-        content = unsealed(read_regular(folder / name), name)
+        content = unsealed(folder.read(folder.stored_name(name)), name)
         if content["attempt"] != attempt:
             raise Damaged(f"{name} is of another save")
         if "text" in content:
@@ -62,17 +57,7 @@ def _part(values: list[Any]) -> Part:
     return Part(tuple(offsets), tuple(sizes), *others)
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the files in a folder, which change while a rank writes. Raises OSError if the folder is gone."""
-    found = {}
-    with os.scandir(folder) as entries:  # unlike a look at one name, never answered from an old cache
-        for each in entries:
-            with contextlib.suppress(FileNotFoundError):  # it has just got another name
-                found[each.name] = each.stat().st_size
-    return found
-
-
-def remove(folder: Path, ranks: int) -> None:
-    """Remove the notes, before the folder becomes a checkpoint."""
+def remove(folder: Store, ranks: int) -> None:
+    """Remove the notes, before the files become a checkpoint."""
     for rank in range(ranks):
-        (folder / name_of(rank)).unlink()
+        folder.remove(folder.stored_name(name_of(rank)))

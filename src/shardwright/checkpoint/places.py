@@ -1,4 +1,4 @@
-"""Where a checkpoint appears: a folder that gets its name when everything in it is on disk.
+"""Where a checkpoint appears, from a path or URL. Here it is a folder, which gets its name when it is whole.
 
 A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. A checkpoint that is replaced exchanges
 names with the new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
@@ -15,13 +15,101 @@ import re
 import shutil
 import uuid
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
+from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import INDEX
-from shardwright.checkpoint.writing import sync_folder
+from shardwright.checkpoint.objects import ObjectStore
+from shardwright.checkpoint.stores import LocalFiles, Store, sync_folder
+from shardwright.checkpoint.writing import VALUES
 
 _AT_FDCWD, _EXCHANGE = -100, 2
+_LOCAL_URLS = ("file://", "local://")
+
+Location = (
+    str | os.PathLike[str] | Store
+)  #: a folder, a URL such as ``s3://bucket/run-7/step-100``, or a store
+
+
+def store_of(location: Location) -> Store:
+    """The place of a checkpoint. Nothing is read, and no package is imported for a URL.
+
+    Raises:
+        ValueError: a URL that names no place.
+    """
+    if isinstance(location, (LocalStore, ObjectStore)):
+        return location
+    text = os.fspath(location)  # type: ignore[arg-type]
+    if not isinstance(location, str) and (found := re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", text)):
+        raise ValueError(
+            f"{text} is a URL that pathlib has changed: it makes {found[0]} of {found[0]}/. Pass the URL as a string"
+        )
+    if "://" not in text:
+        return LocalStore(Path(text))
+    for prefix in _LOCAL_URLS:
+        if text.startswith(prefix):
+            return LocalStore(Path(text.removeprefix(prefix)))
+    return ObjectStore(text)
+
+
+class LocalStore(LocalFiles):
+    """A folder that is renamed when it is whole."""
+
+    def description(self) -> str:
+        recover(self.path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path}: there is no checkpoint")
+        if os.path.lexists(self.path / INDEX):  # whatever .metadata says
+            return INDEX
+        if not os.path.lexists(self.path / METADATA):
+            raise Damaged(f"the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint")
+        if os.path.lexists(self.path / VALUES):
+            raise Damaged(
+                f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
+                "torch.distributed.checkpoint if you trust it"
+            )
+        return METADATA
+
+    def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
+        begin(self.path, attempt, nbytes, overwrite)
+
+    def unfinished(self, attempt: str) -> LocalStore:
+        return LocalStore(partial_folder(self.path, attempt))
+
+    def check_seen(self) -> None:
+        if not self.path.is_dir():
+            raise OSError(
+                f"{self.path} is not there, though the first rank has made it: all ranks must save to a file system "
+                "that they share"
+            )
+
+    def check_free(self, overwrite: bool) -> None:
+        check_free(self.path, overwrite)
+
+    def leave(self, name: str, content: bytes) -> None:
+        unnamed = self.path / f"{name}.new"
+        unnamed.write_bytes(content)
+        os.rename(unnamed, self.path / name)
+
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        with os.scandir(self.path) as entries:  # unlike a look at one name, never answered from an old cache
+            for each in entries:
+                with contextlib.suppress(FileNotFoundError):  # it has just got another name
+                    found[each.name] = each.stat().st_size
+        return found
+
+    def commit(self, unfinished: Store) -> None:
+        assert isinstance(unfinished, LocalStore)
+        commit(unfinished.path, self.path)
+
+    def abandon(self, names: Iterable[str]) -> None:
+        abandon(self.path)
+
+    def remove_leftovers(self, attempt: str) -> None:
+        remove_leftovers(self.path, attempt)
 
 
 def new_attempt() -> str:

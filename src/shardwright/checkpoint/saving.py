@@ -1,8 +1,8 @@
 """Saves a nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
 
 Every rank tells the first one which boxes it has. The first rank checks that they make up every tensor, gives each box
-to one of the ranks that have it, and at the end writes the index and renames the folder. A failure on any rank removes
-the unfinished folder and is raised on every rank.
+to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes the
+unfinished files and is raised on every rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import torch
 
 from shardwright import board as boards
 from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_regular
-from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
-from shardwright.checkpoint.loading import check_parts, open_together
+from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage
+from shardwright.checkpoint.loading import check_parts, open_checkpoint, open_together, verify_descriptions
+from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore
+from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
+    VALUES,
     Contents,
     PartToWrite,
     Written,
@@ -43,7 +46,7 @@ BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, o
 
 @boards.during(boards.SAVE)
 def save_state(
-    path: Path,
+    path: Location,
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
@@ -55,7 +58,7 @@ def save_state(
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
     With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
-    folder gets its name, and before anything that it replaces is touched.
+    checkpoint appears, and before anything that it replaces is touched.
     ``notes`` are texts for :attr:`Index.about`, beside the versions of libraries.
 
     Raises:
@@ -77,7 +80,7 @@ def save_state(
         ranks.by_first(describe)
         if verified:
             _read_back_together(folder, ranks, progress)
-        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt))
+        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt))
         return index
 
 
@@ -193,34 +196,31 @@ def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
     return prod(box[2]) * forms[box[0]][1].itemsize
 
 
+def names_of_files(ranks: int) -> list[str]:
+    """Of a save by so many ranks, apart from what is for torch's reader."""
+    return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
+
+
 @contextlib.contextmanager
-def open_save(path: Path, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Path]:
-    """The folder in which the ranks write, which every rank sees. It is removed if anything fails.
+def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Store]:
+    """Where the ranks write, which every rank sees. It is removed if anything fails.
 
     Raises:
         FileExistsError, OSError: as :func:`save_state`.
     """
-    attempt = plan.contents.attempt
-    folder = places.partial_folder(path, attempt)
+    attempt, place = plan.contents.attempt, store_of(path)
+    unfinished = place.unfinished(attempt)
     try:
-        ranks.by_first(lambda: places.begin(path, attempt, plan.nbytes, overwrite))
-        ranks.together(lambda: _check_seen(folder))
-        yield folder
+        ranks.by_first(lambda: place.begin(attempt, plan.nbytes, overwrite))
+        ranks.together(unfinished.check_seen)
+        yield unfinished
     except BaseException:
         if ranks.is_first:
-            places.abandon(folder)
+            unfinished.abandon(names_of_files(ranks.size))
         raise
 
 
-def _check_seen(folder: Path) -> None:
-    if not folder.is_dir():
-        raise OSError(
-            f"{folder} is not there, though the first rank has made it: all ranks must save to a file system that they "
-            "share"
-        )
-
-
-def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> Index:
+def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> Index:
     """Describe what each rank has written into ``folder``, and check that it is whole.
 
     Raises:
@@ -229,18 +229,27 @@ def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> I
     """
     for each in writes:
         if not each.parts:
-            (folder / each.file).unlink()
+            folder.remove(each.file)
     index = write_descriptions(folder, contents, [each for each in writes if each.parts])
     for name, file in index.files.items():
-        if (nbytes := (folder / name).stat().st_size) != file.nbytes:
-            raise OSError(f"{folder / name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+        try:
+            nbytes = folder.size(name)
+        except Damaged as problem:
+            raise OSError(f"{folder}/{name}: {problem}") from None
+        if nbytes != file.nbytes:
+            raise OSError(f"{folder}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
     return index
 
 
 def commit_parts(
-    path: Path, folder: Path, contents: Contents, writes: list[Written], *, verified: bool = False
+    path: Location,
+    folder: Path | Store,
+    contents: Contents,
+    writes: list[Written],
+    *,
+    verified: bool = False,
 ) -> Index:
-    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
+    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
 
     With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
 
@@ -249,18 +258,16 @@ def commit_parts(
             read back. What was at ``path`` is unchanged.
         RuntimeError: as :func:`describe_parts`.
     """
-    index = describe_parts(folder, contents, writes)
+    unfinished = store_of(folder)
+    index = describe_parts(unfinished, contents, writes)
     if verified:
         with _other_bytes(folder):
-            parse_index(read_regular(folder / INDEX))
-            for name, file in index.files.items():
-                if not file.has_parts:
-                    check_digest(folder / name, Digest(file.nbytes, file.sha256))
-    _place(path, folder, contents.attempt)
+            verify_descriptions(open_checkpoint(unfinished))
+    _commit(path, unfinished, contents.attempt)
     return index
 
 
-def read_back(folder: Path, written: Written) -> None:
+def read_back(folder: Path | Store, written: Written) -> None:
     """Compare a rank's file with the digests that were taken when it was written.
 
     Raises:
@@ -269,10 +276,10 @@ def read_back(folder: Path, written: Written) -> None:
     drop_from_cache(folder, written.file)
     with _other_bytes(folder):
         if written.parts:
-            check_parts(folder / written.file, [part for _, part in written.parts])
+            check_parts(folder, written.file, [part for _, part in written.parts])
 
 
-def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
+def _read_back_together(folder: Store, ranks: Ranks, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
     ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
     with _other_bytes(folder):
@@ -280,13 +287,14 @@ def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def _other_bytes(folder: Path) -> Iterator[None]:
+def _other_bytes(folder: Path | Store) -> Iterator[None]:
     try:
         yield
     except Damaged as problem:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _place(path: Path, folder: Path, attempt: str) -> None:
-    places.commit(folder, path)
-    places.remove_leftovers(path, attempt)
+def _commit(path: Location, folder: Store, attempt: str) -> None:
+    place = store_of(path)
+    place.commit(folder)
+    place.remove_leftovers(attempt)

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwright.checkpoint.digests import Damaged, open_regular, size_of
+from shardwright.checkpoint.digests import Damaged, open_regular
 from shardwright.checkpoint.files import TORCH_SUFFIXES, load_torch, open_stored
 from shardwright.checkpoint.folders import check_sizes, files_of, not_plain
 from shardwright.checkpoint.index import Index, Part, StoredTensor, StoredValue
 from shardwright.checkpoint.index import Path as Keys
-from shardwright.checkpoint.loading import open_checkpoint, read_into
-from shardwright.checkpoint.places import is_checkpoint
+from shardwright.checkpoint.loading import check_lengths, fill, open_checkpoint
+from shardwright.checkpoint.places import LocalStore, is_checkpoint
 from shardwright.checkpoint.state import State, nested
+from shardwright.checkpoint.stores import Files, Store
 from shardwright.checkpoint.writing import bytes_of
 
 SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
@@ -72,7 +73,7 @@ class Source:
         ranks: that wrote it, where that is known.
     """
 
-    path: Path
+    path: Path | Store
     form: str
     tensors: Mapping[str, SourceTensor]
     value_paths: Mapping[str, Keys] = field(default_factory=dict)
@@ -85,19 +86,23 @@ class Source:
         return bool(self.tensors) and all(len(each.path) == 1 for each in self.tensors.values())
 
 
-def open_source(path: Path) -> Source:
-    """Read what describes a checkpoint.
+def open_source(location: Path | Store) -> Source:
+    """Read what describes a checkpoint. Behind a URL there may be one of ours.
 
     Raises:
-        FileNotFoundError: there is nothing at ``path``.
+        FileNotFoundError: there is nothing.
         Damaged: it contradicts itself, or files are missing.
         ValueError: it has another form.
+        OSError: the store behind a URL does not answer.
     """
-    if path.is_dir() and is_checkpoint(path):
+    path = location.path if isinstance(location, LocalStore) else location
+    if not isinstance(path, Path) or (path.is_dir() and is_checkpoint(path)):
         try:
             checkpoint = open_checkpoint(path)
             if checkpoint.index is not None:
-                return _ours(path, checkpoint.index)
+                check_lengths(checkpoint)
+                return _ours(path, checkpoint.place, checkpoint.index)
+            path = checkpoint.folder
             assert checkpoint.metadata is not None
             return _of_dcp(path, checkpoint.metadata)
         except Damaged as problem:
@@ -148,39 +153,36 @@ def _paths(values: Mapping[str, StoredValue]) -> dict[str, Keys]:
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def _ours(path: Path, index: Index) -> Source:
-    for name, file in index.files.items():
-        if (nbytes := size_of(path / name)) != file.nbytes:
-            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
+def _ours(path: Path | Store, files: Files, index: Index) -> Source:
     first = {name: min((p.file, p.start) for p in each.parts) if each.parts else ("", 0)
              for name, each in index.tensors.items()}  # fmt: skip
     tensors = {
-        name: SourceTensor(each.path, each.dtype, each.shape, partial(_read_ours, path, each))
+        name: SourceTensor(each.path, each.dtype, each.shape, partial(_read_ours, files, each))
         for name, each in sorted(index.tensors.items(), key=lambda item: first[item[0]])
     }
     return Source(path, SHARDWRIGHT, tensors, _paths(index.values), lambda: index.values, index.ranks)
 
 
-def _read_ours(folder: Path, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+def _read_ours(files: Files, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     whole = torch.empty(stored.shape, dtype=dtype)
     for part in stored.parts:
-        _box(whole, part.offsets, part.sizes).copy_(_verified(folder, part, stored.dtype))
+        _box(whole, part.offsets, part.sizes).copy_(_verified(files, part, stored.dtype))
     return whole
 
 
-def _verified(folder: Path, part: Part, dtype: torch.dtype) -> Tensor:
+def _verified(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
     """The values of a part, whose container has the digest of the index."""
-    descriptor = open_regular(folder / part.file)
+    reader = files.open(part.file)
     try:
         container = torch.empty(part.length, dtype=torch.uint8)
-        read_into(descriptor, folder / part.file, part.start, container)
+        fill(container, reader, part.start)
     except Damaged as problem:
-        raise Damaged(f"{folder} is damaged: {problem}") from None
+        raise Damaged(f"{files} is damaged: {problem}") from None
     finally:
-        os.close(descriptor)
+        reader.close()
     if hashlib.sha256(bytes_of(container)[0]).hexdigest() != part.sha256:
         raise Damaged(
-            f"{folder} is damaged: {part.file} is not the file that was saved: the SHA-256 of its bytes "
+            f"{files} is damaged: {part.file} is not the file that was saved: the SHA-256 of its bytes "
             f"{part.start:,} to {part.start + part.length:,} differs"
         )
     begin = part.data - part.start

@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.checkpoint.index import StoredValue
+from shardwright.checkpoint.places import LocalStore, store_of
+from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
 from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import Contents, PartToWrite
@@ -85,13 +86,17 @@ class SharedMemory:
 class Job:
     """One save of one rank, as its writer process gets it."""
 
-    path: Path
-    folder: Path  #: in which the ranks write
+    place: Store
     rank: int
     overwrite: bool
     parts: list[PartToWrite]
     contents: Contents  #: complete on the first rank, which commits
     verified: bool = False  #: read back what was written
+
+    @property
+    def unfinished(self) -> Store:
+        """Where the ranks write."""
+        return self.place.unfinished(self.contents.attempt)
 
     @property
     def is_first(self) -> bool:
@@ -145,8 +150,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
         for name, offsets, sizes, dtype, at in content["parts"]
     ]
     return Job(
-        Path(content["path"]),
-        Path(content["folder"]),
+        store_of(content["place"]),
         content["rank"],
         content["overwrite"],
         parts,
@@ -160,8 +164,7 @@ def _text(job: Job, starts: Iterable[int]) -> bytes:
     tensors = contents.tensors if job.is_first else {}
     values = contents.values if job.is_first else {}
     content = {
-        "path": os.fspath(job.path.absolute()),
-        "folder": os.fspath(job.folder.absolute()),
+        "place": str(job.place.path.absolute() if isinstance(job.place, LocalStore) else job.place),
         "rank": job.rank,
         "overwrite": job.overwrite,
         "verified": job.verified,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.state import State
+from shardwright.checkpoint.stores import Store
 
 
 class Stored:
@@ -23,7 +23,7 @@ class Stored:
         values: the values; none of a folder by torch's writer, where reading them comes later.
     """
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+    def __init__(self, folder: Store, checkpoint: Checkpoint) -> None:
         self.folder = folder
         self.tensors = checkpoint.shapes()
         self.names = checkpoint.names()

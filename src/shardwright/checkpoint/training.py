@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder.
+"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder, or behind one URL.
 
     sw.save_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler, "step": 100})
     extra = sw.load_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler})
@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -45,11 +44,13 @@ from shardwright.checkpoint.optimizers import (
     state_of_optimizers,
     stored_groups,
 )
+from shardwright.checkpoint.places import store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.settings import check_states
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
+from shardwright.checkpoint.stores import Store
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
@@ -74,14 +75,16 @@ def save_checkpoint(
     ``torch.distributed.checkpoint`` (keys ``model``, ``optimizer``, ``extra``).
 
     Args:
-        path: the new folder, on a file system that all ranks share.
+        path: the new folder, on a file system that all ranks share; or a URL that fsspec knows, such as
+            ``s3://bucket/run-7/step-100``. Behind a URL the checkpoint appears with its last object, ``index.json``.
         model: sharded, wrapped or plain.
         optimizer: of the model's parameters, one or several. State that does not exist yet is not stored. The state of
             gradient hooks, such as the errors that they add to later gradients, is stored with the model.
         extra: tensors, plain values (numbers, strings, lists, tuples, dicts) and objects with ``state_dict``, such as a
             schedule of learning rates or a copy of the model. The first rank's values are stored.
         generators: store the random generators of every rank.
-        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk.
+        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk. Behind a URL only what an
+            interrupted save has left and a damaged checkpoint are replaced: there is no rename.
         process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
 
     Raises:
@@ -90,9 +93,8 @@ def save_checkpoint(
         OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
     """
     ranks = Ranks(process_group)
-    save_state(
-        Path(path), state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite
-    )
+    place = store_of(path)
+    save_state(place, state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite)
 
 
 def state_to_save(
@@ -192,7 +194,7 @@ def load_checkpoint(
     folders of ``torch.distributed.checkpoint`` with the keys ``model`` and ``optimizer``; nothing in them is called.
 
     Args:
-        path: the folder.
+        path: the folder or URL.
         model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
         optimizer: the saved kind, with the saved parameters. Rates and other settings of its groups are restored.
             A parameter without state in the checkpoint has none afterwards. Gradients stay as they are.
@@ -206,19 +208,26 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        OSError: the store behind a URL does not answer.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
     with ExitStack() as undo:
         result = _load(
-            Path(path), model, as_optimizers(optimizer), extra or {}, generators, Ranks(process_group), undo
+            store_of(path),
+            model,
+            as_optimizers(optimizer),
+            extra or {},
+            generators,
+            Ranks(process_group),
+            undo,
         )
         undo.pop_all()
     return result
 
 
 def _load(
-    folder: Path,
+    folder: Store,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     extra: Mapping[str, Any],
@@ -298,7 +307,7 @@ def _load(
 
 
 def _restore_objects(
-    folder: Path, objects: Mapping[str, Any], stored: Mapping[str, Any], undo: ExitStack
+    folder: Store, objects: Mapping[str, Any], stored: Mapping[str, Any], undo: ExitStack
 ) -> None:
     """Give objects their stored states. ``undo`` gets what gives them their present ones back."""
     for key, value in objects.items():

@@ -1,6 +1,6 @@
-"""Files of a checkpoint on disk: parts of tensors in a file of each rank, and the small files that describe them.
+"""What the files of a checkpoint hold: parts of tensors in a file of each rank, and the small files that describe them.
 
-Nothing here communicates. Every file is on disk (fsync) when its function returns.
+Nothing here communicates. Every file is durable when its function returns.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
-import os
 import pickle
 import re
 import sys
@@ -37,6 +36,7 @@ from shardwright.checkpoint.index import (
     parse_index,
 )
 from shardwright.checkpoint.state import Progress, ignore
+from shardwright.checkpoint.stores import Files, Writer, files_of
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
@@ -84,94 +84,63 @@ def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
 
 
 def write_parts(
-    folder: Path, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
+    folder: Path | Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
 ) -> Written:
-    """Write a rank's file.
+    """Write a rank's file. It has the name that ``folder`` stores it under.
 
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
     """
-    path = folder / file
+    files = files_of(folder)
+    file = files.stored_name(file)
     placed, end = [], 0
     for part in parts:
         placed.append((end, part))
         head, tail = lengths(part.values.dtype, part.sizes)
         end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
     wait_for_devices(part.values for _, part in placed)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    writer = files.create(file)
+
+    def write(each: tuple[int, PartToWrite]) -> tuple[str, Part]:
+        return _write_part(writer, file, *each)
+
     try:
-        # Threads, because hashing takes longer than writing, and both let go of the interpreter.
-        written = in_threads(
-            placed, lambda each: _write_part(descriptor, path, *each), lambda each: progress(each[1].length)
-        )
-        sync(descriptor, path)
-    finally:
-        os.close(descriptor)
+        written: list[tuple[str, Part]] = []
+        if writer.in_order:
+            for each in placed:
+                written.append(write(each))
+                progress(written[-1][1].length)
+        else:  # in threads, because hashing takes longer than writing, and both let go of the interpreter
+            written = in_threads(placed, write, lambda each: progress(each[1].length))
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
     return Written(file, written)
 
 
-def _write_part(descriptor: int, path: Path, start: int, part: PartToWrite) -> tuple[str, Part]:
+def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tuple[str, Part]:
     """Write a part at its place, and digest it."""
     data, _held = bytes_of(part.values)
     head, tail = container(part.values.dtype, part.sizes, data)
     sha256, position = hashlib.sha256(), start
     for piece in (head, data, tail):
-        write_all(descriptor, piece, position, path)
+        writer.write(piece, position)
         sha256.update(piece)
         position += len(piece)
     length = position - start
-    place = Part(part.offsets, part.sizes, path.name, start, length, start + len(head), sha256.hexdigest())
+    place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
     return part.name, place
 
 
-def write_all(descriptor: int, piece: bytes | memoryview, position: int, path: Path) -> None:
-    """Write all bytes at a position of a file. A failure names the file."""
-    rest = memoryview(piece)
-    while rest:  # one call writes 2 GiB at most
-        try:
-            count = os.pwrite(descriptor, rest[: 1 << 30], position)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        rest, position = rest[count:], position + count
-
-
-def sync(descriptor: int, path: Path) -> None:
-    """Wait until a file is on disk. A failure names the file."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def drop_from_cache(folder: Path, file: str) -> None:
+def drop_from_cache(folder: Path | Files, file: str) -> None:
     """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
-    if not hasattr(os, "posix_fadvise") or not (folder / file).exists():
-        return
-    descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    files_of(folder).drop_from_cache(file)
 
 
-def write_file(path: Path, content: bytes) -> StoredFile:
-    """Write a small file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(descriptor, content, 0, path)
-        sync(descriptor, path)
-    finally:
-        os.close(descriptor)
+def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
+    files.write(name, content)
     return StoredFile(len(content), hashlib.sha256(content).hexdigest(), False)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync(descriptor, folder)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -186,7 +155,7 @@ class Contents:
 
 
 def write_descriptions(
-    folder: Path, contents: Contents, written: Sequence[Written], *, for_torch: bool = False
+    folder: Path | Files, contents: Contents, written: Sequence[Written], *, for_torch: bool = False
 ) -> Index:
     """Write what describes a checkpoint: ``.metadata`` and values for torch's reader, and last ``index.json``.
 
@@ -207,9 +176,10 @@ def write_descriptions(
     }
     flat = _as_torch_flattens(contents.values)
     places, content = _pickled_values(flat)
-    file = VALUES_FOR_TORCH if for_torch else VALUES
-    files[file] = write_file(folder / file, content)
-    files[METADATA] = write_file(folder / METADATA, _metadata(tensors, flat, places, file))
+    into = files_of(folder)
+    file = into.stored_name(VALUES_FOR_TORCH if for_torch else VALUES)
+    files[file] = _write_file(into, file, content)
+    files[METADATA] = _write_file(into, METADATA, _metadata(tensors, flat, places, file))
     index = Index(contents.attempt, contents.ranks, tensors, contents.values, files, contents.about)
     text = index_text(index).encode()
     try:
@@ -217,7 +187,7 @@ def write_descriptions(
     except Damaged as problem:
         raise RuntimeError(f"the ranks have written parts that are no whole checkpoint: {problem}") from None
     if not for_torch:
-        write_file(folder / INDEX, text)
+        into.write(into.stored_name(INDEX), text)
     return index
 
 
@@ -303,7 +273,7 @@ def _metadata(
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for name, (start, length) in places.items():
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(values_file, start, length)
+        storage[MetadataIndex(name)] = _StorageInfo(sys.intern(values_file), start, length)
     paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
     paths.update({name: _steps(path) for name, (path, _) in flat.items()})
     metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())

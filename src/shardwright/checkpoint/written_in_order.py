@@ -20,7 +20,8 @@ from shardwright.checkpoint.archive import ALIGNMENT, container, described, pick
 from shardwright.checkpoint.index import Part
 from shardwright.checkpoint.index import Path as Keys
 from shardwright.checkpoint.state import nested
-from shardwright.checkpoint.writing import PartToWrite, Written, bytes_of, sync
+from shardwright.checkpoint.stores import Files
+from shardwright.checkpoint.writing import PartToWrite, Written, bytes_of
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 
@@ -73,27 +74,30 @@ def _add(records: zipfile.ZipFile, name: str, data: memoryview) -> None:
             data = data[1 << 24 :]
 
 
-def write_parts_in_order(folder: Path, file: str, parts: Iterable[PartToWrite]) -> Written:
-    """Write the parts of a checkpoint, which are read while they are written, and wait until they are on disk.
+def write_parts_in_order(files: Files, file: str, parts: Iterable[PartToWrite]) -> Written:
+    """Write the parts of a checkpoint, which are read while they are written, and wait until they are durable.
 
     Raises:
         OSError: the file cannot be written.
     """
     written: list[tuple[str, Part]] = []
-    start = 0
-    with open(folder / file, "xb") as stream:
+    file, start = files.stored_name(file), 0
+    writer = files.create(file)
+    try:
         for part in parts:
             data, held = bytes_of(part.values)
             head, tail = container(held.dtype, part.sizes, data)
             sha256, length = hashlib.sha256(), 0
             for piece in (head, data, tail):
                 sha256.update(piece)
-                stream.write(piece)
+                writer.write(piece, start + length)
                 length += len(piece)
             place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
             written.append((part.name, place))
             start += length
             del data, held, part, piece  # so that the next part is not read while this one is in memory
-        stream.flush()
-        sync(stream.fileno(), folder / file)
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
     return Written(file, written)

@@ -26,8 +26,8 @@ def _run(call: Call) -> int:
     from shardwright.train.errors import UserError, counted
 
     options = call.options
-    source, destination = Path(options.source), Path(options.destination)
-    to = options.to or _guessed(destination)
+    source, destination = options.source, options.destination
+    to = options.to or _guessed(Path(destination))
     _check_options(options, to)
     rules = [_rule(text) for text in options.key_map]
     try:
@@ -62,14 +62,14 @@ def _run(call: Call) -> int:
     return 0
 
 
-def _failure(error: OSError, source: Path, destination: Path) -> str:
+def _failure(error: OSError, source: str, destination: str) -> str:
     from shardwright.train.writing import unwritable
 
     if error.errno is None:  # of our own
         return str(error)
-    if error.filename and source in (Path(error.filename), *Path(error.filename).parents):
+    if error.filename and Path(source) in (Path(error.filename), *Path(error.filename).parents):
         return f"{error.filename}: cannot read: {error.strerror}"
-    return unwritable(destination, error)
+    return unwritable(Path(destination), error)
 
 
 def _abbreviated(keys: Any) -> str:
@@ -136,13 +136,13 @@ def _rule(text: str) -> Rule:
     return Rule(old, new)
 
 
-def _names(options: Any, source: Path, to: str) -> tuple[Any, Any]:
+def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
     """The key map and the content of config.json."""
     from shardwright.train.converting import names_of_run
 
     if to != "safetensors" or options.stored_names or options.key not in (None, "model"):
         return None, None
-    names = names_of_run(source)
+    names = None if "://" in source else names_of_run(Path(source))
     if names is None:
         return None, None
     if names.reason:
@@ -150,16 +150,16 @@ def _names(options: Any, source: Path, to: str) -> tuple[Any, Any]:
     return names.key_map, names.config
 
 
-def _reader(to: str, destination: Path, config: dict[str, Any] | None) -> str:
+def _reader(to: str, destination: str, config: dict[str, Any] | None) -> str:
     """How the result is read."""
-    text = repr(str(destination))
+    text = repr(destination)
     if to == "shardwright":
         return f"shardwright.load_checkpoint({text}, model) reads it"
     if to == "dcp":
         return f"torch.distributed.checkpoint.load(state, checkpoint_id={text}) reads it"
     if to == "torch":
         return f"torch.load({text}, weights_only=True) reads it"
-    if destination.suffix == ".safetensors":
+    if Path(destination).suffix == ".safetensors":
         return f"safetensors.torch.load_file({text}) reads it"
     if config is not None and config["model_type"] != "shardwright_hybrid":
         return f"transformers.AutoModelForCausalLM.from_pretrained({text}) reads it"
@@ -170,11 +170,13 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a checkpoint of shardwright (runs/NAME/checkpoints/step-N), a folder of torch.distributed.checkpoint, "
-        "safetensors (file, index or folder), or a file of torch.save",
+        help="a checkpoint of shardwright (runs/NAME/checkpoints/step-N, or a URL such as s3://bucket/step-N), a "
+        "folder of torch.distributed.checkpoint, safetensors (file, index or folder), or a file of torch.save",
     )
     parser.add_argument(
-        "destination", metavar="DESTINATION", help="the new folder or file; it must not exist yet"
+        "destination",
+        metavar="DESTINATION",
+        help="the new folder, file or, for --to shardwright, URL; it must not exist yet",
     )
     parser.add_argument(
         "--to",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
@@ -13,7 +12,7 @@ def _run(call: Call) -> int:
     from shardwright.train.inspecting import inspect
 
     damage = inspect(
-        Path(call.options.path),
+        call.options.path,
         quick=call.options.quick,
         tensors=call.options.tensors,
         show=lambda line: print(line),
@@ -28,7 +27,9 @@ def _run(call: Call) -> int:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument(
-        "path", metavar="PATH", help="a checkpoint (runs/NAME/checkpoints/step-N), or the folder of a run"
+        "path",
+        metavar="PATH",
+        help="a checkpoint (runs/NAME/checkpoints/step-N, or a URL such as s3://bucket/step-N), or the folder of a run",
     )
     parser.add_argument("--tensors", action="store_true", help="list all tensors, not only the largest")
     parser.add_argument(

@@ -27,7 +27,7 @@ from shardwright.checkpoint.folders import METADATA, check_sizes, not_plain
 from shardwright.checkpoint.index import INDEX
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.writing import sync
+from shardwright.checkpoint.stores import sync
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all others

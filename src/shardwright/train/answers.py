@@ -15,10 +15,9 @@ from shardwright.train.config import Config
 from shardwright.train.environment import LAUNCHER_VARIABLE
 from shardwright.train.launches import record_end
 from shardwright.train.record import close_session
-from shardwright.train.resuming import resume_command
+from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import TRY_AGAIN, End, is_saved, write_exit
-from shardwright.train.steps import saved_steps
 from shardwright.train.stop import StopRequest, status_of_signal
 from shardwright.train.world import World
 
@@ -61,12 +60,7 @@ class Answers:
         close_session(self.folder, end.reason)
         record_end(self.folder, end)
         write_exit(self.folder, end, self.attempt)
-        lines = [end.reason]
-        if steps := saved_steps(self.folder.checkpoints):
-            lines += [
-                f"step {steps[0]} is saved; to continue:",
-                f"  {resume_command(self.folder, self.world.size)}",
-            ]
+        lines = [end.reason, *to_continue(self.folder, self.world.size)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         os._exit(end.status)
 

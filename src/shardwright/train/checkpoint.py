@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,13 +24,12 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.generators import generator_states, seed_generators, set_generator_states
 from shardwright.checkpoint.index import UnknownVersion
 from shardwright.checkpoint.loading import read_state
-from shardwright.checkpoint.places import recover
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.state import merged
 from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
-from shardwright.train.steps import Position, saved_steps, step_folder
+from shardwright.train.steps import Place, Position, answering, recovered_steps, saved_steps, step_folder
 from shardwright.train.stored import Form, Stored, check_files, examine, what_is_missing
 from shardwright.train.writing import unwritable
 
@@ -75,12 +73,12 @@ class SaveFailedError(UserError):
 
 
 def save(
-    checkpoints: Path,
+    checkpoints: Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     position: Position,
     say: Say = _silent,
-) -> Path:
+) -> Place:
     """Write a checkpoint, and read it back before it gets its name. Called by every rank; returns its folder.
 
     Raises, on every rank:
@@ -98,7 +96,7 @@ def save(
 
 def save_in_background(
     background: AsyncCheckpoint,
-    checkpoints: Path,
+    checkpoints: Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     position: Position,
@@ -110,7 +108,7 @@ def save_in_background(
         background.save_state(final, state, overwrite=True)
 
 
-def wait(background: AsyncCheckpoint, folder: Path) -> None:
+def wait(background: AsyncCheckpoint, folder: Place) -> None:
     """Wait until the checkpoint in this folder is written. Called by every rank.
 
     Raises, on every rank:
@@ -127,7 +125,7 @@ def wait(background: AsyncCheckpoint, folder: Path) -> None:
 
 
 @contextmanager
-def _failures(final: Path) -> Iterator[None]:
+def _failures(final: Place) -> Iterator[None]:
     """Raise errors of a save as those of `save`."""
     try:
         yield
@@ -236,7 +234,7 @@ def continue_generators(loaded: Loaded, seed: int, ranks: Ranks) -> str | None:
 
 
 def load_newest(
-    checkpoints: Path,
+    checkpoints: Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
@@ -247,36 +245,29 @@ def load_newest(
     Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
     called for each one passed over. Raises UserError where none is whole.
     """
-    steps = Ranks().by_first(lambda: _steps(checkpoints))  # of the first rank: others may see a folder later
+    with answering():
+        steps = Ranks().by_first(
+            lambda: recovered_steps(checkpoints)
+        )  # of the first: others may see a folder later
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 
-def load_newest_weights(checkpoints: Path, model: nn.Module, say: Say = _silent) -> None:
+def load_newest_weights(checkpoints: Place, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
-    _newest(checkpoints, _steps(checkpoints), lambda folder: load_weights(folder, model, say), say)
+    with answering():
+        steps = recovered_steps(checkpoints)
+    _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
 
 
-def _steps(checkpoints: Path) -> list[int]:
-    """Steps with a folder, newest first. One that was being replaced when the process ended gets its name back."""
-    for old in checkpoints.glob(".step-*.old"):
-        try:
-            recover(checkpoints / old.name.removeprefix(".").removesuffix(".old"))
-        except OSError:  # of a file system that cannot be written; then the checkpoint before counts
-            pass
-    return saved_steps(checkpoints)
-
-
-def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say: Say) -> T:
+def _newest(checkpoints: Place, steps: list[int], read: Callable[[Place], T], say: Say) -> T:
     damaged = []
     for step, older in zip(steps, [*steps, None][1:], strict=True):
         folder = step_folder(checkpoints, step)
         try:
             return read(folder)
         except Damaged as problem:
-            damaged.append(f"{folder.name}: {problem}")
-            next_one = (
-                f"; falling back to {step_folder(checkpoints, older).name}" if older is not None else ""
-            )
+            damaged.append(f"step-{step}: {problem}")
+            next_one = f"; falling back to step-{older}" if older is not None else ""
             say(f"{folder} is damaged ({problem}){next_one}")
     problems = (
         f"found only damaged ones ({'; '.join(damaged)}); restore one of them"
@@ -287,7 +278,7 @@ def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say:
 
 
 def load(
-    folder: Path,
+    folder: Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
@@ -343,7 +334,7 @@ def _rooms_for_generators(stored: Stored, ranks: Ranks) -> tuple[int | None, dic
     return len(of_ranks), rooms
 
 
-def load_weights(folder: Path, model: nn.Module, say: Say = _silent) -> None:
+def load_weights(folder: Place, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights alone into a plain model, in one process, without a process group. Raises as `load` does."""
     alone = Ranks(alone=True)
     state = _stored_state(model)
@@ -356,7 +347,7 @@ Read = Callable[[Mapping[str, Tensor]], None]
 
 
 def with_weights(
-    checkpoints: Path,
+    checkpoints: Place,
     step: int | None,
     shapes: Shapes,
     use: Callable[[Position, Read], T],
@@ -367,13 +358,14 @@ def with_weights(
     The checkpoint is that of `step`, or for None the newest whole one: if it is damaged, also while it is read, `use`
     is called again with the one before. Raises UserError where there is none.
     """
-    steps = _steps(checkpoints)
+    with answering():
+        steps = recovered_steps(checkpoints)
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
     alone = Ranks(alone=True)
 
-    def open_folder(folder: Path) -> T:
+    def open_folder(folder: Place) -> T:
         stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes))
 
         def read(tensors: Mapping[str, Tensor]) -> None:
@@ -391,7 +383,7 @@ def _nothing(stored: Stored) -> None:
 
 
 def verified(
-    folder: Path, ranks: Ranks, say: Say = _silent, fits: Callable[[Stored], None] = _nothing
+    folder: Place, ranks: Ranks, say: Say = _silent, fits: Callable[[Stored], None] = _nothing
 ) -> Stored:
     """A checkpoint whose files are those that were saved, and that `fits` accepts. Each rank compares its share.
 
@@ -447,7 +439,7 @@ def _read_into(state: dict[str, Any], stored: Stored, ranks: Ranks) -> dict[str,
     if stored.index is not None:
         return read_state(stored.checkpoint, state, ranks)
     assert stored.checkpoint.metadata is not None
-    folders.load(stored.folder, state, stored.checkpoint.metadata, alone=ranks.alone)
+    folders.load(stored.checkpoint.folder, state, stored.checkpoint.metadata, alone=ranks.alone)
     return {}
 
 

@@ -15,8 +15,9 @@ from shardwright.train.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.models.kinds import kind_of, offers_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.sections.data import ONE_OR_UNMASKED, UNMASKED
+from shardwright.train.steps import saved_steps
 
 if TYPE_CHECKING:
     from shardwright.train.models.language_model import LanguageModel
@@ -109,8 +110,10 @@ def check_files(config: Config) -> None:
 
 def check_steps(config: Config, folder: RunFolder) -> None:
     """Refuse a resume for which every checkpoint has enough steps, whole or not."""
-    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
-    steps = [int(name) for name in names if name.isdecimal()]
+    try:
+        steps = saved_steps(checkpoints_of(folder, config))
+    except OSError as error:
+        raise UserError(f"checkpoint.folder: {error}") from error
     if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
         raise UserError(no_more_steps(config, folder, max(steps)))
 

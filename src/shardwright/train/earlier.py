@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,19 @@ from shardwright.checkpoint.digests import (
     unsealed,
 )
 from shardwright.checkpoint.folders import METADATA, files_of
+from shardwright.checkpoint.index import INDEX
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.metadata import parse_metadata
+from shardwright.checkpoint.stores import LocalFiles
 from shardwright.train.steps import Position
 
 POSITION_FILE = "position.json"
 Digests = Mapping[str, Digest]
+
+
+def is_earlier(folder: Path) -> bool:
+    """Whether an earlier version has saved what is there."""
+    return os.path.lexists(folder / POSITION_FILE) and not os.path.lexists(folder / INDEX)
 
 
 def open_earlier(folder: Path) -> tuple[Position, Checkpoint, Digests | None]:
@@ -48,7 +56,7 @@ def open_earlier(folder: Path) -> tuple[Position, Checkpoint, Digests | None]:
         if digests is not None and (name not in digests or digests[name].nbytes < nbytes):
             raise Damaged(f"{POSITION_FILE} and {METADATA} disagree on the file {name}")
     fingerprint = hashlib.sha256(text + data).hexdigest()
-    return position, Checkpoint(folder, None, metadata, fingerprint), digests
+    return position, Checkpoint(LocalFiles(folder), None, metadata, fingerprint), digests
 
 
 def _parse_position(text: bytes) -> tuple[Position, Digests | None]:

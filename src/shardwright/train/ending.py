@@ -17,10 +17,9 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
-from shardwright.train.resuming import resume_command
+from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
-from shardwright.train.steps import saved_steps
 from shardwright.train.stop import SIGNALS, status_of_signal
 from shardwright.watching.launched import Hang
 
@@ -143,13 +142,17 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     if end.status == DONE or ranks_have_said_it(ending):
         return end.status
     if ending.hang is not None:
-        lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *_to_continue(ending)]
+        lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *to_continue(ending.folder, len(ending.statuses))]
         print("\n".join(lines), file=sys.stderr, flush=True)
         return end.status
     if end.rank is None and end.status == FAILED:
         return fail(end.reason + (f". The job has ended{note}" if note else ""))
     if end.rank is None:
-        print("\n".join([end.reason, *_to_continue(ending)]), file=sys.stderr, flush=True)
+        print(
+            "\n".join([end.reason, *to_continue(ending.folder, len(ending.statuses))]),
+            file=sys.stderr,
+            flush=True,
+        )
     else:
         print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
     return end.status
@@ -172,18 +175,7 @@ def _diagnosis(ending: Ending, end: End, note: str) -> str:
     tail = _tail(log_of(ending.logs, end.rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, end.rank)}:", *("  " + line for line in tail)]
-    return "\n".join([*lines, *_to_continue(ending)])
-
-
-def _to_continue(ending: Ending) -> list[str]:
-    """The newest checkpoint, and the command that continues from it. Empty if there is none."""
-    steps = saved_steps(ending.folder.checkpoints)
-    if not steps:
-        return []
-    return [
-        f"step {steps[0]} is saved; to continue:",
-        f"  {resume_command(ending.folder, len(ending.statuses))}",
-    ]
+    return "\n".join([*lines, *to_continue(ending.folder, len(ending.statuses))])
 
 
 class Culprit(NamedTuple):

@@ -37,7 +37,7 @@ from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign import module_names
 from shardwright.train.models.kinds import offers_of
 from shardwright.train.models.presets import Shape
-from shardwright.train.runs import RunFolder, check_same_tokenizer, recorded_tokenizer
+from shardwright.train.runs import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
 from shardwright.train.writing import unwritable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,7 +179,7 @@ def export(
         return Exported(folder, position.step, len(form.keys), nbytes, reader)
 
     try:
-        return checkpoint.with_weights(source.checkpoints, step, shapes, write, say)
+        return checkpoint.with_weights(checkpoints_of(source, config), step, shapes, write, say)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
 
@@ -223,7 +223,9 @@ def export_adapters(
         nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
         return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
 
-    return checkpoint.with_weights(source.checkpoints, step, checkpoint.shapes_of(model), write, say)
+    return checkpoint.with_weights(
+        checkpoints_of(source, config), step, checkpoint.shapes_of(model), write, say
+    )
 
 
 def _dtype_named(name: str | None) -> torch.dtype | None:

@@ -21,7 +21,7 @@ from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import RunFolder, check_same_tokenizer, recorded_tokenizer
+from shardwright.train.runs import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
 
 
 class NonFiniteLogitsError(UserError):
@@ -128,7 +128,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     if config.finetune.method != "full":
         model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
-    checkpoint.load_newest_weights(folder.checkpoints, model, say=_say)
+    checkpoint.load_newest_weights(checkpoints_of(folder, config), model, say=_say)
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)

@@ -18,10 +18,13 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import INDEX, VERSION, UnknownVersion
 from shardwright.checkpoint.loading import open_checkpoint
-from shardwright.train.earlier import POSITION_FILE, open_earlier
+from shardwright.checkpoint.places import LocalStore, Location, store_of
+from shardwright.checkpoint.stores import Store
+from shardwright.train.earlier import POSITION_FILE, is_earlier, open_earlier
 from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
-from shardwright.train.steps import Position, saved_steps, step_folder
+from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.steps import Place, Position, saved_steps, step_folder
 from shardwright.train.stored import Stored, check_files, compare_lengths, position_in
 
 Say = Callable[[str], None]
@@ -42,11 +45,11 @@ class Tensor:
     nbytes: int
 
 
-def inspect(path: Path, *, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
-    """Show what `path` holds. Returns what is damaged, in a line, or None.
+def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+    """Show what a place holds. Returns what is damaged, in a line, or None.
 
     Args:
-        path: a checkpoint, or the folder of a run.
+        location: a checkpoint, here or behind a URL, or the folder of a run.
         quick: compare the lengths of files alone.
         tensors: list all tensors, not the largest.
         show, say: print what was asked for, and notices of progress.
@@ -54,6 +57,18 @@ def inspect(path: Path, *, quick: bool, tensors: bool, show: Say, say: Say) -> s
     Raises:
         UserError: there is no checkpoint, or a later version has saved it.
     """
+    try:
+        store = store_of(location)
+    except ValueError as error:
+        raise UserError(f"inspect: {error}") from error
+    if not isinstance(store, LocalStore):
+        try:
+            if saved_steps(str(store)):
+                return _inspect_run(str(store), str(store), quick, tensors, show, say)
+            return _inspect_one(store, quick, tensors, show, say)
+        except OSError as error:  # the store does not answer
+            raise UserError(f"inspect: {error}") from error
+    path = store.path
     if not os.path.lexists(path):
         raise UserError(f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}")
     if not path.is_dir():
@@ -61,10 +76,12 @@ def inspect(path: Path, *, quick: bool, tensors: bool, show: Say, say: Say) -> s
             f"inspect: expected the folder of a checkpoint or of a run, found a file at {path}; give the folder that "
             "it is in"
         )
-    checkpoints = path / "checkpoints"
+    run, checkpoints = RunFolder(path), path / "checkpoints"
+    if run.exists() and not checkpoints.is_dir():
+        return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
     if _is_checkpoint(path) or not (checkpoints.is_dir() or steps):
-        return _inspect_one(path, quick, tensors, show, say)
+        return _inspect_one(store, quick, tensors, show, say)
     return _inspect_run(path, checkpoints if checkpoints.is_dir() else path, quick, tensors, show, say)
 
 
@@ -73,10 +90,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _inspect_run(
-    path: Path, checkpoints: Path, quick: bool, tensors: bool, show: Say, say: Say
+    path: Place, checkpoints: Place, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
     """A line for each checkpoint of a run, and the content of the newest whole one."""
-    steps = saved_steps(checkpoints)
+    try:
+        steps = saved_steps(checkpoints)
+    except OSError as error:  # the store does not answer
+        raise UserError(f"inspect: {error}") from error
     if not steps:
         raise UserError(
             f"inspect: expected a checkpoint in {checkpoints}, found none; the run has saved nothing"
@@ -85,17 +105,16 @@ def _inspect_run(
     damaged: list[str] = []
     newest: Stored | None = None
     for step in steps:
-        folder = step_folder(checkpoints, step)
         try:
-            stored = _opened(folder)
+            stored = _opened(store_of(step_folder(checkpoints, step)))
             _compare(stored, quick, say)
         except Damaged as problem:
-            damaged.append(f"{folder.name} is damaged: {printable(str(problem))}")
+            damaged.append(f"step-{step} is damaged: {printable(str(problem))}")
             show(f"  {damaged[-1]}")
             continue
         newest = newest or stored
         outcome = "whole" if stored.has_digests and not quick else _outcome(stored, quick)
-        show(f"  {folder.name:<12}  {in_bytes(sum(stored.files().values())):>9}  {outcome}")
+        show(f"  {f'step-{step}':<12}  {in_bytes(sum(stored.files().values())):>9}  {outcome}")
     if newest is not None:
         show("")
         for line in _lines(newest, tensors):
@@ -106,28 +125,30 @@ def _inspect_run(
     return f"{path}: {damaged[0]}{more}"
 
 
-def _inspect_one(path: Path, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
     try:
-        stored = _opened(path)
+        stored = _opened(place)
         for line in _lines(stored, tensors):
             show(line)
         _compare(stored, quick, say)
     except Damaged as problem:
-        return f"{path} is damaged: {printable(str(problem))}"
+        return f"{place} is damaged: {printable(str(problem))}"
     show(f"  {'check':<12} {_outcome(stored, quick)}")
     return None
 
 
-def _opened(path: Path) -> Stored:
+def _opened(place: Store) -> Stored:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
-        if os.path.lexists(path / POSITION_FILE) and not os.path.lexists(path / INDEX):
-            return Stored(*open_earlier(path))
-        checkpoint = open_checkpoint(path)
+        if isinstance(place, LocalStore) and is_earlier(place.path):
+            return Stored(*open_earlier(place.path))
+        checkpoint = open_checkpoint(place)
     except UnknownVersion as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{place}: {error}") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot read: {error.strerror or error}") from error
+        if error.errno is None:  # of our own, which names the place
+            raise UserError(f"inspect: {error}") from error
+        raise UserError(f"{place}: cannot read: {error.strerror or error}") from error
     position = _NO_RUN
     if checkpoint.index is not None:
         try:
@@ -150,7 +171,7 @@ def _compare(stored: Stored, quick: bool, say: Say) -> None:
         nonlocal done
         done += nbytes
 
-    text = f"reading {printable(str(stored.folder))}"
+    text = f"reading {printable(str(stored.checkpoint.place))}"
     with patience(say, lambda: f"{text}: {in_bytes(done)} of {in_bytes(whole)}"):
         check_files(stored, 0, 1, progress)
 
@@ -174,7 +195,7 @@ def _outcome(stored: Stored, quick: bool) -> str:
 
 def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
     index, tensors = stored.index, _tensors(stored)
-    yield printable(str(stored.folder))
+    yield printable(str(stored.checkpoint.place))
     facts = {"format": "a folder of torch's distributed checkpoint"}
     if index is not None:
         facts = {"format": f"shardwright, version {VERSION}; torch's distributed checkpoint reads it, too"}

@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.fresh_store import RUN_ID
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.record import repair_record
-from shardwright.train.restarts import same_again, without_numbers
+from shardwright.train.restarts import goes_on, same_again, without_numbers
 from shardwright.train.runs import RUNS, RunFolder, check_same_job, find_run, open_folder
 from shardwright.train.statuses import FAILED, USER_ERROR, End, remove_exit
-from shardwright.train.steps import recorded_step, saved_steps
+from shardwright.train.steps import recorded_step
 from shardwright.train.writing import write_json, writing
 
 SECONDS_TO_UNLOCK = 30.0
@@ -75,10 +76,6 @@ def this_launch(size: int) -> Launch | None:
     if everyone[0] is None:
         return None
     return Launch(tuple(dict.fromkeys(agent for agent in everyone if agent is not None)))
-
-
-RUN_ID = "TORCHELASTIC_RUN_ID"
-"""A variable that torchrun sets for the ranks."""
 
 
 def _agent() -> str:
@@ -138,7 +135,7 @@ def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> O
         if folder.exists():
             repair_record(folder)
             check_same_job(folder, config, "a restart")
-        opened = Opened(folder, lock, bool(saved_steps(folder.checkpoints)), launch.attempt)
+        opened = Opened(folder, lock, goes_on(folder), launch.attempt)
     remove_exit(folder)
     if launch is not None:
         _write(folder, launch)

@@ -38,7 +38,7 @@ from shardwright.train.peaks import peak_flops
 from shardwright.train.record import RunRecord
 from shardwright.train.reporter import Reporter
 from shardwright.train.resuming import changes_in_words, resume_command
-from shardwright.train.runs import RunFolder, Session, now, versions
+from shardwright.train.runs import RunFolder, Session, checkpoints_of, now, versions
 from shardwright.train.saves import Saves
 from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
@@ -82,7 +82,7 @@ def _train(
             config, world, dataset, reads_weights=not resume or config.finetune.method != "full"
         )
         if resume:
-            notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
+            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
                 trainer.load(folder, notices)
         if config.finetune.method != "full":
@@ -109,7 +109,7 @@ def _train(
                 for note in before_steps(config, dataset, resume):
                     reporter.say(note)
             reporter.say(figures_in_words(trainer))
-            with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
+            with Saves(config.checkpoint, checkpoints_of(folder, config), reporter, loaded=done) as saves:
                 more = done < config.train.steps
                 ended_by = run_steps(trainer, folder, reporter, saves, stop) if more else 0
             answers.saves = False
@@ -441,7 +441,7 @@ def summary(
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *engine,
         *compiled,
-        f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
+        f"  checkpoint      {checkpoint.step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,

@@ -46,6 +46,7 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.fresh_store import fresh_store
 from shardwright.train.hangs import watched, write_board
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import share
@@ -93,7 +94,9 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
                 _contact().set(SPEAKING, "")
             START.begin("waiting for the other ranks")
         # The store must hear of what this rank cannot do, so it is there first.
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
+        patience = max(collective_timeout(), PATIENCE)
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
+        store = fresh_store(store, rank, size, patience.total_seconds())
         config, dataset = _start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
             place = _agree_on_place(config, resume, world)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.train.errors import counted
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, newest_saved
 from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.statuses import FAILED, TRY_AGAIN, End
-from shardwright.train.steps import saved_steps
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _visible_devices() -> list[str]:
 def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The command line of a restart. The configuration is that of the run, since CONFIG.toml may have changed."""
     debug = ("--debug",) if "--debug" in arguments else ()
-    if saved_steps(folder.checkpoints):
+    if goes_on(folder):
         return ("train", "--resume", str(folder.path), *debug)
     if folder.config_file.is_file():
         return ("train", str(folder.config_file), *debug)
@@ -67,10 +66,23 @@ def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]
 
 def place_in_words(folder: RunFolder) -> str:
     """Where a restart goes on."""
-    steps = saved_steps(folder.checkpoints)
+    try:
+        step = newest_saved(folder)
+    except OSError:
+        return "resuming"
     return (
-        f"resuming from step {steps[0]}" if steps else "starting from the beginning, since nothing is saved"
+        "starting from the beginning, since nothing is saved"
+        if step is None
+        else f"resuming from step {step}"
     )
+
+
+def goes_on(folder: RunFolder) -> bool:
+    """Whether a restart goes on from a checkpoint. If a store does not answer now, the ranks ask it again."""
+    try:
+        return newest_saved(folder) is not None
+    except OSError:
+        return True
 
 
 class Restarts:

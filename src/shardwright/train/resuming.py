@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.train.config import Config, toml_value
-from shardwright.train.runs import RunFolder
+from shardwright.train.errors import UserError
+from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.steps import saved_steps
 
 
 def resume_command(folder: RunFolder, ranks: int) -> str:
@@ -27,6 +29,24 @@ def resume_command(folder: RunFolder, ranks: int) -> str:
             return f"{run} --standalone --nproc-per-node {ranks} -m shardwright {arguments}"
     several = f" --nproc {ranks}" if ranks > 1 else ""
     return f"{_program('shardwright', 'shardwright')} {arguments}{several}"
+
+
+def to_continue(folder: RunFolder, ranks: int) -> list[str]:
+    """Lines that say what is saved, and the command that continues from it. Empty if nothing is saved."""
+    saved = _saved(folder)
+    return [f"{saved}; to continue:", f"  {resume_command(folder, ranks)}"] if saved else []
+
+
+def _saved(folder: RunFolder) -> str:
+    """What is saved, in words; empty if nothing is. No store is asked: it may be what has failed."""
+    try:
+        checkpoints = checkpoints_of(folder, folder.config())
+    except UserError:
+        return ""
+    if isinstance(checkpoints, str):
+        return f"the checkpoints are in {checkpoints}"
+    steps = saved_steps(checkpoints)
+    return f"step {steps[0]} is saved" if steps else ""
 
 
 def _program(name: str, module: str) -> str:

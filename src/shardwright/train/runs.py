@@ -20,10 +20,13 @@ from typing import Any
 import torch
 
 import shardwright
+from shardwright.checkpoint.objects import ObjectStore
+from shardwright.checkpoint.places import LocalStore, new_attempt, store_of
 from shardwright.train.config import Config, stored_config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
+from shardwright.train.steps import Place, saved_steps
 from shardwright.train.writing import unwritable, writing
 
 RUNS = Path("runs")
@@ -152,6 +155,28 @@ class RunFolder:
         return stored_config(self.path)
 
 
+def checkpoints_of(folder: RunFolder, config: Config) -> Place:
+    """Where the checkpoints of a run are. Raises UserError if `checkpoint.folder` is no such place."""
+    parent = config.checkpoint.folder
+    if not parent:
+        return folder.checkpoints
+    try:
+        store_of(parent)
+        place = store_of(f"{parent.rstrip('/')}/{folder.path.resolve().name}")
+    except ValueError as error:
+        raise UserError(f"checkpoint.folder: {error}") from error
+    return place.path if isinstance(place, LocalStore) else str(place)
+
+
+def newest_saved(folder: RunFolder) -> int | None:
+    """The newest step that a run has saved, whole or not; None without one. Raises OSError if a store is silent."""
+    try:
+        place = checkpoints_of(folder, folder.config())
+    except UserError:  # nothing has begun here
+        place = folder.checkpoints
+    return next(iter(saved_steps(place)), None)
+
+
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
     """The first key of a run.json that is missing or has a value of the wrong kind."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
@@ -256,6 +281,12 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
 
     Steps, learning rate, engine, ranks and precisions may change. The model and the sequence of samples may not.
     """
+    there, here = folder.config().checkpoint.folder, config.checkpoint.folder
+    if there != here:
+        raise UserError(
+            f"{what}: expected checkpoint.folder = {value_in_words(there)} as in {folder.path}, where its checkpoints "
+            f"are, found {value_in_words(here)}"
+        )
     for key, before, after in differences(_where_content_decides(folder.config(), config), config):
         old, new = value_in_words(before), value_in_words(after)
         raise UserError(
@@ -404,11 +435,31 @@ def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLo
         if folder.exists():  # another run began and ended here after our check and before the lock
             lock.release()
             raise UserError(holds_a_run(folder))
+        try:
+            _check_unused(checkpoints_of(folder, config))
+        except BaseException:
+            discard_if_unused(folder, lock)
+            raise
         return folder, lock
     folder = find_run(config, resume)
     check_same_job(folder, config, "--resume")
     with writing(folder.path):
         return folder, claim(folder.path)
+
+
+def _check_unused(checkpoints: Place) -> None:
+    """Raise UserError if a new run must not write its checkpoints there. Finds a store that cannot be used, too."""
+    try:
+        steps = saved_steps(checkpoints)
+        if isinstance(checkpoints, str) and not steps:
+            ObjectStore(checkpoints).check_writable(new_attempt())
+    except OSError as error:
+        raise UserError(f"checkpoint.folder: {error}") from error
+    if steps:
+        raise UserError(
+            f"checkpoint.folder: expected no checkpoint of another run in {checkpoints}, found step-{steps[0]}; choose "
+            "another checkpoint.folder or run.dir"
+        )
 
 
 def discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:

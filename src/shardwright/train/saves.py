@@ -15,7 +15,6 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardwright.checkpoint import places
 from shardwright.checkpoint.asynchronous import AsyncCheckpoint
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.ranks import Ranks
@@ -24,7 +23,7 @@ from shardwright.train.checkpoint import SaveFailedError
 from shardwright.train.errors import UserError
 from shardwright.train.reporter import Reporter
 from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position, saved_steps, step_folder
+from shardwright.train.steps import Place, Position, remove_step, saved_steps, step_folder
 
 
 def background() -> AsyncCheckpoint:
@@ -41,7 +40,7 @@ class Saves:
     """The checkpoints of a run, on one rank. Every method but `has_ended` is called by all ranks together."""
 
     def __init__(
-        self, settings: CheckpointConfig, checkpoints: Path, reporter: Reporter, loaded: int | None = None
+        self, settings: CheckpointConfig, checkpoints: Place, reporter: Reporter, loaded: int | None = None
     ) -> None:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
@@ -73,7 +72,7 @@ class Saves:
         """
         self.conclude(goes_on=last)
         with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
-            self._remove_leftovers()
+            self._make_way(position.step)
             if self._background is None or last:
                 checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say)
                 self._saved(position.step)
@@ -118,18 +117,30 @@ class Saves:
         self._whole[step] = True
         self._delete_old(step)
 
-    def _remove_leftovers(self) -> None:
-        """Remove what killed saves have left, as far as that is possible."""
-        if Ranks().is_first:
-            for left in self.checkpoints.glob(".step-*.partial"):
-                shutil.rmtree(left, ignore_errors=True)
+    def _make_way(self, step: int) -> None:
+        """Remove what killed saves have left, as far as that is possible, and behind a URL a damaged checkpoint."""
+        ranks = Ranks()
+        if isinstance(self.checkpoints, Path):
+            if ranks.is_first:
+                for left in self.checkpoints.glob(".step-*.partial"):
+                    shutil.rmtree(left, ignore_errors=True)
+            return
+        try:
+            # No rename replaces it there, and without its digests a save cannot see that it is damaged.
+            if (
+                step in ranks.by_first(lambda: saved_steps(self.checkpoints))
+                and self._is_whole(step) is False
+            ):
+                ranks.by_first(lambda: remove_step(self.checkpoints, step))
+        except OSError as error:
+            raise SaveFailedError(f"{step_folder(self.checkpoints, step)}: cannot write: {error}") from error
 
     def _delete_old(self, newest: int) -> None:
         ranks = Ranks()
 
         def delete(steps: list[int]) -> None:
             for step in steps:
-                places.remove(step_folder(self.checkpoints, step))
+                remove_step(self.checkpoints, step)
 
         try:
             steps = ranks.by_first(lambda: saved_steps(self.checkpoints))

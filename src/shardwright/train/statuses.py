@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, now
-from shardwright.train.steps import recorded_step, saved_steps
+from shardwright.train.runs import RunFolder, newest_saved, now
+from shardwright.train.steps import recorded_step
 from shardwright.train.writing import write_json
 
 DONE = 0
@@ -50,12 +50,11 @@ def write_exit(folder: RunFolder, end: End, attempt: int) -> None:
     """Write exit.json, if a run began in the folder. A disk that is full does not hide the error that ended the job."""
     if not folder.exists():
         return
-    steps = saved_steps(folder.checkpoints)
     content = {
         "status": end.status,
         "reason": end.reason,
         "step": recorded_step(folder.metrics_file),
-        "saved": steps[0] if steps else None,
+        "saved": _saved(folder),
         "rank": end.rank,
         "attempt": attempt,
         "time": now(),
@@ -85,5 +84,12 @@ def remove_exit(folder: RunFolder) -> None:
 
 def is_saved(folder: RunFolder) -> bool:
     """Whether the newest checkpoint has all steps that the run has recorded."""
-    steps = saved_steps(folder.checkpoints)
-    return bool(steps) and steps[0] >= recorded_step(folder.metrics_file)
+    saved = _saved(folder)
+    return saved is not None and saved >= recorded_step(folder.metrics_file)
+
+
+def _saved(folder: RunFolder) -> int | None:
+    try:
+        return newest_saved(folder)
+    except OSError:  # a store does not answer
+        return None

@@ -1,12 +1,19 @@
-"""Where a run stands, and the folders of its checkpoints. Nothing here reads a checkpoint."""
+"""Where a run stands, and the places of its checkpoints. Nothing here reads a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
+
+from shardwright.train.errors import UserError
+
+Place = Path | str  #: a folder here, or a URL
 
 LAST_BYTES = 1 << 16
 """The end of a file of metrics that certainly has a whole line."""
@@ -20,13 +27,23 @@ class Position:
     samples: int
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step}"
+@overload
+def step_folder(checkpoints: Path, step: int) -> Path: ...
+@overload
+def step_folder(checkpoints: Place, step: int) -> Place: ...
+def step_folder(checkpoints: Place, step: int) -> Place:
+    name = f"step-{step}"
+    return checkpoints / name if isinstance(checkpoints, Path) else f"{checkpoints}/{name}"
 
 
-def saved_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a folder, newest first; whole or not."""
-    names = [path.name for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
+def saved_steps(checkpoints: Place) -> list[int]:
+    """Steps that have a folder, newest first; whole or not. Raises OSError if a store does not answer."""
+    if isinstance(checkpoints, str):
+        from shardwright.checkpoint.objects import ObjectStore, promptly
+
+        names = list(promptly(ObjectStore(checkpoints).sizes, checkpoints))
+    else:
+        names = [path.name for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
     return sorted(
         (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))), reverse=True
     )
@@ -51,3 +68,37 @@ def recorded_step(metrics_file: Path) -> int:
         if type(step) is int:
             return step
     return 0
+
+
+def recovered_steps(checkpoints: Place) -> list[int]:
+    """As :func:`saved_steps`. A folder that was being replaced when the process ended gets its name back."""
+    from shardwright.checkpoint.places import recover
+
+    if isinstance(checkpoints, Path):
+        for old in checkpoints.glob(".step-*.old"):
+            try:
+                recover(checkpoints / old.name.removeprefix(".").removesuffix(".old"))
+            except OSError:  # of a file system that cannot be written; then the checkpoint before counts
+                pass
+    return saved_steps(checkpoints)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Raise the error of a store that does not answer as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(str(error)) from error
+
+
+def remove_step(checkpoints: Place, step: int) -> None:
+    """Remove a checkpoint, whole or not. Raises OSError."""
+    from shardwright.checkpoint import places
+    from shardwright.checkpoint.objects import ObjectStore
+
+    place = step_folder(checkpoints, step)
+    if isinstance(place, Path):
+        places.remove(place)
+    else:
+        ObjectStore(place).clear()

@@ -6,7 +6,6 @@ communicates or executes a file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX, Index
 from shardwright.checkpoint.loading import Checkpoint, check_lengths, open_checkpoint, verify
 from shardwright.checkpoint.state import nested
-from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, open_earlier
-from shardwright.train.steps import Position
+from shardwright.checkpoint.stores import LocalFiles
+from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, is_earlier, open_earlier
+from shardwright.train.steps import Place, Position
 
 
 class Form(NamedTuple):
@@ -40,8 +40,10 @@ class Stored:
     digests: Digests | None = None  #: of files in the earlier form, if it has them
 
     @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
+    def folder(self) -> Place:
+        """The folder, or the URL."""
+        place = self.checkpoint.place
+        return place.path if isinstance(place, LocalFiles) else str(place)
 
     @property
     def index(self) -> Index | None:
@@ -82,7 +84,7 @@ class Stored:
         return content
 
 
-def examine(folder: Path) -> Stored:
+def examine(folder: Place) -> Stored:
     """Read what describes a checkpoint of a run.
 
     Raises:
@@ -90,18 +92,19 @@ def examine(folder: Path) -> Stored:
         UnknownVersion: a later version of shardwright has saved it.
     """
     digests = None
-    if os.path.lexists(folder / POSITION_FILE) and not os.path.lexists(folder / INDEX):
+    if isinstance(folder, Path) and is_earlier(folder):
         position, checkpoint, digests = open_earlier(folder)
         source = POSITION_FILE
     else:
         try:
             checkpoint = open_checkpoint(folder)
         except FileNotFoundError:
-            raise Damaged("the folder is not there") from None
+            gone = "the folder is not there" if isinstance(folder, Path) else "it is not whole"
+            raise Damaged(gone) from None
         if checkpoint.index is None:
             raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
         position, source = position_in(checkpoint.index), INDEX
-    if folder.name != f"step-{position.step}":
+    if str(folder).rpartition("/")[2] != f"step-{position.step}":
         raise Damaged(f"{source} is of step {position.step}")
     return Stored(position, checkpoint, digests)
 
@@ -129,7 +132,7 @@ def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int],
         verify(stored.checkpoint, rank, ranks, progress)
 
 
-def what_is_missing(folder: Path) -> str | None:
+def what_is_missing(folder: Place) -> str | None:
     """Why the checkpoint cannot be whole, or None if every file is there in its length. Reads no large file."""
     try:
         compare_lengths(examine(folder))
@@ -143,4 +146,4 @@ def compare_lengths(stored: Stored) -> None:
     if stored.index is not None:
         check_lengths(stored.checkpoint)
     else:
-        folders.check_sizes(stored.folder, stored.files())
+        folders.check_sizes(stored.checkpoint.folder, stored.files())

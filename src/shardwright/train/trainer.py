@@ -38,7 +38,7 @@ from shardwright.train.models import outputs
 from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.same_model import check_same_model
 from shardwright.train.saves import Saves
 from shardwright.train.stop import SIGNALS, StopRequest
@@ -390,7 +390,7 @@ class Trainer:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
         self._loaded = checkpoint.load_newest(
-            folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
+            checkpoints_of(folder, self.config), self.model, self.optimizer, self.shapes, reporter.say
         )
         self.position = self._loaded.position
         self.dataset, lines = extended(self.config, self.dataset, self.position.samples)

@@ -22,7 +22,7 @@ def writing(path: Path, key: str = "") -> Iterator[None]:
         raise UserError(f"{key}: " * bool(key) + unwritable(path, error)) from error
 
 
-def unwritable(path: Path, error: BaseException) -> str:
+def unwritable(path: Path | str, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
     full = _is_any(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     denied = _is_any(error, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -1,7 +1,6 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". `kill` kills the rank, `launcher` kills its launcher, `error` raises an error, `stop` stops
-the process, `sleep` sleeps.
+A line is "RANK STEP KIND". `kill` kills the rank, `error` raises an error, `stop` stops the process, `sleep` sleeps.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def _fail(step: int) -> None:
         if kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
             continue
-        os.kill(os.getpid() if kind == "kill" else os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _make(decayed: Any, others: Any, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -63,4 +61,4 @@ def _make(decayed: Any, others: Any, settings: OptimizerSettings) -> torch.optim
     return Faulty(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
 
 
-ADAMW = NamedOptimizer("faulty", "AdamW that fails as planned.", _make)
+ADAMW = NamedOptimizer("faulty", "AdamW that fails as planned.", _make, needs=1)

@@ -12,6 +12,13 @@ from shardwright.train.sections.base import Section
 class CheckpointConfig(Section):
     """Checkpoints during the run. A checkpoint is always written at the end."""
 
+    folder: str = Field(
+        default="",
+        description=(
+            "Where the checkpoints are: another folder, or a URL that fsspec knows, such as s3://bucket/runs. They are "
+            "below the name of the run's folder. Empty: in the run's folder."
+        ),
+    )
     every: int = Field(default=100, ge=0, description="Steps between checkpoints. 0: only at the end.")
     keep: int = Field(
         default=2,
