@@ -142,7 +142,11 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     if end.status == DONE or ranks_have_said_it(ending):
         return end.status
     if ending.hang is not None:
-        lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *to_continue(ending.folder, len(ending.statuses))]
+        lines = [
+            f"error: {ending.hang.text}",
+            f"the job has ended{note}",
+            *to_continue(ending.folder, len(ending.statuses)),
+        ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         return end.status
     if end.rank is None and end.status == FAILED:

@@ -27,7 +27,8 @@ def check_same_model(model: nn.Module, mesh: DeviceMesh, owner: str) -> None:
     if mesh.size() == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    remedy = "The code of the model, its files and the numbers that it draws must not depend on the rank."
     try:
-        check_states(mesh, [State(name, tensor) for name, tensor in tensors], owner)
+        check_states(mesh, [State(name, tensor) for name, tensor in tensors], owner, remedy)
     except ValueError as error:
         raise UserError(str(error)) from error

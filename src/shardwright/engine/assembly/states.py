@@ -93,10 +93,15 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
 
 
 @torch.no_grad()
-def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
+def check_states(
+    mesh: DeviceMesh,
+    states: list[State],
+    owner: str,
+    remedy: str = "Build the model with the same seed on every rank, or pass sync_module_states=True.",
+) -> None:
     """Compare hashes over the ranks: hashes of all bytes, and for deferred tensors of their recorded operations.
 
-    Tensors on the meta device are skipped.
+    Tensors on the meta device are skipped. ``remedy``: for tensors with values, in the error.
 
     Raises:
         ValueError: names all tensors that are not equal on every rank, and the ranks that differ from the first.
@@ -119,7 +124,7 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
             only_real = only_real and not has_no_values(state.tensor)
     more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
     way_out = (
-        "Build the model with the same seed on every rank, or pass sync_module_states=True."
+        remedy
         if only_real
         else (
             "Build it with the same seed, code and data on every rank. For deferred tensors, the recorded "
