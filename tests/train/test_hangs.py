@@ -1,4 +1,4 @@
-"""Jobs that hang end with status 75 and say which rank is behind: under our launcher, under torchrun, and with one rank."""
+"""Jobs that hang end with status 75 and name the rank: under our launcher, under torchrun, and with one rank."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_other_initial_values_on_one_rank_are_named(tmp_path: Path, engine: str)
     code = OWN.format(change="torch.rand(int(os.environ['RANK']) + 1)")
     said = said_by(tmp_path, (code, code), engine)
     assert said.startswith("error: The ranks start with different values of ")
-    assert "own_model:build" in said and "'layers.1.mix.bias' on rank 1" in said
+    assert "own_model:build" in said and "layers.1.mix.bias' on rank 1" in said
 
 
 def test_other_code_of_a_model_on_one_host_is_named(tmp_path: Path) -> None:
