@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: The fields of an entry: see :class:`shardwright.watching.reading.Entry`. The number of the entry is last: it is
-#: written last, so an entry whose number fits its slot is whole. Native integers are written at once.
-ENTRY = struct.Struct("qqqqHHHHHBBxxxxq")
+#: An entry: time, bytes, step, count, place (unit, phase, patience), collective (its name, group, subject), number. See
+#: :class:`shardwright.watching.reading.Entry`. The number is written last, so an entry whose number fits its slot is
+#: whole. Native integers are written at once.
+ENTRY = struct.Struct("7q")
 HEADER = struct.Struct("6q")  #: magic number, version of the form, process, rank, ranks, slots
 MAGIC, VERSION = 0x7368617264626F61, 1
 SLOTS = 512  #: entries in the ring, the latest ones
@@ -27,14 +28,20 @@ COUNTED, NAMES_SIZE, MESSAGE_SIZE, FLIGHTS_SIZE = 1024, 1 << 17, 1 << 16, 1 << 1
 #: Places in the file. The names of units, collectives and groups are written once, and entries have their numbers.
 NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT = range(64, 96, 8)
 MESSAGE_LENGTH_AT, BEGAN_AT, FLIGHTS_LENGTH_AT, ASKED_AT = range(96, 128, 8)
+LEFT_AT = 128  #: when the process left the collective of the latest entry
 #: For each group, by the number of its name: how many of its collectives this process has begun.
 COUNTS_AT = 4096
 NAMES_AT = COUNTS_AT + COUNTED * WORD.size
 MESSAGE_AT = NAMES_AT + NAMES_SIZE
 FLIGHTS_AT = MESSAGE_AT + MESSAGE_SIZE
 RING_AT = FLIGHTS_AT + FLIGHTS_SIZE
-SIZE = RING_AT + SLOTS * ENTRY.size
+_SIZE = ENTRY.size
+SIZE = RING_AT + SLOTS * _SIZE
 LENGTH = struct.Struct("H")
+_put, _put_word, _now = ENTRY.pack_into, WORD.pack_into, time.monotonic_ns
+#: Places in the integers of an entry. Names have numbers of 16 bits.
+PHASE, PATIENT = 16, 24
+GROUP, SUBJECT = 16, 32
 
 #: What a process does, outside of collectives or around them.
 (
@@ -114,8 +121,8 @@ class Board:
     """
 
     __slots__ = (
-        "_begun", "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps",
-        "_unit", "began", "path", "step",
+        "_begun", "_counts", "_file", "_memory", "_name_end", "_named", "_numbers", "_place", "_places", "_sequence",
+        "_steps", "began", "path", "step",
     )  # fmt: skip
 
     def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:
@@ -136,9 +143,10 @@ class Board:
         self._steps = self._begun = 0  # steps that have ended, and steps that have begun with a number
         self._sequence = 0
         self._numbers = {"": 0}
+        self._named: dict[tuple[str, str, str], int] = {}  # integers of collectives
+        self._places: dict[tuple[int, str], int] = {}  # of phases and units, as long as patience is the same
         self._counts: dict[str, int] = {}
         self._name_end = NAMES_AT
-        self._phase, self._unit, self._patient = START, 0, 1
         self.began = time.monotonic_ns()
         self._word(BEGAN_AT, self.began)
         HEADER.pack_into(self._memory, 0, MAGIC, VERSION, os.getpid(), rank, ranks, SLOTS)
@@ -164,73 +172,90 @@ class Board:
         self._word(NAME_COUNT_AT, number)  # last: readers now see it
         return number
 
-    def _write(self, collective: int, group: int, count: int, nbytes: int, subject: int) -> None:
+    def _write(self) -> None:
         self._sequence = number = self._sequence + 1
-        ENTRY.pack_into(
-            self._memory, RING_AT + number % SLOTS * ENTRY.size, time.monotonic_ns(), nbytes, self.step, count,
-            self._unit, collective, group, subject, 0, self._phase, self._patient, number,
-        )  # fmt: skip
+        _put(self._memory, RING_AT + number % SLOTS * _SIZE, _now(), 0, self.step, 0, self._place, 0, number)
 
     # -- entries -------------------------------------------------------------------------------------------------
 
+    # The functions below run for every unit, so they write without calls between.
+
     def at(self, phase: int, unit: str = "") -> None:
         """The process is now in a phase, of a unit if there is one, outside of any collective."""
-        self._phase = phase
-        self._unit = self._numbers[unit] if unit in self._numbers else self._number(unit)
-        self._patient = phase in SLOW_PHASES or self._steps < FIRST_STEPS
-        self._write(0, 0, 0, 0, 0)
+        place = self._places.get((phase, unit))
+        if place is None:
+            patient = phase in SLOW_PHASES or self._steps < FIRST_STEPS
+            place = self._number(unit) | phase << PHASE | patient << PATIENT
+            self._places[phase, unit] = place
+        self._place = place
+        self._sequence = number = self._sequence + 1
+        _put(self._memory, RING_AT + number % SLOTS * _SIZE, _now(), 0, self.step, 0, place, 0, number)
 
     def enter(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
         """The process begins a collective of a group, for the unit ``subject``. It may wait for other ranks now."""
-        numbers = self._numbers
+        named = self._named.get((collective, group, subject))
+        if named is None:
+            named = self._name(collective, group, subject)
         count = self._counts[group] = self._counts.get(group, 0) + 1
-        try:
-            named = numbers[collective], numbers[group], count, nbytes, numbers[subject]
-        except KeyError:
-            named = self._number(collective), self._number(group), count, nbytes, self._number(subject)
-        if named[1] < COUNTED:
-            WORD.pack_into(self._memory, COUNTS_AT + named[1] * 8, count)
-        self._write(*named)
+        _put_word(self._memory, COUNTS_AT + (named >> GROUP & 0xFFFF) * 8, count)
+        self._sequence = number = self._sequence + 1
+        _put(
+            self._memory, RING_AT + number % SLOTS * _SIZE, _now(), nbytes, self.step, count, self._place, named, number
+        )  # fmt: skip
 
     def await_result(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
         """The process waits for the result of a collective that it has begun."""
-        numbers = self._numbers
+        named = self._named.get((collective, group, subject))
+        if named is None:
+            named = self._name(collective, group, subject)
         count = self._counts.get(group, 0)
-        try:
-            named = numbers[collective], numbers[group], count, nbytes, numbers[subject]
-        except KeyError:
-            named = self._number(collective), self._number(group), count, nbytes, self._number(subject)
-        self._write(*named)
+        self._sequence = number = self._sequence + 1
+        _put(
+            self._memory, RING_AT + number % SLOTS * _SIZE, _now(), nbytes, self.step, count, self._place, named, number
+        )  # fmt: skip
 
     def leave(self) -> None:
-        """The process goes on after a collective."""
-        self._write(0, 0, 0, 0, 0)
+        """The process goes on after a collective. This is a time and no entry: it costs a third of one."""
+        _put_word(self._memory, LEFT_AT, _now())
+
+    def _name(self, collective: str, group: str, subject: str) -> int:
+        number = self._number(group)
+        if number >= COUNTED:
+            number = 0  # there is no room for its count
+        named = self._number(collective) | number << GROUP | self._number(subject) << SUBJECT
+        self._named[collective, group, subject] = named
+        return named
 
     def begin_step(self, number: int) -> None:
         """A step with this number begins. Without this, steps of optimizers count."""
         self.step = number
-        self._steps = self._begun
+        self._count_steps(self._begun)
         self._begun += 1
 
     def count_step(self) -> None:
         """A step of an optimizer has ended."""
-        self._steps += 1
+        self._count_steps(self._steps + 1)
         self.step += 1
 
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """The phase, the number of the unit, and the patience; for :meth:`go_back`."""
-        return self._phase, self._unit, self._patient
+    def _count_steps(self, steps: int) -> None:
+        if self._steps < FIRST_STEPS:
+            self._places.clear()  # patience may end
+        self._steps = steps
 
-    def go_back(self, place: tuple[int, int, int]) -> None:
+    @property
+    def place(self) -> int:
+        """Phase, unit and patience; for :meth:`go_back`."""
+        return self._place
+
+    def go_back(self, place: int) -> None:
         """The process is in an earlier phase again."""
-        self._phase, self._unit, self._patient = place
-        self._write(0, 0, 0, 0, 0)
+        self._place = place
+        self._write()
 
     def be_patient(self) -> None:
         """The running phase may last much longer than a step."""
-        self._patient = 1
-        self._write(0, 0, 0, 0, 0)
+        self._place |= 1 << PATIENT
+        self._write()
 
     # -- for those who watch --------------------------------------------------------------------------------------
 

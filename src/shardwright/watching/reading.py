@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,24 @@ class Reader:
             (row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot and row[-1]), key=lambda r: r[-1]
         )
         # The place of the oldest one is the one that is written next.
-        return [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
+        entries = [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
+        return [*entries, *(each for each in map(self._after, entries[-1:]) if each is not entries[-1])]
+
+    def _after(self, entry: Entry) -> Entry:
+        """The latest entry, or if its collective has ended, what the process does since."""
+        left = self._word(boards.LEFT_AT)
+        if not entry.collective or left < entry.time:
+            return entry
+        return replace(entry, time=left, collective="", group="", count=0, nbytes=0, subject="")
 
     def _entry(self, row: tuple[int, ...]) -> Entry:
-        at, nbytes, step, count, unit, collective, group, subject, _, phase, patient, number = row
-        names = (self._name(unit), self._name(collective), self._name(group), self._name(subject))
+        at, nbytes, step, count, place, named, number = row
+        phase = min(place >> boards.PHASE & 0xFF, len(boards.PHASES) - 1)
         return Entry(
-            number, at, nbytes, step, count, *names, min(phase, len(boards.PHASES) - 1), bool(patient)
-        )
+            number, at, nbytes, step, count, self._name(place & 0xFFFF), self._name(named & 0xFFFF),
+            self._name(named >> boards.GROUP & 0xFFFF), self._name(named >> boards.SUBJECT & 0xFFFF), phase,
+            bool(place >> boards.PATIENT & 1),
+        )  # fmt: skip
 
     @property
     def message(self) -> str:
@@ -222,12 +232,13 @@ class Reader:
         )  # fmt: skip
 
     def last(self) -> Entry:
-        """The newest entry."""
+        """The newest entry, or what the process does since."""
         rows = ENTRY.iter_unpack(self._memory[RING_AT:])
         # The place of the newest one is full before its number is there.
-        return self._entry(
-            max((row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot), key=lambda row: row[-1])
+        newest = max(
+            (row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot), key=lambda row: row[-1]
         )
+        return self._after(self._entry(newest))
 
     def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
         """How many collectives it has begun in each group, and those of the flight recorder."""
