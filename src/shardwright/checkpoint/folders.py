@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardwright.checkpoint.digests import Damaged, read_regular, size_of
+from shardwright.checkpoint.index import METADATA
 from shardwright.checkpoint.metadata import parse_metadata
-
-METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
 
 
 def read_metadata(folder: Path, links: bool = False) -> Metadata:

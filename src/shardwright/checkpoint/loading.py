@@ -24,7 +24,7 @@ from shardwright import board as boards
 from shardwright.checkpoint import folders, foreign
 from shardwright.checkpoint.digests import Damaged, share
 from shardwright.checkpoint.foreign import Strides
-from shardwright.checkpoint.index import LARGEST, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.places import LocalStore, Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
@@ -90,7 +90,7 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     store = store_of(path)
     name = store.description()
     described: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
-    if name == folders.METADATA:
+    if name == METADATA:
         data = _description(described, name, b".")
         metadata = folders.parse_metadata(data)
         return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.folders import METADATA
-from shardwright.checkpoint.index import INDEX, UnknownVersion, parse_index
+from shardwright.checkpoint.index import INDEX, METADATA, UnknownVersion, parse_index
 from shardwright.checkpoint.stores import Store
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does

@@ -19,11 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.folders import METADATA
-from shardwright.checkpoint.index import INDEX
+from shardwright.checkpoint.index import INDEX, METADATA, VALUES
 from shardwright.checkpoint.objects import ObjectStore
 from shardwright.checkpoint.stores import LocalFiles, Store, sync_folder
-from shardwright.checkpoint.writing import VALUES
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 _LOCAL_URLS = ("file://", "local://")

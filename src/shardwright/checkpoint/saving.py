@@ -20,7 +20,7 @@ import torch
 from shardwright import board as boards
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage
+from shardwright.checkpoint.index import INDEX, VALUES, Index, StoredValue, check_coverage
 from shardwright.checkpoint.loading import check_parts, open_checkpoint, open_together, verify_descriptions
 from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
@@ -28,7 +28,6 @@ from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, igno
 from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
-    VALUES,
     Contents,
     PartToWrite,
     Written,

@@ -23,9 +23,10 @@ from torch import Tensor
 from shardwright._version import __version__
 from shardwright.checkpoint.archive import container, lengths
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import (
     INDEX,
+    METADATA,
+    VALUES,
     Index,
     Part,
     StoredFile,
@@ -39,11 +40,8 @@ from shardwright.checkpoint.state import Progress, ignore
 from shardwright.checkpoint.stores import Files, Writer, files_of
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
-#: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
-VALUES = "__values.distcp"
-VALUES_FOR_TORCH = (
-    "__0_1.distcp"  #: where no index is meant to be: a folder with VALUES and without index is damaged
-)
+#: Takes the place of VALUES where no index is meant to be: a folder with VALUES and without index is damaged.
+VALUES_FOR_TORCH = "__0_1.distcp"
 
 
 class PartToWrite(NamedTuple):

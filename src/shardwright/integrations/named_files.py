@@ -23,8 +23,8 @@ from shardwright.checkpoint.digests import (
     share,
     unsealed,
 )
-from shardwright.checkpoint.folders import METADATA, check_sizes, not_plain
-from shardwright.checkpoint.index import INDEX
+from shardwright.checkpoint.folders import check_sizes, not_plain
+from shardwright.checkpoint.index import INDEX, METADATA
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.stores import sync

@@ -22,8 +22,8 @@ from shardwright.checkpoint.digests import (
     share,
     unsealed,
 )
-from shardwright.checkpoint.folders import METADATA, files_of
-from shardwright.checkpoint.index import INDEX
+from shardwright.checkpoint.folders import files_of
+from shardwright.checkpoint.index import INDEX, METADATA
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.metadata import parse_metadata
 from shardwright.checkpoint.stores import LocalFiles

@@ -15,8 +15,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.folders import METADATA
-from shardwright.checkpoint.index import INDEX, VERSION, UnknownVersion
+from shardwright.checkpoint.index import INDEX, METADATA, VERSION, UnknownVersion
 from shardwright.checkpoint.loading import open_checkpoint
 from shardwright.checkpoint.places import LocalStore, Location, store_of
 from shardwright.checkpoint.stores import Store
