@@ -13,12 +13,16 @@ from shardwright import cli
 from shardwright.train import checkpoint
 from shardwright.train.checkpoint import SaveFailedError, saved_steps, step_folder
 from shardwright.train.reporter import Reporter
+from shardwright.train.restarts import Attempt, place_in_words
 from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.saves import Saves
 from shardwright.train.sections.checkpoint import CheckpointConfig
+from shardwright.train.statuses import TRY_AGAIN, End, read_exit
 from shardwright.train.steps import Position
 from tests.train.damage import flipped
 from tests.train.jobs import config_file, losses, ranks, tiny, train_here
+from tests.train.kit.faults import environment
+from tests.train.kit.forked import launch
 
 pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.fake_store import FakeStore, known_to_children
@@ -151,3 +155,38 @@ def test_a_store_that_fails_loses_nothing_and_the_run_goes_on(tmp_path: Path, nu
     checkpoint.load_weights(step_folder(job.url, 1), nn.Linear(3, 2))
     job.save(2)
     checkpoint.load_weights(step_folder(job.url, 2), nn.Linear(3, 2))
+
+
+def test_restarts_behind_a_url(tmp_path: Path, plain_run: Path) -> None:
+    config, run = config_file(tmp_path), tmp_path / "run"
+    where = (
+        "--checkpoint.folder",
+        place(tmp_path, "url"),
+        "--optimizer.name",
+        "tests.train.kit.faults:ADAMW",
+    )
+    faults = environment(tmp_path / "faults", "0 2 SIGKILL", "0 5 SIGKILL")
+    arguments = ("train", config, "--run.dir", run, *where, "--nproc", "1", "--max-restarts", "2")
+    status, out, err = launch(tmp_path, *arguments, environment=faults, imports="tests.checkpoint.fake_store")
+    assert (status, err) == (0, "")
+    assert "starting from the beginning, since nothing is saved" in out and "; resuming from step 3 on" in out
+    assert losses(run) == losses(plain_run)
+    content = read_exit(RunFolder(run))
+    assert content is not None and (content["saved"], content["attempt"]) == (8, 3)
+
+
+def test_a_restart_does_not_begin_again_if_the_store_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would save over the checkpoints that it does not see."""
+
+    def silent(folder: RunFolder) -> int | None:
+        raise OSError("no answer")
+
+    folder = RunFolder(tmp_path)
+    folder.config_file.write_text("")
+    attempt, end = Attempt(1, 2, ("train", "job.toml")), End(TRY_AGAIN, "killed")
+    assert attempt.after(end, 2, folder, began=True).arguments == ("train", str(folder.config_file))
+    monkeypatch.setattr("shardwright.train.restarts.newest_saved", silent)
+    assert attempt.after(end, 2, folder, began=True).arguments == ("train", "--resume", str(tmp_path))
+    assert place_in_words(folder) == "resuming"

@@ -22,7 +22,7 @@ def test_launcher_names_a_stopped_rank_and_the_job_restarts(tmp_path: Path) -> N
     config, folder = config_file(tmp_path), tmp_path / "run"
     status, out, err = launch(
         tmp_path, "train", config, "--nproc", "2", *SHARDED, "--run.dir", folder, *ARGUMENTS, "--max-restarts", "1",
-        environment=faults.environment(tmp_path / "faults", f"1 {STEPS} stop"),
+        environment=faults.environment(tmp_path / "faults", f"1 {STEPS} SIGSTOP"),
     )  # fmt: skip
     assert status == 0, err
     found = re.search(r"restart 1 of 1: the job hung: (.*), after step", out)

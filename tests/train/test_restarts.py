@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
+import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -20,8 +23,9 @@ from shardwright.train.restarts import Attempt, Restarts, without_numbers
 from shardwright.train.runs import RunFolder
 from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.statuses import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
-from tests.train.jobs import config_file, losses, records, run
+from tests.train.jobs import TINY, config_file, losses, records, run
 from tests.train.kit.faults import environment
+from tests.train.kit.forked import launch
 
 FAULTY = ("--optimizer.name", "tests.train.kit.faults:ADAMW")
 SHARDED = ("--parallel.engine", "shardwright")
@@ -50,7 +54,7 @@ def sessions(folder: Path) -> list[tuple[int, int, int, int, str]]:
 def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> None:
     """Killed at step 5 after the save of step 3."""
     folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "0 5 kill")
+    faults = environment(tmp_path / "faults", "0 5 SIGKILL")
     arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder, "--max-restarts", "2")
     status, out, err = run("train", config_file(tmp_path), *arguments, environment=faults)
     assert (status, err) == (0, "")
@@ -77,14 +81,97 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> Non
     assert (exit_content["status"], exit_content["step"], exit_content["attempt"]) == (0, 8, 2)
 
 
+KINDS = ("SIGKILL", "SIGSEGV", "error", "exit")
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job in which one rank after another fails, each at another step."""
+
+    ranks: int
+    torchrun: bool
+    faults: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.ranks}-{'torchrun' if self.torchrun else 'launcher'}-{'-'.join(self.faults)}".replace(
+            " ", "."
+        )
+
+
+def cases(seed: int = 21) -> list[Case]:
+    """Each kind of failure with each launcher and several numbers of ranks; the rank and the step by chance."""
+    draw = random.Random(seed)
+    found = []
+    for ranks, torchrun in ((1, False), (2, False), (3, False), (1, True), (3, True)):
+        # torchrun takes seconds to start ranks again.
+        kinds = KINDS[ranks > 1 :: 2] if torchrun else KINDS
+        steps = draw.sample(range(1, STEPS + 1), len(kinds))
+        faults = [f"{draw.randrange(ranks)} {step} {kind}" for step, kind in zip(steps, kinds, strict=True)]
+        found.append(Case(ranks, torchrun, tuple(faults)))
+    return found
+
+
+def job(folder: Path, case: Case) -> tuple[int | None, str, str]:
+    folder.mkdir()
+    text = TINY.replace("global_batch = 8", "global_batch = 12").replace("steps = 8", f"steps = {STEPS}")
+    config = config_file(folder, text.replace("every = 3", "every = 2"))
+    restarts = ("--max-restarts", str(len(case.faults)))
+    engine = SHARDED if case.ranks > 1 else ()
+    arguments = ("train", config, *engine, *FAULTY)
+    faults = environment(folder / "faults", *case.faults)
+    if not case.torchrun:
+        more = ("--nproc", str(case.ranks), "--run.dir", folder / "run", *restarts)
+        return launch(folder, *arguments, *more, environment=faults)
+    options = ("--standalone", "--nproc-per-node", str(case.ranks), "--monitor-interval", "0.1", *restarts)
+    return launch(folder, *arguments, torchrun=options, environment=faults)
+
+
+def run_of(folder: Path) -> Path:
+    """The folder of the run. torchrun's command names none, so each attempt must find that of the first."""
+    named = folder / "run"
+    (found,) = [named] if named.exists() else (folder / "runs").iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By the number of ranks."""
+    folders = {ranks: tmp_path_factory.mktemp("undisturbed") / str(ranks) for ranks in (1, 2, 3)}
+    for ranks, folder in folders.items():
+        assert job(folder, Case(ranks, False, ())) == (0, ANY, "")
+    return {ranks: folder / "run" for ranks, folder in folders.items()}
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], case: Case) -> None:
+    folder = tmp_path / "job"
+    status, out, err = job(folder, case)
+    assert status == 0, out + err
+    run, reference = run_of(folder), undisturbed[case.ranks]
+    expected, resumed = weights(reference, STEPS), weights(run, STEPS)
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert losses(run) == losses(reference)
+    assert [each["samples"] for each in records(run)] == [12 * step for step in range(1, STEPS + 1)]
+    assert (ended(run)["status"], ended(run)["attempt"]) == (0, len(case.faults) + 1)
+    # A rank that fails before the run begins is impossible here, so each attempt is a session.
+    assert [each[0] for each in sessions(run)] == list(range(1, len(case.faults) + 2))
+    assert [each[4] for each in sessions(run)] == ["failed"] * len(case.faults) + ["finished"]
+    for step in range(1, STEPS + 1):
+        assert out.count(f"step {step}/{STEPS}  loss") == 1
+
+
 def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     tmp_path: Path, sharded_run: Path
 ) -> None:
     folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "0 2 kill", "0 3 error", "0 3 error")
+    faults = environment(tmp_path / "faults", "0 2 SIGKILL", "0 3 error", "0 3 error")
     arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder, "--max-restarts", "9")
     options = ("--fault.least_ranks", "1", "--checkpoint.every", "0")
-    status, out, err = run("train", config_file(tmp_path), *arguments, *options, environment=faults)
+    status, out, err = launch(
+        tmp_path, "train", config_file(tmp_path), *arguments, *options, environment=faults
+    )
     assert status == 1 and "restart 3" not in out
     assert "; starting from the beginning, since nothing is saved on 1 rank (log: " in out
     assert err.startswith("error: rank 0 of 1 failed with RuntimeError: planned at 0x")
@@ -93,22 +180,27 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     assert losses(folder) == pytest.approx(losses(sharded_run)[:2], rel=1e-6)
     exit_content = ended(folder)
     assert (exit_content["status"], exit_content["rank"], exit_content["step"]) == (1, 0, 2)
+    assert exit_content["reason"].endswith(
+        ": the same error came twice after step 2, so it does not start again"
+    )
 
 
-def test_an_error_under_torchrun(tmp_path: Path, sharded_run: Path) -> None:
-    """torchrun starts the same command again; rank 0 finds its folder, although the command names none."""
-    faults = environment(tmp_path / "faults", "0 5 error")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "-m", "shardwright", "train", str(config_file(tmp_path))]
-    status, out, err = run(*SHARDED, *FAULTY, environment=faults, command=command, cwd=tmp_path)
-    assert status == 0, err
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert sessions(folder) == [(1, 2, 0, 4, "failed"), (2, 2, 3, 8, "finished")]
-    assert losses(folder) == losses(sharded_run)
-    undisturbed, resumed = weights(sharded_run, 8), weights(folder, 8)
-    assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
-    assert (ended(folder)["status"], ended(folder)["attempt"]) == (0, 2)
-    assert out.count("step 4/8") == 1
+def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
+    faults = environment(tmp_path / "faults", *["1 2 error"] * 4)
+    options = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", "--max-restarts", "3")
+    arguments = ("train", config_file(tmp_path), *SHARDED, *FAULTY, "--run.dir", tmp_path / "run")
+    status, _, err = launch(tmp_path, *arguments, torchrun=options, environment=faults)
+    assert status == 1
+    # Rank 0 may have recorded step 2, since it needs nothing of rank 1 after its own gradients.
+    reason = r"RuntimeError: planned at 0x\w+: the same error came twice after step [12], so it does not start again"
+    assert re.search(f"^error: {reason}$", err, re.MULTILINE)
+    # torchrun has started the ranks four times.
+    assert [each[0] for each in sessions(tmp_path / "run")] == [1, 2]
+    for session in RunFolder(tmp_path / "run").record()["sessions"]:
+        assert session["ended_by"].startswith("RuntimeError: planned at 0x")
+    content = ended(tmp_path / "run")
+    assert (content["status"], content["attempt"]) == (1, 2)
+    assert re.fullmatch(reason, content["reason"])
 
 
 def restarts(most: int, least_ranks: int = 0) -> Restarts:

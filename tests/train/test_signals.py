@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import threading
@@ -16,16 +18,20 @@ from typing import Any
 import pytest
 
 from shardwright import cli
+from shardwright.cli.parsing import split_overrides
+from shardwright.cli.program import _parsers
 from shardwright.train import answers, saves
 from shardwright.train.checkpoint import what_is_missing
 from shardwright.train.ending import Complaint, Ending, conclude, judge
+from shardwright.train.lock import claim
 from shardwright.train.record import RunRecord
 from shardwright.train.runs import RunFolder
+from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.statuses import End, is_saved, read_exit, remove_exit, write_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import SIGNALS, StopRequest, status_of_signal
 from shardwright.train.trainer import Trainer
-from tests.train.jobs import config_file, records, train_here
+from tests.train.jobs import config_file, ranks, records, train_here
 
 
 class Left(Exception):
@@ -228,6 +234,23 @@ def test_a_mistake_at_a_resume_is_in_exit_json(
     assert content["reason"] in capsys.readouterr().err
 
 
+def test_a_mistake_at_a_resume_of_ranks_is_in_exit_json(tmp_path: Path, plain_run: Path) -> None:
+    """torchrun hides their status 2, and a script must not take the exit.json of the session before for this one's."""
+    folder = tmp_path / "run"
+    shutil.copytree(plain_run, folder)
+    write_exit(RunFolder(folder), End(75, "killed"), 1)
+    for mistake in (("--model.dim", "33"), ("--model.n_layers", "3"), ("--train.steps", "8")):
+        (status, err), *_ = ranks(1, "train", "--resume", folder, *mistake)
+        content = read_exit(RunFolder(folder))
+        assert status == 2 and content is not None and content["status"] == 2
+        assert content["reason"] in err
+        write_exit(RunFolder(folder), End(75, "killed"), 1)
+    with claim(folder):  # another job runs there
+        (status, _), *_ = ranks(1, "train", "--resume", folder, "--model.dim", "33")
+    content = read_exit(RunFolder(folder))
+    assert status == 2 and content is not None and content["status"] == 75
+
+
 def test_a_run_that_was_killed_after_its_last_step_ends_well(
     tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,3 +321,24 @@ def test_what_the_attempts_before_have_printed(tmp_path: Path) -> None:
 
 def test_statuses_of_signals() -> None:
     assert [status_of_signal(number) for number in SIGNALS] == [130, 143, 143, 143]
+
+
+def test_the_page_on_faults(plain_run: Path) -> None:
+    """Its commands are understood, and it has every key of exit.json and of `[fault]`."""
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    commands = [
+        line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
+    ]
+    parser, _ = _parsers()
+    ours = [line.rpartition("shardwright train ")[2] for line in commands if "shardwright train" in line]
+    assert len(ours) == 3
+    for line in ours:
+        arguments, keys = split_overrides(shlex.split(line))
+        parser.parse_args(["train", *arguments])
+        assert keys in ([], [("run.dir", "runs/job")])
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    content = read_exit(RunFolder(plain_run))
+    assert content is not None
+    (shown,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert list(json.loads(shown)) == list(content)
+    assert rows >= content.keys() | FaultConfig.model_fields.keys()

@@ -30,7 +30,7 @@ def _run(call: Call) -> int:
                 raise
             from shardwright.train.launch import refuse_config
 
-            return refuse_config(error, wants_traceback(call.arguments))
+            return refuse_config(error, call.options.resume, wants_traceback(call.arguments))
 
         from shardwright.train.launch import run_train
 
@@ -110,7 +110,8 @@ def _keys_help(width: int) -> str:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--max-restarts N] [--resume [RUN]] [--debug]\n"
+        "                         [--nproc N] [--max-restarts N] [--resume [RUN]]\n"
+        "                         [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
         "                         [--nproc N] [--max-restarts N] [--debug]"
     )

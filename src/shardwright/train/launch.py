@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -96,14 +97,14 @@ def _with_packages(config: Config) -> Config:
     return config
 
 
-def refuse_config(error: UserError, debug: bool) -> int:
+def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
     """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
     check_environment()
 
     def unreadable() -> NoReturn:
         raise error
 
-    return _rank().run_rank(unreadable, None, debug)
+    return _rank().run_rank(unreadable, resume, debug)
 
 
 def _rank() -> ModuleType:
@@ -166,7 +167,7 @@ def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list
             if end.status != DONE:
                 close_session(folder, end.reason, sessions)
             if not next_ranks:
-                write_exit(folder, end, attempt.number)
+                write_exit(folder, replace(end, reason=end.reason + note), attempt.number)
                 return conclude(ending, end, "--debug" in argv, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(

@@ -24,7 +24,7 @@ from shardwright.train.lock import FolderLock, claim
 from shardwright.train.record import repair_record
 from shardwright.train.restarts import goes_on, same_again, without_numbers
 from shardwright.train.runs import RUNS, RunFolder, check_same_job, find_run, open_folder
-from shardwright.train.statuses import FAILED, USER_ERROR, End, remove_exit
+from shardwright.train.statuses import FAILED, USER_ERROR, End, remove_exit, write_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.writing import write_json, writing
 
@@ -33,7 +33,14 @@ SECONDS_TO_UNLOCK = 30.0
 
 
 class GivenUpError(Exception):
-    """torchrun has started the job again, but it would end as before."""
+    """torchrun has started the job again, but it would end as before, with this status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(status, reason)
+        self.status, self.reason = status, reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,12 @@ class Launch:
         """Raise GivenUpError if the attempts before ended with an error that the next one would meet, too."""
         if self.ends and self.ends[-1][0] == USER_ERROR:
             raise GivenUpError(
-                f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
+                USER_ERROR, f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
             )
         failures = [(without_numbers(reason), step) for status, reason, step in self.ends if status == FAILED]
         if failures[-1:] * 2 == failures[-2:] and self.ends and self.ends[-1][0] == FAILED:
             _, reason, step = self.ends[-1]
-            raise GivenUpError(f"{reason}: {same_again(step)}")
+            raise GivenUpError(FAILED, f"{reason}: {same_again(step)}")
 
 
 def this_launch(size: int) -> Launch | None:
@@ -129,7 +136,11 @@ def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> O
     else:
         assert launch is not None
         folder, earlier = before
-        earlier.check_worth()
+        try:
+            earlier.check_worth()
+        except GivenUpError as error:
+            write_exit(folder, End(error.status, error.reason), earlier.attempt)
+            raise
         launch = replace(launch, attempt=earlier.attempt + 1, ends=earlier.ends)
         lock = _claim_patiently(folder.path)
         if folder.exists():

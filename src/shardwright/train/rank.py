@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from shardwright.train.agreement import (
     is_to_report,
     signs_of_progress,
 )
+from shardwright.train.answers import SECONDS_FOR_FIRST
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
@@ -49,13 +51,13 @@ from shardwright.train.errors import UserError
 from shardwright.train.fresh_store import fresh_store
 from shardwright.train.hangs import watched, write_board
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
-from shardwright.train.lock import share
+from shardwright.train.lock import claim, share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
-from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
+from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, read_exit, write_exit
 from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
@@ -112,10 +114,18 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             _send(complaint)
             status = USER_ERROR if complaint.kind == "user" else FAILED
         else:
+            if threading.current_thread() is threading.main_thread():
+                # torchrun sends it to all ranks once one has failed. The end would else not be recorded.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             status = _report_alone(complaint, store, debug)
-            if place is not None and _is_to_record(complaint, store, place):
+            if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
+                _record_mistake(RunFolder(Path(resume)), _end_of(complaint))
+            elif place is not None and _is_to_record(complaint, store, place):
                 close_session(place.folder, complaint.in_line)
                 _record(place, _end_of(complaint))
+            elif place is not None and complaint.rank == 0 and (cause := read_exit(place.folder)):
+                # This rank has closed the session with its own error, which another rank's has caused.
+                close_session(place.folder, cause["reason"], 0)
         if launcher or debug:  # Of our launcher stderr is a log.
             traceback.print_exc()
         sys.stdout.flush()
@@ -232,6 +242,17 @@ def _record(place: Place, end: End) -> None:
     write_exit(place.folder, end, place.attempt)
 
 
+def _record_mistake(folder: RunFolder, end: End) -> None:
+    """Write exit.json for a resume that was refused, so that nobody takes the one of the session before for it."""
+    if not folder.exists():
+        return
+    try:
+        with claim(folder.path):
+            write_exit(folder, end, 1)
+    except (UserError, OSError):
+        pass  # A job uses the folder, or it cannot be written.
+
+
 @dataclass(frozen=True)
 class Place:
     """The folder of the run in this attempt, whether it resumes there, and the lock that this rank has."""
@@ -329,4 +350,6 @@ def _leave_with(launcher: int) -> None:
         folder, end = RunFolder(Path(os.environ[FOLDER_VARIABLE])), End(TRY_AGAIN, "the launcher was killed")
         close_session(folder, end.reason)
         write_exit(folder, end, attempt_of_launcher())
+    else:
+        time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
     os._exit(TRY_AGAIN)

@@ -1,6 +1,6 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". `kill` kills the rank, `error` raises an error, `stop` stops the process, `sleep` sleeps.
+A line is "RANK STEP KIND". A kind is `error`, `exit`, `sleep`, or the name of a signal that the rank sends to itself.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def _fail(step: int) -> None:
             raise RuntimeError(f"planned at {id(folder):#x}")
         if kind == "sleep":
             time.sleep(600)
-        if kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.Signals[kind])
 
 
 def _make(decayed: Any, others: Any, settings: OptimizerSettings) -> torch.optim.Optimizer:

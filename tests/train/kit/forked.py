@@ -6,6 +6,7 @@ and this file replaces how it starts a process. Ranks are real processes with th
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -23,17 +24,19 @@ def launch(
     *arguments: str | Path,
     torchrun: Sequence[str] | None = None,
     environment: dict[str, str] | None = None,
+    imports: str = "shardwright.train.rank",
     seconds: float = 100,
 ) -> tuple[int | None, str, str]:
     """`shardwright` with these arguments, under torchrun if its options are given: status, stdout and stderr.
 
+    The launcher imports the module `imports`, which its ranks then have, too.
     The working folder is `folder`, whose files `out` and `err` are replaced.
     """
     out, err = folder / "out", folder / "err"
     variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
     options = None if torchrun is None else list(torchrun)
     process = forkserver().Process(
-        target=_launcher, args=(folder, options, list(map(str, arguments)), variables), daemon=False
+        target=_launcher, args=(folder, options, list(map(str, arguments)), variables, imports), daemon=False
     )
     process.start()
     process.join(seconds)
@@ -44,7 +47,7 @@ def launch(
 
 
 def _launcher(
-    folder: Path, torchrun: list[str] | None, arguments: list[str], variables: dict[str, str]
+    folder: Path, torchrun: list[str] | None, arguments: list[str], variables: dict[str, str], imports: str
 ) -> None:
     _redirect(folder / "out", folder / "err")
     os.chdir(folder)
@@ -52,8 +55,8 @@ def _launcher(
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     from shardwright.cli import main
-    from shardwright.train import rank  # noqa: F401  # for all ranks
 
+    importlib.import_module(imports)
     SubprocessHandler._popen = _forked  # type: ignore[method-assign,assignment]
     if torchrun is None:
         sys.exit(main(arguments))
