@@ -82,7 +82,7 @@ class Watch:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Watch no more, and remove the file of this rank. It does not wait for other ranks, and may be called again."""
+        """Watch no more, and remove the file of this rank. It does not wait for other ranks. A second call is nothing."""
         if not self._open:
             return
         self._open = False

@@ -38,6 +38,10 @@ class Stacks:
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True)
         board.answers_with_stacks(STACK_SIGNAL)
 
+    def beat(self) -> None:
+        """Show that a thread of this process runs, although it waits for others."""
+        self._board.beat()
+
     def answer(self) -> None:
         """Write them if another process has asked. Called by a thread."""
         if self._board.asked > self._written:
@@ -97,6 +101,8 @@ def _stacks_of(readers: Sequence[Reader], own: Stacks | None) -> dict[int, str]:
     deadline, sizes = time.monotonic() + PATIENCE, dict.fromkeys((each.rank for each in asked), 0)
     while asked and time.monotonic() < deadline:
         time.sleep(0.1)
+        if own is not None:
+            own.beat()
         before, sizes = sizes, {each.rank: _size(boards.stacks_beside(each.path)) for each in asked}
         if all(sizes.values()) and sizes == before:
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from shardwright.watching.reading import SILENT, Seen
 
 #: Seconds between two calls, and seconds after which a host that does not answer is silent.
 EVERY, SILENCE = 0.5, 4.0
+#: Seconds in which a host may wait for the others before its ranks end.
+TO_MEET = 3.0
 
 
 class Courier:
@@ -32,6 +34,8 @@ class Courier:
         self._own: list[Seen] = []
         self._asked_at: float | None = None
         self._verdict: str | None = None  #: to post
+        self._expected = len(ranks)  #: hosts that can end their ranks
+        self._is_ready = self._met = False
         self.verdict: str | None = None  #: of whichever host was first
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright-courier", daemon=True)
@@ -66,17 +70,30 @@ class Courier:
                 seen += [Seen(rank, self._places[host], 0, SILENT, None, age) for rank in ranks]
         return seen
 
-    def post(self, text: str) -> str:
-        """Post a verdict. Returns the one that holds for all hosts, or this one if the store does not answer."""
-        self._verdict = text
+    def post(self, text: str, silent: Collection[int]) -> str:
+        """Post a verdict. Returns the one that holds for all hosts, or this one if the store does not answer.
+
+        ``silent``: ranks of hosts that do not answer.
+        """
+        hosts = sum(not any(rank in silent for rank in ranks) for ranks in self._ranks.values())
+        self._verdict = json.dumps([text, hosts])
         deadline = time.monotonic() + 3 * EVERY
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.verdict or text
 
+    def meet(self, beat: Callable[[], None]) -> None:
+        """Wait until all hosts know the verdict: the end of a rank looks like a failure to ranks of other hosts."""
+        self._is_ready = True
+        deadline = time.monotonic() + TO_MEET
+        while not self._met and time.monotonic() < deadline:
+            beat()
+            time.sleep(0.05)
+
     def _run(self) -> None:
         asks = rounds = 0
-        while not self._ended.wait(EVERY):
+        counted = False
+        while not self._ended.wait(0.1 if counted else EVERY):
             try:
                 asked = self._store.add("asks", int(self._asked_at is not None))
                 if asked != asks:
@@ -87,7 +104,10 @@ class Courier:
                 if self._verdict is not None:
                     self._store.compare_set("verdict", "", self._verdict)
                 if self._store.check(["verdict"]):
-                    self.verdict = self._store.get("verdict").decode()
+                    self.verdict, self._expected = json.loads(self._store.get("verdict"))
+                if self._is_ready:
+                    self._met = self._store.add("ready", int(not counted)) >= self._expected
+                    counted = True
             except RuntimeError:
                 continue  # the store has gone, perhaps with its host: then the others are silent
 

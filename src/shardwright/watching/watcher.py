@@ -24,7 +24,7 @@ from shardwright.watching.diagnosis import Verdict, judge
 from shardwright.watching.flights import note_flights
 from shardwright.watching.hosts import Courier
 from shardwright.watching.launched import Hang, Looks, silence
-from shardwright.watching.reading import DISK, ENDED, RUNS, STOPPED, Reader, Seen
+from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, Reader, Seen
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
@@ -118,7 +118,9 @@ class Watcher:
         )
         if verdict is None:
             return ""
-        text = verdict.text if self._courier is None else self._courier.post(verdict.text)
+        text = verdict.text
+        if self._courier is not None:
+            text = self._courier.post(text, [each.rank for each in everyone or () if each.process == SILENT])
         return self._leave(text, verdict, everyone or seen)
 
     def _leader(self, seen: list[Seen]) -> int:
@@ -132,6 +134,8 @@ class Watcher:
             text += f"\nstacks and latest actions of the ranks: {place}"
         if verdict is not None and self._settings.record is not None:
             _within(1.0, lambda: self._settings.record(Hang(verdict, place)))  # type: ignore[misc]
+        if self._courier is not None:
+            self._courier.meet(self._board.beat)
         message = json.dumps({"text": text, "at": time.monotonic_ns() + int(TO_SAY * 1e9)})
         self._board.say(message)
         return message
