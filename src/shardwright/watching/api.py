@@ -82,7 +82,7 @@ class Watch:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Watch no more, and remove the file of this rank. It does not wait for other ranks. A second call is nothing."""
+        """Watch no more, and remove the file of this rank, without a wait for others. A second call does nothing."""
         if not self._open:
             return
         self._open = False
