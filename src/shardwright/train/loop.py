@@ -44,7 +44,7 @@ from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
 from shardwright.train.starting import START
-from shardwright.train.statuses import DONE, End
+from shardwright.train.statuses import DONE, End, read_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import StopRequest, status_of_signal
 from shardwright.train.trainer import StepResult, Trainer, learning_rate
@@ -115,7 +115,8 @@ def _train(
             answers.saves = False
         except BaseException as error:
             if record is not None:
-                reason = " ".join(in_words(error).split())
+                cause = read_exit(folder)  # of another rank, which this one waited for in vain
+                reason = cause["reason"] if cause else " ".join(in_words(error).split())
                 record.close("failed", recorded_step(folder.metrics_file), {}, reason)
             raise
         return conclude(trainer, folder, record, ended_by, reporter)

@@ -57,7 +57,7 @@ from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
-from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, read_exit, write_exit
+from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
 from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
@@ -123,9 +123,6 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             elif place is not None and _is_to_record(complaint, store, place):
                 close_session(place.folder, complaint.in_line)
                 _record(place, _end_of(complaint))
-            elif place is not None and complaint.rank == 0 and (cause := read_exit(place.folder)):
-                # This rank has closed the session with its own error, which another rank's has caused.
-                close_session(place.folder, cause["reason"], 0)
         if launcher or debug:  # Of our launcher stderr is a log.
             traceback.print_exc()
         sys.stdout.flush()
