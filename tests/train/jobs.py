@@ -107,6 +107,7 @@ def ranks(
     timeout: float = 180,
     largest_file: int = -1,
     folders: Sequence[Path] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> list[tuple[int | None, str]]:
     """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr.
 
@@ -123,7 +124,7 @@ def ranks(
         logs = [Path(folder, f"rank{rank}") for rank in range(count)]
         processes = []
         for rank, log in enumerate(logs):
-            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**shared, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 forkserver().Process(
                     target=_rank,
