@@ -331,7 +331,9 @@ def test_statuses_of_signals() -> None:
 def test_the_page_on_faults(plain_run: Path) -> None:
     """Its commands are understood, and it has every key of exit.json. The pages on faults have all of `[fault]`."""
     docs = Path(__file__).parents[2] / "docs"
-    page, *others = [(docs / name).read_text(encoding="utf-8") for name in ("faults.md", "numbers.md", "hangs.md")]
+    page, *others = [
+        (docs / name).read_text(encoding="utf-8") for name in ("faults.md", "numbers.md", "hangs.md")
+    ]
     commands = [
         line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
     ]
