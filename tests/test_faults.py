@@ -128,6 +128,10 @@ CASES: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
         lambda lines: of(lines, "ended", 1).update(killed=[0]),
         r"ranks \[0\] had to be killed",
     ),
+    "an odd status": (
+        lambda lines: of(lines, "ended", 2).update(statuses=[2, -9]),
+        r"ranks ended with status \[2\]",
+    ),
     "a writer lives on": (
         lambda lines: of(lines, "ended", 2).update(orphans=1),
         "1 writer processes outlived",

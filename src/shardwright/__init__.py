@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardwright.layout import Ragged, Strategy
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
+    from shardwright.watching.api import Watch, watch
 
 __all__ = [
     "AdamW8bit",
@@ -81,6 +82,7 @@ __all__ = [
     "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
+    "Watch",
     "clip_grad_norm_",
     "comm_hooks",
     "compare_copies",
@@ -103,6 +105,7 @@ __all__ = [
     "share_comm_ctx",
     "stream_weights",
     "unsharded",
+    "watch",
     "wrap",
 ]
 
@@ -153,6 +156,8 @@ _HOMES = {
     "share_comm_ctx": "shardwright.engine",
     "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
+    "Watch": "shardwright.watching.api",
+    "watch": "shardwright.watching.api",
 }
 
 

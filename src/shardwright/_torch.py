@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import operator
 import os
 import sys
@@ -146,6 +147,38 @@ def make_symmetric(memory: torch.Tensor, group: Any) -> None:
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.rendezvous(memory, group)
+
+
+def flight_record() -> dict[str, Any] | None:
+    """What torch's flight recorder remembers of this process; None: this torch has no recorder.
+
+    Without stacks: with them the recorder may wait for the interpreter.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None
+    try:
+        record = json.loads(dump(True, False))
+    except (RuntimeError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def ranks_by_group_name() -> dict[str, list[int]]:
+    """The ranks of each process group of this process, by the name that the flight recorder has for it."""
+    return {name: dist.get_process_group_ranks(group) for group, name in list(_c10d._world.pg_names.items())}
+
+
+def another_client(store: Any) -> Any:
+    """Another connection to a store, for another thread: one call of a connection blocks the next ones."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def call_before_compiling(action: Callable[[], None]) -> None:
+    """Call this whenever torch begins to compile a graph. It stays for the life of the process."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: action())
 
 
 def record_memory_history(enabled: bool) -> None:

@@ -107,12 +107,15 @@ def ranks(
     timeout: float = 180,
     largest_file: int = -1,
     folders: Sequence[Path] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> list[tuple[int | None, str]]:
     """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr.
 
     Writes beyond ``largest_file`` bytes fail as on a full disk (EFBIG in place of ENOSPC). ``folders`` are the working
     folders of the ranks.
     """
+    if largest_file >= 0:
+        arguments = (*arguments, "--fault.stall_seconds", "0")  # boards in shared memory are files, too
     # The store is hosted here, so that its port is the system's choice.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -123,7 +126,7 @@ def ranks(
         logs = [Path(folder, f"rank{rank}") for rank in range(count)]
         processes = []
         for rank, log in enumerate(logs):
-            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**shared, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 forkserver().Process(
                     target=_rank,

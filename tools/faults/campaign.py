@@ -20,6 +20,8 @@ from tools.faults.points import Fault
 
 FAULTS = 5  #: of a run, at most
 BLOCKS = 2
+STALL_SECONDS = 6.0
+"""Of `[fault]`: after them the ranks that wait for a stopped one end."""
 
 CONFIG = """
 [run]
@@ -52,6 +54,8 @@ batches = 2
 every = {every}
 keep = {keep}
 asynchronous = {asynchronous}
+[fault]
+stall_seconds = {stall}
 [log]
 sinks = []
 """
@@ -77,7 +81,7 @@ class Setting:
 
     def text(self) -> str:
         return CONFIG.format(
-            blocks=BLOCKS, steps=self.steps, every=self.every, keep=self.keep,
+            blocks=BLOCKS, steps=self.steps, every=self.every, keep=self.keep, stall=STALL_SECONDS,
             parallel=self.parallel.replace(", ", "\n"), asynchronous=str(self.asynchronous).lower(),
         )  # fmt: skip
 

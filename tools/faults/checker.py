@@ -6,8 +6,8 @@ A run that nobody disturbed is the reference of runs with the same configuration
 2. Every rank resumes from the same step, and does each step after it once, with the samples of the reference.
 3. Weights and optimizer state of each rank are bit-equal to the reference after each step, and after each resume. In a
    run whose number of ranks changes, losses differ by rounding at most.
-4. No rank has to be killed because it waits without end, apart from those that a fault has stopped. No writer process
-   lives longer than its trainer.
+4. No rank has to be killed because it waits without end, apart from those that a fault has stopped. The ranks that are
+   left end with status 75, or 1 after an error. No writer process lives longer than its trainer.
 5. The last attempt of each run does the last step, and its last checkpoint is bit-equal to the reference.
 """
 
@@ -186,6 +186,9 @@ def _check_ended(attempt: Attempt, fault: Line) -> list[str]:
     held = {fault["fault_rank"]} if fault["fault_kind"] == "gil" else set()
     if waiting := sorted(set(ended["killed"]) - held):
         problems.append(f"ranks {waiting} had to be killed")
+    allowed = (0, -9, 75, 1) if fault["fault_kind"] == "error" else (0, -9, 75)
+    if odd := [status for status in ended["statuses"] if status not in allowed]:
+        problems.append(f"ranks ended with status {odd}")
     if ended["orphans"]:
         problems.append(f"{ended['orphans']} writer processes outlived their trainers")
     return problems

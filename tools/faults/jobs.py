@@ -23,16 +23,12 @@ from tools.faults.history import History
 from tools.faults.planting import plant
 from tools.faults.points import WRITER, Fault, Plan
 
-GRACE_SECONDS = 5.0
-"""From the first rank that failed to the killing of the others, as launchers do it."""
+GRACE_SECONDS = 15.0
+"""From the first rank that failed to the killing of the others: a rank that takes longer waits without end."""
 LONGEST_SECONDS = 90.0
 """Of an attempt. One that takes longer hangs."""
-STALL_SECONDS = 20.0
-"""Of an attempt in which a rank stops: if there is no other rank, no collective fails."""
-TIMEOUT_SECONDS = 5.0
-"""How long a collective waits for a rank that was stopped."""
-PATIENT_SECONDS = 60.0
-"""The same in attempts without such a fault: the machine may be busy."""
+ALONE_SECONDS = 20.0
+"""Of an attempt in which the only rank stops: nobody waits for it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def run_attempt(job: Job, ranks: int, fault: Fault | None, history: History, por
     processes = {pid: psutil.Process(pid) for pid in running}
     statuses: dict[int, int] = {}
     killed: list[int] = []
-    deadline = began + (STALL_SECONDS if stalls(fault) else LONGEST_SECONDS)
+    deadline = began + (ALONE_SECONDS if ranks == 1 and stalls(fault) else LONGEST_SECONDS)
     while running:
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -140,7 +136,7 @@ def _rank(job: Job, rank: int, ranks: int, fault: Fault | None, history: History
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="faults", SHARDWRIGHT_TIMEOUT=str(TIMEOUT_SECONDS if stalls(fault) else PATIENT_SECONDS),
+        TORCHELASTIC_RUN_ID="faults", SHARDWRIGHT_TIMEOUT=str(LONGEST_SECONDS),
         FAULTS_FOLDER=str(job.folder),
     )  # fmt: skip
     output = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

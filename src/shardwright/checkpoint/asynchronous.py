@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwright import board as boards
 from shardwright.checkpoint import notes
 from shardwright.checkpoint.arguments import place_of
 from shardwright.checkpoint.digests import Damaged
@@ -158,6 +159,7 @@ class AsyncCheckpoint:
         state = state_to_save(model, optimizer, extra, generators, self._ranks)
         self.save_state(path, state, overwrite=overwrite)
 
+    @boards.during(boards.SAVE)
     def save_state(
         self, path: str | os.PathLike[str], state: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
@@ -181,6 +183,7 @@ class AsyncCheckpoint:
         self._start_writer()
         return stage(job, self._memory)
 
+    @boards.during(boards.SAVE)
     def wait(self) -> None:
         """Wait until the save under way is committed: on disk, whole, and under its name. Collective.
 

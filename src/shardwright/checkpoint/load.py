@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright import board as boards
 from shardwright.checkpoint.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.files import StoredTensor, abbreviated, in_memory, open_stored
 from shardwright.checkpoint.model import (
@@ -60,6 +61,7 @@ class Loaded:
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@boards.during(boards.LOAD)
 def load_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str] | Mapping[str, Tensor],

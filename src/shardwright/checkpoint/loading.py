@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from shardwright import board as boards
 from shardwright.checkpoint import folders, foreign
 from shardwright.checkpoint.digests import Damaged, share
 from shardwright.checkpoint.foreign import Strides
@@ -247,6 +248,7 @@ def check_same_description(found: Sequence[tuple[str, str]]) -> None:
         )
 
 
+@boards.during(boards.LOAD)
 def load_state(
     path: Location,
     state: Mapping[str, Any],
@@ -293,6 +295,7 @@ def load_state(
     )
 
 
+@boards.during(boards.LOAD)
 def read_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
@@ -451,6 +454,7 @@ def fill(target: Tensor, reader: Reader, position: int) -> None:
         rest, position = rest[count:], position + count
 
 
+@boards.during(boards.LOAD)
 def read_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
 ) -> None:

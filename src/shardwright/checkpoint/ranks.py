@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwright.checkpoint.digests import Damaged
+from shardwright.comm.noted import noted
 
 T = TypeVar("T")
 
@@ -36,7 +37,8 @@ class Ranks:
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, self.group)
+        with noted("all-gather of objects", self.group):
+            dist.all_gather_object(values, value, self.group)
         return values
 
     def of_first(self, value: T) -> T:
@@ -44,7 +46,8 @@ class Ranks:
         if self.alone:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        with noted("broadcast of objects", self.group):
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def at_first(self, value: T) -> list[T] | None:
@@ -52,7 +55,8 @@ class Ranks:
         if self.alone:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_first else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
+        with noted("gather of objects", self.group):
+            dist.gather_object(value, values, group=self.group, group_dst=0)
         return values
 
     def from_first(self, values: list[T] | None) -> T:
@@ -61,7 +65,8 @@ class Ranks:
             assert values is not None
             return values[0]
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, values, group=self.group, group_src=0)
+        with noted("scatter of objects", self.group):
+            dist.scatter_object_list(mine, values, group=self.group, group_src=0)
         return mine[0]  # type: ignore[no-any-return]
 
     def together(self, action: Callable[[], T]) -> list[T]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright import board as boards
 from shardwright.checkpoint.files import (
     INDEX,
     SafetensorsFile,
@@ -41,6 +42,7 @@ from shardwright.engine.unit.owning import units_of
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@boards.during(boards.SAVE)
 def save_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwright import board as boards
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX, VALUES, Index, StoredValue, check_coverage
@@ -42,6 +43,7 @@ _SMALL = 1 << 20  #: bytes of a whole tensor of a model, which need not be sprea
 BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes
 
 
+@boards.during(boards.SAVE)
 def save_state(
     path: Location,
     state: Mapping[str, Any],

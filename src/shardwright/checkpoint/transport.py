@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint.files import DTYPES, name_of
+from shardwright.comm.noted import noted
 
 ALIGNMENT = 64  #: bytes, of each tensor in shared memory
 _LENGTH = struct.Struct("<Q")
@@ -167,7 +168,8 @@ class ToGroup:
     def _broadcast(self, tensor: Tensor) -> None:
         if tensor.numel():
             data = tensor.to(self._device).contiguous().view(-1).view(torch.uint8)
-            dist.broadcast(data, group=self._group, group_src=dist.get_rank(self._group))
+            with noted("broadcast of weights", self._group):
+                dist.broadcast(data, group=self._group, group_src=dist.get_rank(self._group))
 
 
 class FromGroup:
@@ -202,7 +204,8 @@ class FromGroup:
     def _receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         if tensor.numel():
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._group, group_src=self._source)
+            with noted("broadcast of weights", self._group):
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._group, group_src=self._source)
         return tensor
 
 

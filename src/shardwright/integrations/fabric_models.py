@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwright.comm.noted import noted
 from shardwright.engine import FSDPModule
 from shardwright.engine.front.wrap import as_policy
 
@@ -150,7 +151,8 @@ class GeneratorStates:
         """
         mine, self._states = b"".join(self._states), []
         states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, mine)
+        with noted("all-gather of states", None):
+            dist.all_gather_object(states, mine)
         different = [rank for rank, state in enumerate(states) if state != states[0]]
         if different:
             raise ValueError(

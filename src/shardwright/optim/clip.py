@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
+from shardwright.comm.noted import noted
 from shardwright.engine.model.divergence import CLIP
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of
@@ -126,7 +127,8 @@ def _clip(
         )  # norms of offloaded tensors are summed on the groups' device
         for group in groups:
             if group.size() > 1:
-                dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+                with noted("all-reduce of norms", group):
+                    dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         part = (part if largest else part.pow_(1.0 / norm_type)).to(here)
         norms = part if norms is None else torch.cat([norms, part])
     norm = torch.linalg.vector_norm(norms, norm_type)

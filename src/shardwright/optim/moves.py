@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_copy_
+from shardwright.comm.noted import noted
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.tensor_parallel import cut_dim
@@ -259,9 +260,10 @@ class Mover:
         if pieces:
             views = _views(out, self.sends, [piece.shape for piece in pieces])
             foreach_copy_(views, pieces, True)  # pieces may be on the host
-        work = dist.all_to_all_single(
-            into, out, self._receive_sizes, self._send_sizes, group=self._group, async_op=True
-        )
+        with noted("all-to-all of optimizer state", self._group, into.nbytes):
+            work = dist.all_to_all_single(
+                into, out, self._receive_sizes, self._send_sizes, group=self._group, async_op=True
+            )
         return Moving(work, out, into)
 
     def finish(self, moving: Moving | None, targets: list[torch.Tensor]) -> None:
@@ -277,7 +279,8 @@ class Mover:
         """Wait, and return the received pieces in these shapes, as views of the buffer. Empty if nothing moved."""
         if moving is None:
             return []
-        moving.work.wait()
+        with noted("all-to-all of optimizer state", self._group, moving.into.nbytes, begins=False):
+            moving.work.wait()
         return _views(moving.into, self.receives, shapes)
 
 

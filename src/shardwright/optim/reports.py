@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import Communicator
+from shardwright.comm.noted import noted
 from shardwright.optim import whole_state
 from shardwright.optim.moves import World
 from shardwright.optim.owned import Owned
@@ -28,7 +29,8 @@ def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: C
     if not comm.exchanges or comm.exchange((len(indices), zlib.crc32(repr(indices).encode()))) is None:
         return
     everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, indices, group=world.group)
+    with noted("all-gather of optimizer state", world.group):
+        dist.all_gather_object(everyone, indices, group=world.group)
     ranks = dist.get_process_group_ranks(world.group)
     differing = set().union(*everyone).difference(set(everyone[0]).intersection(*everyone))
     first = owned[min(differing)]
@@ -73,7 +75,8 @@ def report(
             for each in mine
         }
         gathered: list[Any] = [None] * world.size
-        dist.all_gather_object(gathered, entries, group=world.group)
+        with noted("all-gather of optimizer state", world.group):
+            dist.all_gather_object(gathered, entries, group=world.group)
         for part in gathered:
             for index, (description, numbers) in part.items():
                 owned[index].adopt(description, numbers, world, outer, device)
@@ -104,7 +107,8 @@ def _gathered_rows(
     row = torch.cat([head, *numbers])
     message[: row.numel()] = row
     everyone = message.new_empty(world.size, message.numel())
-    dist.all_gather(list(everyone.unbind()), message, group=world.group)
+    with noted("all-gather of optimizer state", world.group):
+        dist.all_gather(list(everyone.unbind()), message, group=world.group)
     return dict(zip(world.order, everyone.tolist(), strict=True))
 
 

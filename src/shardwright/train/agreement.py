@@ -6,15 +6,19 @@ keep the others waiting in one. What a job does with the configuration is not kn
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import platform
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -43,6 +47,15 @@ SIGNS = "start/signs"
 """The key that counts signs of progress of all ranks. Ranks wait for the others as long as it grows."""
 PATHS = ("source", "validation_source", "tokenizer", "chat_template", "cache")
 """Keys of `[data]` that name files of a host."""
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Environment variables that change collectives or results."""
 MODEL = "the model of model.path"
 """In messages, and the key of its fingerprint."""
 
@@ -78,7 +91,19 @@ def facts_of(
         "the device": device,
         "the version of shardwright": shardwright.__version__,
         "the version of torch": torch.__version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "the code of shardwright": f"sha256 {_code()}",
+        **{f"the variable {name}": os.environ.get(name, "not set") for name in VARIABLES},
     }
+
+
+@functools.cache
+def _code() -> str:
+    """The digest of this package's files: hosts may have other code with the same version."""
+    folder, digest = Path(shardwright.__file__).parent, hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def signs_of_progress(store: dist.Store) -> Callable[[], None]:
@@ -197,6 +222,17 @@ def _verdict(statements: Sequence[Statement | None]) -> str:
 
 
 def _difference(facts: Sequence[Mapping[str, str]]) -> str:
+    found = difference(facts)
+    if not found:
+        return ""
+    return (
+        f"expected the same job on every rank, found {found}; start all ranks with the same configuration, data, code "
+        "and environment"
+    )
+
+
+def difference(facts: Sequence[Mapping[str, str]]) -> str:
+    """The first key that differs among these facts of the ranks, in words; empty if none does."""
     differing = [key for key in dict.fromkeys(key for each in facts for key in each)
                  if len({each.get(key) for each in facts}) > 1]  # fmt: skip
     if not differing:
@@ -207,10 +243,7 @@ def _difference(facts: Sequence[Mapping[str, str]]) -> str:
         holders.setdefault(each.get(key, "not known"), []).append(rank)
     values = ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items())
     more = f" ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''} too)" if others else ""
-    return (
-        f"expected the same job on every rank, found {key}: {values}{more}; start all ranks with the same "
-        "configuration and data"
-    )
+    return f"{key}: {values}{more}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

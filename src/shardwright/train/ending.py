@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
 from shardwright.train.stop import SIGNALS, status_of_signal
+from shardwright.watching.launched import Hang
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
@@ -56,6 +58,8 @@ class Ending:
     """Why the launcher killed ranks after that signal, in words."""
     late: bool = False
     """It killed them because `fault.save_seconds` had passed."""
+    hang: Hang | None = None
+    """It killed them because they did not go on."""
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
@@ -77,6 +81,8 @@ def judge(ending: Ending) -> End:
             return End(status, f"stopped by {asked}; the state is saved")
         # A second signal came to the ranks, but not to the launcher.
         return End(status, f"stopped by {asked} without saving: a second signal")
+    if ending.hang is not None:
+        return end_of_hang(ending.hang)
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if user is not None:
         return End(USER_ERROR, user.message, user.rank)
@@ -90,6 +96,12 @@ def judge(ending: Ending) -> End:
         return End(FAILED, nonfinite.message)
     culprit_rank, how, status, lost = culprit(ending)
     return End(status, f"rank {culprit_rank} of {len(ending.statuses)} {how}", culprit_rank, lost)
+
+
+def end_of_hang(hang: Hang) -> End:
+    verdict = hang.verdict
+    culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
+    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost)
 
 
 def ranks_have_said_it(ending: Ending) -> bool:
@@ -131,6 +143,14 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
             print(next(each.trace for each in ending.complaints if each.kind == "user"), file=sys.stderr)
         raise UserError(end.reason)
     if end.status == DONE or ranks_have_said_it(ending):
+        return end.status
+    if ending.hang is not None:
+        lines = [
+            f"error: {ending.hang.text}",
+            f"the job has ended{note}",
+            *to_continue(ending.folder, len(ending.statuses)),
+        ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
         return end.status
     if end.rank is None and end.status == FAILED:
         return fail(end.reason + (f". The job has ended{note}" if note else ""))
@@ -212,6 +232,13 @@ def culprit(ending: Ending) -> Culprit:
     first = ending.complaints[0]
     how = f"lost contact with the other ranks: {first.message.splitlines()[0]}"
     return Culprit(first.rank, how, TRY_AGAIN, False)
+
+
+def say_in_logs(hang: Hang, logs: Path, ranks: int) -> None:
+    """Let the log of every rank have it: ranks that wait cannot write."""
+    for rank in range(ranks):
+        with suppress(OSError), log_of(logs, rank).open("a", encoding="utf-8") as log:
+            log.write(f"{hang.text}\n")
 
 
 def _tail(path: Path) -> list[str]:

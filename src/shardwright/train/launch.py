@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 import shardwright
 from shardwright.train.checks import check_device, check_files, check_ranks, check_steps
 from shardwright.train.config import Config
-from shardwright.train.ending import Ending, complaints_in, conclude, judge, log_of
+from shardwright.train.ending import Ending, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.environment import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
@@ -49,6 +50,7 @@ from shardwright.train.statuses import DONE, STOPPED, End, remove_exit, write_ex
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import Signals
 from shardwright.train.writing import writing
+from shardwright.watching.launched import Eyes, Hang
 
 GRACE_SECONDS = 4.0
 """From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""
@@ -217,8 +219,11 @@ def _launch(config: Config, folder: RunFolder, attempt: Attempt, signals: Signal
         )
     assert isinstance(processes, SubprocessContext)
     watch = Watch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
-    statuses = watch.until_all_ended()
+    with _eyes(config, processes, folder) as watch.eyes:
+        statuses = watch.until_all_ended()
     processes.close()  # the files of its logs
+    if watch.hang is not None:
+        say_in_logs(watch.hang, logs, ranks)
     return Ending(
         folder,
         logs,
@@ -228,7 +233,20 @@ def _launch(config: Config, folder: RunFolder, attempt: Attempt, signals: Signal
         signals.first,
         watch.hurried,
         watch.late,
+        watch.hang,
     )
+
+
+@contextmanager
+def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> Iterator[Eyes | None]:
+    """What this launcher sees of its ranks. None: the configuration has no watch."""
+    seconds = config.fault.stall_seconds
+    eyes = Eyes(processes.pids(), seconds, folder.path / "hangs", "fault.stall_seconds") if seconds else None
+    try:
+        yield eyes
+    finally:
+        if eyes is not None:
+            eyes.close()
 
 
 def without_nproc(argv: list[str]) -> list[str]:
@@ -288,6 +306,8 @@ class Watch:
         self.hurried = ""  #: why ranks were killed after a signal, in words
         self.late = False  #: because `save_seconds` had passed
         self._passed_on = 0  #: signals
+        self.eyes: Eyes | None = None
+        self.hang: Hang | None = None
 
     def until_all_ended(self) -> dict[int, int]:
         """Exit statuses by rank, negative for signals."""
@@ -303,6 +323,9 @@ class Watch:
                 deadline = None
             if START.is_speaking and self.first_rank_speaks():
                 START.end()
+            if self.eyes is not None and self.hang is None and (hang := self.eyes.look()):
+                self.hang = hang
+                self._kill(running)
             time.sleep(0.05)
         START.end()
         statuses = {rank: status for rank, status in self._poll().items() if status is not None}

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 import shardwright as sw
+from shardwright import board as boards
 from shardwright._torch import dump_memory_history, record_memory_history
+from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.extend import ExtensionError
 from shardwright.extend.registry import in_words
@@ -378,13 +380,15 @@ def conclude(
     trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, reporter: Reporter
 ) -> End:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
+    boards.at(boards.END)
     end = End(DONE, "done")
     if ended_by:
         name = signal.Signals(ended_by).name
         end = End(status_of_signal(ended_by), f"stopped by {name}; the state is saved")
     memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
-    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-    peak, held, leased = memory.tolist()
+    with noted("all-reduce of memory", None):
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        peak, held, leased = memory.tolist()
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         return end

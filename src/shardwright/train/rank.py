@@ -5,6 +5,8 @@ What a rank cannot do it says where it is seen: to our launcher, which then spea
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from shardwright.checkpoint.digests import Damaged
+from shardwright.comm.noted import noted
 from shardwright.train.agreement import (
     MODEL,
     PATIENCE,
@@ -49,11 +52,12 @@ from shardwright.train.errors import UserError
 from shardwright.train.faults.fault import NonFiniteError
 from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.fresh_store import fresh_store
+from shardwright.train.hangs import watched, write_board
 from shardwright.train.hosts import check_shared, use_one_network
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import FolderLock, claim, share
 from shardwright.train.loop import train
-from shardwright.train.models.shapes import HuggingFaceShape
+from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.record import close_session
 from shardwright.train.relay import note_mistake
 from shardwright.train.runs import RunFolder, discard_if_unused
@@ -67,7 +71,10 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool, attempt: int =
     START.doing("reading the data")
     try:
         dataset = load_dataset(config, progress=True)
-        with join_world(config) as world:
+        with (
+            join_world(config) as world,
+            watched(config, folder.path, lambda end: write_exit(folder, end, attempt)),
+        ):
             end = train(config, folder, dataset, world, resumes, attempt)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
@@ -102,7 +109,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         config, dataset = start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
             place = _agree_on_place(config, resume, world)
-            with place.lock:
+            with place.lock, _watched(config, place, rank, size, launched=bool(launcher)):
                 end = train(config, place.folder, dataset, world, place.resumes, place.attempt)
                 if world.is_first and not launcher:
                     _record(place, end)
@@ -132,6 +139,21 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         os._exit(status)
 
 
+def _watched(
+    config: Config, place: Place, rank: int, size: int, launched: bool
+) -> AbstractContextManager[None]:
+    """The watch of this rank. Our launcher judges boards itself."""
+    if launched:
+        write_board(config, rank, size, place.folder.path)
+        return nullcontext()
+
+    def record(end: End) -> None:
+        close_session(place.folder, end.reason)
+        _record(place, end)
+
+    return watched(config, place.folder.path, record)
+
+
 def start_together(
     configured: Callable[[], Config], resume: str | None, store: dist.Store, rank: int, size: int
 ) -> tuple[Config, Dataset]:
@@ -156,8 +178,11 @@ def start_together(
 
 
 def _model_fingerprint(config: Config) -> dict[str, str]:
-    """The digest of the files behind `model.path`, under its name in messages. Empty for a model without files."""
+    """The digest of the files behind `model.path`, or of the file of `model.target`, under its name in messages. Empty
+    for a model without files."""
     shape = config.model.shape()
+    if isinstance(shape, PythonShape):
+        return _code_fingerprint(shape.target.partition(":")[0])
     if not isinstance(shape, HuggingFaceShape):
         return {}
     from shardwright.train.models import hf
@@ -169,6 +194,18 @@ STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN,
 """By the kind of a complaint; 1 for others."""
 SHARED = ("user", "passing", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
+
+
+def _code_fingerprint(module: str) -> dict[str, str]:
+    """The digest of a module's file. Empty if it is not found; building the model says so."""
+    try:
+        spec = importlib.util.find_spec(module)
+        file = Path(spec.origin) if spec is not None and spec.origin is not None else None
+        return (
+            {} if file is None else {f"the file of {module}": hashlib.sha256(file.read_bytes()).hexdigest()}
+        )
+    except (ImportError, OSError, ValueError):
+        return {}
 
 
 def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:
@@ -252,7 +289,8 @@ def _agree_on_place(config: Config, resume: str | None, world: World) -> Place:
             outcome = [(os.path.abspath(place.folder.path), place.resumes, place.attempt), None]
         except (UserError, GivenUpError) as error:
             outcome = [None, error]
-    dist.broadcast_object_list(outcome, src=0)
+    with noted("broadcast of the folder", None):
+        dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     path, resumes, attempt = outcome[0]

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright import board as boards
 from shardwright.checkpoint.generators import seed_generators
 from shardwright.checkpoint.ranks import Ranks
+from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
@@ -41,6 +43,7 @@ from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.same_model import check_same_model
 from shardwright.train.saves import Saves
 from shardwright.train.steps import Place
 from shardwright.train.stop import SIGNALS, StopRequest
@@ -108,6 +111,7 @@ class Trainer:
         plain = parallel.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
         self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
+        check_same_model(plain, world.mesh, self.in_words)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.draws, self.foreign = plain.draws, plain.foreign
@@ -144,6 +148,8 @@ class Trainer:
         With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
+        boards.begin_step(step + 1)
+        boards.at(boards.DATA)
         started = time.perf_counter()
         data = next(self._steps())
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
@@ -152,8 +158,10 @@ class Trainer:
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        boards.at(boards.MODEL)
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self._work(self.losses.weights(counts), *tensors_of(batches))
+        boards.at(boards.CLIP)
         norm = parallel.clip_gradients(self.model, self.config)
         shares = loss_sums / counts
         (loss, *others, flags), data_seconds, stop_signal, save_ended = self._agree(
@@ -164,9 +172,11 @@ class Trainer:
         fault = looking.fault_of_step(self, loss, grad_norm, flags, shares)
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault)
         if fault is None or norm is None:  # in backward most of it is done, and it ends here
+            boards.at(boards.OPTIMIZER)
             self.optimizer.step()
             float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
+        boards.at(boards.OUTSIDE)
         if fault is None:
             self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
         if step == 0:
@@ -219,6 +229,7 @@ class Trainer:
             if self.draws:
                 torch.manual_seed(self._seed_of(number))
             adapters.set_samples(self.model, self._samples(number))
+            boards.at(boards.MODEL)
             with parallel.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
@@ -258,8 +269,9 @@ class Trainer:
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
         waits[self.world.rank] = data_seconds
         totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
-        dist.all_reduce(totals)
-        figures = totals.tolist()
+        with noted("all-reduce of the loss", None):
+            dist.all_reduce(totals)
+            figures = totals.tolist()  # on a GPU it is here that a rank waits
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
         ]  # ranks of the same data have each
@@ -323,6 +335,7 @@ class Trainer:
         finally:
             self.model.train()
 
+    @boards.during(boards.VALIDATION)
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the validation samples, the same ones every time and for any number of ranks."""
@@ -334,6 +347,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
+            boards.at(boards.VALIDATION)
             first = (number * world.data_size + world.data_rank) * train.micro_batch
             # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
             # do not count.
@@ -344,9 +358,12 @@ class Trainer:
             total += losses.double().sum() if count else 0.0
         self.model.train()
         parallel.free_gathered(self.model)
-        dist.all_reduce(total)
-        return float(total) / world.tensor / max(1, stream.trained(0, samples))
+        with noted("all-reduce of the validation loss", None):
+            dist.all_reduce(total)
+            loss_sum = float(total)
+        return loss_sum / world.tensor / max(1, stream.trained(0, samples))
 
+    @boards.during(boards.SAMPLE)
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
         """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
@@ -372,9 +389,11 @@ class Trainer:
             parallel.free_gathered(self.model)
         return prompt, tokenizer.decode(tokens)
 
+    @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:
         saves.save(self.model, self.optimizer, self.position, last)
 
+    @boards.during(boards.LOAD)
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()

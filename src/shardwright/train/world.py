@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright._torch import use_one_gloo_thread
+from shardwright.comm.noted import noted
 from shardwright.train.checks import check_device, check_ranks
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.environment import choose_device, collective_timeout, rank_and_size, under_launcher
@@ -86,7 +87,8 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
         yield World(rank, size, device, make_mesh(config.parallel, kind, size), config.parallel.tensor)
-        dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
+        with noted("barrier at the end", None):
+            dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
     except BaseException:
         # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
         if kind == "cpu" or size == 1:

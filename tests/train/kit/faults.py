@@ -1,12 +1,13 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". A kind is `error`, `exit`, or the name of a signal that the rank sends to itself.
+A line is "RANK STEP KIND". A kind is `error`, `exit`, `sleep`, or the name of a signal that the rank sends to itself.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ class Faulty(torch.optim.AdamW):
         _fail(done + 1)
         return super().step(closure)
 
+    def shard_needs(self, parameter: torch.Tensor) -> int:
+        return 1
+
 
 def _fail(step: int) -> None:
     folder = Path(os.environ[VARIABLE])
@@ -44,6 +48,8 @@ def _fail(step: int) -> None:
             continue  # it has been
         if kind == "error":
             raise RuntimeError(f"planned at {id(folder):#x}")
+        if kind == "sleep":
+            time.sleep(600)
         if kind == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.Signals[kind])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm.noted import noted
 from shardwright.engine.assembly.find import UnitParameters, is_cut, own_modules
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
 from shardwright.extend import ExtensionError
@@ -59,7 +60,8 @@ def everywhere(mesh: DeviceMesh, value: object) -> list[Any]:
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, values, group)
+        with noted("all-gather of states", group):
+            dist.all_gather_object(gathered, values, group)
         values = [each for part in gathered for each in part]
     return values
 
@@ -85,15 +87,21 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
         for tensor in (t for t in plain_tensors(state.tensor.detach()) if t.numel()):
             flat = tensor.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             for axis in range(mesh.ndim):
-                dist.broadcast(flat, group=mesh.get_group(axis), group_src=0)
+                with noted("broadcast of states", mesh.get_group(axis)):
+                    dist.broadcast(flat, group=mesh.get_group(axis), group_src=0)
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()
-def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
+def check_states(
+    mesh: DeviceMesh,
+    states: list[State],
+    owner: str,
+    remedy: str = "Build the model with the same seed on every rank, or pass sync_module_states=True.",
+) -> None:
     """Compare hashes over the ranks: hashes of all bytes, and for deferred tensors of their recorded operations.
 
-    Tensors on the meta device are skipped.
+    Tensors on the meta device are skipped. ``remedy``: for tensors with values, in the error.
 
     Raises:
         ValueError: names all tensors that are not equal on every rank, and the ranks that differ from the first.
@@ -116,7 +124,7 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
             only_real = only_real and not has_no_values(state.tensor)
     more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
     way_out = (
-        "Build the model with the same seed on every rank, or pass sync_module_states=True."
+        remedy
         if only_real
         else (
             "Build it with the same seed, code and data on every rank. For deferred tensors, the recorded "

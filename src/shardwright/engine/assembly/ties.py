@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm.noted import noted
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.parameter import ManagedParameter
 
@@ -86,5 +87,6 @@ def _differs_anywhere(tie: _Tie, new: torch.Tensor, value: torch.Tensor) -> bool
     flag = torch.tensor(differs, dtype=torch.int32, device=tie.mesh.device_type)
     for axis in range(tie.mesh.ndim):
         if tie.mesh.size(axis) > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, tie.mesh.get_group(axis))
+            with noted("all-reduce of a flag", tie.mesh.get_group(axis)):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, tie.mesh.get_group(axis))
     return bool(flag.item())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwright import board as boards
 from shardwright.comm import Communicator, Division, GradientHook, Pending, plan_division
 from shardwright.engine.base.home import Announcer
 from shardwright.engine.base.offload import Host
@@ -63,11 +64,13 @@ class Flight:
         present: which parameters have gradients; None: all.
         fresh: whether no parameter had a gradient when it began.
         pending: the last collective.
+        comm: its communicator.
     """
 
     __slots__ = (
         "_merged",
         "announcer",
+        "comm",
         "division",
         "fresh",
         "output",
@@ -95,6 +98,7 @@ class Flight:
         self.output = output
         self.fresh = fresh
         self.pending: Pending | None = None
+        self.comm: Communicator | None = None
         #: Sums that were added to it, with their earlier values. If it fails, the unit holds them again.
         self._merged: list[tuple[Sum, torch.Tensor, list[bool]]] = []
 
@@ -136,6 +140,7 @@ class Reduction:
     ) -> None:
         self.packing = packing
         self._ranks = ranks
+        self._owner = owner
         self._packer = packer = Packer(packing, layout, parameters, ranks)
         self._delivery = (
             OnDevice(packer, ranks, owner) if host is None else OnHost(packer, ranks, owner, host)
@@ -233,7 +238,34 @@ class Reduction:
 
     def _next(self, flight: Flight, after: Pending | None) -> None:
         """Issue the next collective, after another one, or after the computation so far."""
-        comm, value, whole = flight.todo.pop(0), flight.value, flight.division
+        comm = flight.comm = flight.todo.pop(0)
+        board = boards.current
+        if board is None:
+            self._issue(flight, comm, after)
+            return
+        board.enter(self._kind(comm), comm.name, flight.value.nbytes, self._owner.name)
+        try:
+            self._issue(flight, comm, after)
+        finally:
+            board.leave()
+
+    def _kind(self, comm: Communicator) -> str:
+        return "all-reduce" if comm in self._ranks.replicas else "reduce-scatter"
+
+    def _wait(self, flight: Flight, pending: Pending) -> None:
+        """Wait for the last collective."""
+        board, comm = boards.current, flight.comm
+        if board is None or comm is None:
+            pending.wait()
+            return
+        board.await_result(self._kind(comm), comm.name, flight.value.nbytes, self._owner.name)
+        try:
+            pending.wait()
+        finally:
+            board.leave()
+
+    def _issue(self, flight: Flight, comm: Communicator, after: Pending | None) -> None:
+        value, whole = flight.value, flight.division
         announce = flight.announcer(comm, value.numel() * value.element_size())
         division = whole
         if len(self._way) > 1:
@@ -284,7 +316,7 @@ class Reduction:
         flight = self._flight
         while flight is not None and flight.todo:
             assert flight.pending is not None
-            flight.pending.wait()
+            self._wait(flight, flight.pending)
             self._packed.release()
             after: Pending | None = flight.pending
             if flight.todo[0] not in self._ranks.scatters and self._partial.value is not None:
@@ -301,7 +333,7 @@ class Reduction:
         mark = None
         if flight.pending is not None:
             mark = flight.pending.mark
-            flight.pending.wait()
+            self._wait(flight, flight.pending)
         self._flight = None
         self._packed.release()
         if flight.output is None:

@@ -13,10 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardwright import board as boards
 from shardwright.comm import Communicator, Meeting, Unreached, new_failure, notices
 from shardwright.engine.model.divergence import (
+    CLIP,
     DOING,
     END_BACKWARD,
+    END_FORWARD,
     GATHER,
     LEFT_BY,
     MISSING,
@@ -80,6 +83,8 @@ class Agreement:
 
         ``detail``: the ``detail`` of the unit's :class:`Gather`.
         """
+        if boards.current is not None:
+            boards.current.enter("all-gather", comm.name, nbytes, self.model.names[number])
         if comm.exchanges:
             return lambda: self._agree(comm, GATHER, number, nbytes, detail)
         return None
@@ -96,14 +101,16 @@ class Agreement:
     def agree_on_missing(self, comm: Communicator, number: int, parameter: int) -> None:
         """Report that this rank has no values for a parameter of a unit, because others may be about to gather it."""
         if comm.exchanges:
-            self._agree(comm, MISSING, number, parameter)
+            with boards.inside("agreement before a gather", comm.name, 0, self.model.names[number]):
+                self._agree(comm, MISSING, number, parameter)
 
     def agree_all(self, event: int, number: int) -> None:
         """Agree with every rank of the meshes, axis by axis."""
         for i, comm in enumerate(self.model.every):
             try:
                 if comm.exchanges:
-                    self._agree(comm, event, number)
+                    with boards.inside(_MEETINGS[event], comm.name, 0, self.model.names[number]):
+                        self._agree(comm, event, number)
             except BaseException as error:
                 if comm.meeting is not None and not isinstance(error.__cause__, Unreached):
                     comm.meeting.agreed(_limit_of(event))  # if it was interrupted, it may still run
@@ -212,6 +219,15 @@ class Agreement:
         self._headers.forget()
         records = [Record(GATHER, number, 0, 0, self.model.number, age) for number, age in headers]
         self.model.refuse(dict(zip(comm.ranks, records, strict=True)))
+
+
+#: The agreements that are no part of another collective, on boards.
+_MEETINGS = {
+    END_FORWARD: "agreement at the end of forward",
+    END_BACKWARD: "agreement at the end of backward",
+    CLIP: "agreement before clipping",
+    UNSHARD: "agreement before full parameters",
+}
 
 
 def _limit_of(event: int) -> timedelta | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwright import board as boards
 from shardwright._torch import alone, annotate
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.model.root import Root
@@ -19,6 +20,8 @@ class Backward:
         unit: Unit = visit.unit
         if visit not in unit.activity.visits:
             root: Root = unit.root  # type: ignore[assignment]
+            if boards.current is not None:
+                boards.current.at(boards.BACKWARD, unit.name)
             with annotate("pre_backward", unit.weights.label), alone(root.device):
                 _enter(unit, visit)
 

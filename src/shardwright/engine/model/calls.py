@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright import board as boards
 from shardwright._torch import address_of, alone, annotate, in_backward, next_sequence_number
 from shardwright.engine.base.visit import Frame, Visit
 from shardwright.engine.model.backward import BACKWARD
@@ -45,13 +46,18 @@ class Calls:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self.unit
         root: Root = unit.root or _join(unit, module)  # type: ignore[assignment]
+        if boards.current is not None:
+            boards.current.at(boards.BACKWARD if in_backward() else boards.FORWARD, unit.name)
         with annotate("pre_forward", unit.weights.label):
             return _before(unit, root, module, args, kwargs)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self.unit
         with annotate("post_forward", unit.weights.label):
-            return _after(unit, module, output)
+            result = _after(unit, module, output)
+        if boards.current is not None and not in_backward():
+            _back_to_caller(boards.current, unit)
+        return result
 
     def forward_failed(self, depth: int) -> None:
         """Clean up after an exception in a call that began inside ``depth`` other calls."""
@@ -59,6 +65,17 @@ class Calls:
         if root is not None:
             with alone(root.device):
                 _leave_failed(root, depth)
+        if boards.current is not None and not in_backward():
+            _back_to_caller(boards.current, self.unit)
+
+
+def _back_to_caller(board: boards.Board, unit: Unit) -> None:
+    """Note that a call of a unit is over: the unit around it goes on, if there is one."""
+    root = root_of(unit)
+    if root is not None and root.visits.frames:
+        board.at(boards.FORWARD, root.visits.frames[-1].unit.name)
+    else:
+        board.at(boards.OUTSIDE)
 
 
 def depth_of(unit: Unit) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwright import board as boards
 from shardwright._torch import increment_version, storage_key, subclasses_dispatch
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
@@ -48,8 +49,12 @@ def hook_optimizers() -> None:
 COUNTS_STEPS = "_shardwright_counts_steps"
 
 
-def count_step(roots: Iterable[Root]) -> None:
+def count_step(roots: Collection[Root]) -> None:
     """Count a step of an optimizer with parameters of these models."""
+    if boards.current is not None:
+        if roots:
+            boards.current.count_step()
+        boards.current.at(boards.OUTSIDE)
     for root in roots:
         root.count_step()
 
@@ -60,6 +65,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     Returns the models whose step count increases. A model of ``sw.optim.in_backward`` is not among them, since its
     remaining steps differ by rank. Nor is one if the step changes nothing, as torch's step that only makes state.
     """
+    if boards.current is not None:
+        boards.current.at(boards.OPTIMIZER)
     for each in list(roots):
         each.agreement.check()
         each.recover_if_failed()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shardwright import board as boards
 from shardwright._torch import alone, annotate, in_backward, queue_callback
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.base.clock import Clock
@@ -359,6 +360,8 @@ class _Task:
         try:
             with annotate("root_post_backward_callback"), alone(self._root.device):
                 self._root.end_backward()
+            if boards.current is not None:
+                boards.current.at(boards.OUTSIDE)
         except BaseException:
             self._root.forget_task()  # the exception keeps this object alive
             raise
@@ -426,6 +429,8 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
 
 def backward_failed(error: BaseException) -> None:
     """Report to the other ranks that an exception has ended a backward on this rank."""
+    if boards.current is not None and not in_backward():
+        boards.current.at(boards.OUTSIDE)
     for root in list(roots) if not in_backward() else ():
         if root.backward and not root.in_backward and root.caller is None:
             root.agreement.leave(END_BACKWARD, error)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
+from shardwright.comm.noted import noted
 from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
 from shardwright.engine.tensors.gathering import free, full_of
 from shardwright.engine.tensors.naming import parameter_of
@@ -133,7 +134,10 @@ class RaggedTensor(torch.Tensor):
         mine[: local.numel()].copy_(local)
         # As bytes: backends do not know every dtype.
         gathered = mine.new_empty(spec.world_size, width)
-        dist.all_gather(list(gathered.view(torch.uint8).unbind()), mine.view(torch.uint8), group=spec.group)
+        with noted("all-gather of a tensor", spec.group):
+            dist.all_gather(
+                list(gathered.view(torch.uint8).unbind()), mine.view(torch.uint8), group=spec.group
+            )
         by_rank = dict(zip(spec.order, gathered, strict=True))
         pieces = [by_rank[r][: stop - start] for r, (start, stop) in enumerate(spec.ranges) if stop > start]
         if not pieces:
@@ -318,7 +322,8 @@ class RaggedDTensor(DTensor):
             return  # parameters are of one class on every rank
         own = not has_other_lengths(local)
         any_rank = torch.tensor(float(own), device=device_of(spec, local))
-        dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=spec.group)
+        with noted("all-reduce of a flag", spec.group):
+            dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=spec.group)
         if any_rank.item():  # reading it synchronises, as full state dicts do anyway
             refuse_to_join(ragged, "this rank" if own else "another rank")
 
@@ -429,7 +434,8 @@ def _exchange(
     device = device_of(spec, local)
     result = flat.new_empty(target[1] - target[0], device=device)
     source = flat.to(device).view(torch.uint8)  # both cuts contain the whole tensor, so all of it is needed
-    dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
+    with noted("all-to-all of a tensor", spec.group):
+        dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
     return result.to(local.device)
 
 
@@ -520,5 +526,6 @@ def _from_owners(local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
             part = full[start:stop]
             if number == spec.rank:
                 part.copy_(local)
-            dist.broadcast(part.view(torch.uint8), group=spec.group, group_src=spec.order.index(number))
+            with noted("broadcast of a tensor", spec.group):
+                dist.broadcast(part.view(torch.uint8), group=spec.group, group_src=spec.order.index(number))
     return full.view(spec.shape).to(local.device)

@@ -21,6 +21,7 @@ from shardwright._torch import (
     increment_version,
     is_traced,
 )
+from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged import (
     HANDLERS,
@@ -226,7 +227,8 @@ def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
         return moved.to(value.device)
     agree_to_read(spec.groups, moved.device, f"{op} {value.dtype} {tuple(value.shape)}")
     for group in spec.groups:
-        dist.all_reduce(moved, op, group=group)
+        with noted("all-reduce of a tensor", group):
+            dist.all_reduce(moved, op, group=group)
     return moved.to(value.device)
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwright import board as boards
 from shardwright.comm import Communicator, Unreached
 
 #: How long a rank waits for the others. Ranks leave a backward together, so they come within this time.
@@ -57,7 +58,8 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
     if not comm.exchanges:
         return
     try:
-        records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
+        with boards.inside("agreement before a read", comm.name):
+            records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
     except Unreached as error:
         raise RuntimeError(
             f"Rank {comm.ranks[comm.rank]} reads {_TEXTS[kind][0]} over ranks {comm.ranks}, but another of these "

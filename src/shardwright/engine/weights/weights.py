@@ -9,6 +9,7 @@ import weakref
 
 import torch
 
+from shardwright import board as boards
 from shardwright._torch import address_of, annotate
 from shardwright.comm import Pending
 from shardwright.engine.base.home import Place
@@ -194,6 +195,9 @@ class Weights:
             self.residence = EMPTY
             self.epoch = NEVER
             raise
+        finally:
+            if boards.current is not None:
+                boards.current.leave()
         self.residence = GATHERING
 
     def wait(self) -> None:
@@ -206,7 +210,14 @@ class Weights:
         if place.home.observer is not None:
             place.home.observer("wait", self)
         pending, gather = flight
-        pending.wait()
+        if boards.current is None:
+            pending.wait()
+        else:
+            boards.current.await_result("all-gather", gather.comm.name, gather.nbytes, place.name)
+            try:
+                pending.wait()
+            finally:
+                boards.current.leave()
         self.residence = RESIDENT  # set first; after an interrupt it is waited for again
         self._flight = None
         gather.end()

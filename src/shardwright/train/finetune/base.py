@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.digests import Damaged, sealed, unsealed
 from shardwright.checkpoint.model import Box, ModelTensor, boxes_of, tensors_of
+from shardwright.comm.noted import noted
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
 from shardwright.train.writing import write_text
@@ -51,7 +52,8 @@ def base_of(model: nn.Module, source: str) -> Base:
     everyones: list[Any] = [parts]
     if dist.is_initialized():
         everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, parts)
+        with noted("all-gather of objects", None):
+            dist.all_gather_object(everyones, parts)
     digests = {}
     for entry in entries:
         by_box: dict[Any, int] = {}

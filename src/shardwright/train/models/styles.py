@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
+from shardwright.comm.noted import noted
 from shardwright.train.models.hybrid import MixtureOfExperts, NextButOne, through_experts
 from shardwright.train.models.mamba import Mamba2
 from shardwright.train.models.packed import Documents
@@ -189,7 +190,8 @@ def _chosen_elsewhere(
     # [ranks, experts of one]: how many rows go from here to each expert, and come from each rank to each one here.
     leaving = torch.bincount(expert_R, minlength=ranks * experts).view(ranks, experts)
     coming = torch.empty_like(leaving)
-    dist.all_to_all_single(coming, leaving, group=group)
+    with noted("all-to-all of counts", group, coming.nbytes):
+        dist.all_to_all_single(coming, leaving, group=group)
     # The host has to wait here: the sizes of what travels depend on the routing.
     sent, received = torch.stack((leaving, coming)).sum(-1).tolist()
     rows = Exchange.apply(rows_RD, sent, received, group)
@@ -257,7 +259,11 @@ class Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.back = received, sent, group
         result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        if torch.compiler.is_compiling():  # a graph cannot write to the board
+            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+            return result
+        with noted("all-to-all of rows", group, result.nbytes):
+            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
         return result
 
     @staticmethod

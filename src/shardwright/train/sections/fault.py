@@ -10,7 +10,7 @@ from shardwright.train.sections.base import Section
 
 
 class FaultConfig(Section):
-    """Restarts after a failure, signals, and numbers that have gone wrong."""
+    """Restarts after a failure, signals, hangs, and numbers that have gone wrong."""
 
     max_restarts: int = Field(
         default=0,
@@ -34,6 +34,15 @@ class FaultConfig(Section):
         description=(
             "Seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) in which the checkpoint must be written. After "
             "them the job ends without it. 0: no limit."
+        ),
+    )
+    stall_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        description=(
+            "Seconds that a rank may wait for others, or be at one place. After them the job says where each rank is "
+            "and ends with status 75, which allows a restart. Loads, saves and steps that compile may take ten times "
+            "as long. 0: no watch."
         ),
     )
     on_non_finite: Literal["stop", "skip", "rewind"] = Field(

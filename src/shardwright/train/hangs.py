@@ -1,0 +1,82 @@
+"""The watch of a job: its ranks write boards, and whoever can sees when they hang. What that means is in ``watching``.
+
+Our launcher judges the ranks that it has started. Without it each rank has a thread that does.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwright import board as boards
+from shardwright._torch import call_before_compiling
+from shardwright.train.config import Config
+from shardwright.train.ending import end_of_hang
+from shardwright.train.errors import UserError
+from shardwright.train.statuses import End
+from shardwright.watching.api import start
+from shardwright.watching.launched import Hang
+from shardwright.watching.reading import Reader
+from shardwright.watching.watcher import Settings, Watcher
+
+KEY = "fault.stall_seconds"
+"""In messages."""
+
+
+def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
+    """As a rank of our launcher: write a board until the process ends."""
+    if not config.fault.stall_seconds:
+        return
+    board = _opened(rank, size)
+    atexit.register(boards.close_board)
+    Watcher(board, {rank: Reader(board)}, _settings(config, folder, judges=False))
+    _prepare(config)
+
+
+@contextmanager
+def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iterator[None]:
+    """As a rank without our launcher, inside its process group: watch the ranks. All of them call it.
+
+    ``record``: called on one rank with the end of a job that hangs.
+    """
+    if not config.fault.stall_seconds:
+        yield
+        return
+    try:
+        watch = start(_settings(config, folder, record=lambda hang: record(end_of_hang(hang))))
+    except OSError as error:
+        raise UserError(f"{KEY}: {error} 0 is no watch") from error
+    _prepare(config)
+    with watch:
+        yield
+
+
+def _opened(rank: int, size: int) -> boards.Board:
+    try:
+        return boards.open_board(rank, size)
+    except OSError as error:
+        raise UserError(
+            f"{KEY}: expected room for a file of {boards.SIZE:,} bytes in {boards.folder_of_boards()}, found {error}; "
+            "make room, or set it to 0, which is no watch"
+        ) from error
+
+
+def _settings(
+    config: Config, folder: Path, judges: bool = True, record: Callable[[Hang], None] | None = None
+) -> Settings:
+    return Settings(
+        config.fault.stall_seconds, folder / "hangs", KEY, judges=judges, strict=True, record=record
+    )
+
+
+def _prepare(config: Config) -> None:
+    """Let compilation take its time: later steps may compile again."""
+    if config.train.compile != "none":
+        call_before_compiling(_be_patient)
+
+
+def _be_patient() -> None:
+    if boards.current is not None:
+        boards.current.be_patient()

@@ -1,0 +1,185 @@
+"""``sw.watch``: watch the ranks of a job that torchrun, ``mp.spawn`` or a script has started."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import board as boards
+from shardwright._torch import another_client, default_store
+from shardwright.engine import FSDPModule
+from shardwright.watching.hosts import Courier
+from shardwright.watching.reading import Reader
+from shardwright.watching.watcher import Settings, Watcher
+
+T = TypeVar("T")
+
+#: The default of ``stall_seconds``: half of the time after which NCCL gives up.
+STALL_SECONDS = 300.0
+
+
+def watch(
+    model: nn.Module,
+    stall_seconds: float = STALL_SECONDS,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    on_stall: Callable[[str], None] | None = None,
+) -> Watch:
+    """Watch the ranks of this job from now on. If they hang, say on every rank which one is behind, and end.
+
+    Call it once on every rank, after :func:`fully_shard`: the ranks exchange where they are. Each rank then writes what
+    it does into a small file of shared memory (about 0.5 microseconds for each collective), and a thread reads the
+    files. If a rank waits for others longer than ``stall_seconds``, every rank prints the same text to stderr: where
+    each rank is, and which one is behind. Stacks and latest actions go to a folder. The process then ends with status
+    75. docs/hangs.md shows an output.
+
+    Args:
+        model: a model of :func:`fully_shard`, or a module that contains some.
+        stall_seconds: how long a rank may wait. Steps in which kernels are compiled, loads and saves may take ten times
+            as long. Code between two steps may take any time if no other rank waits for it.
+        folder: for files about a hang. Default: the system's folder for temporary files.
+        on_stall: called with the text, in a thread, instead of printing it and ending the process.
+
+    Returns:
+        An object whose ``close()`` ends the watch. It is a context manager.
+
+    Raises:
+        RuntimeError: this process watches already, or has no process group.
+        TypeError: ``model`` is no module.
+        ValueError: ``model`` has no sharded part, or ``stall_seconds`` is no positive number.
+        OSError: there is no room for the file in shared memory.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"sw.watch expects a model (torch.nn.Module), got {type(model).__name__}.")
+    if not any(isinstance(each, FSDPModule) for each in model.modules()):
+        raise ValueError(
+            f"sw.watch expects a model that fully_shard has sharded, got a {type(model).__name__} without a sharded "
+            "part: nothing would say where a rank is. Call it after fully_shard."
+        )
+    if isinstance(stall_seconds, bool) or not math.isfinite(stall_seconds) or stall_seconds <= 0:
+        raise ValueError(f"stall_seconds must be a positive number of seconds, got {stall_seconds!r}.")
+    place = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / "shardwright-hangs"
+    return start(Settings(float(stall_seconds), place, ends=on_stall is None, say=on_stall))
+
+
+class Watch:
+    """A running watch. ``close()`` ends it on this rank, which then looks to the others as if it had left."""
+
+    def __init__(self, watcher: Watcher, readers: list[Reader]) -> None:
+        self._watcher, self._readers = watcher, readers
+        self._open = True
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Watch no more, and remove the file of this rank, without a wait for others. A second call does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        atexit.unregister(self.close)
+        self._watcher.close()
+        boards.close_board()
+        for reader in self._readers:
+            reader.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start(settings: Settings, host: str | None = None) -> Watch:
+    """Open the board of this rank, exchange places with the others, and begin to watch. Every rank of the job calls it.
+
+    ``host``: the name of this host; default: what tells hosts, and containers that cannot see each other, apart.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "sw.watch needs a process group: call torch.distributed.init_process_group before."
+        )
+    if boards.current is not None:
+        raise RuntimeError("This process watches already. Close the earlier watch before another one begins.")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = Place(host or _host(), socket.gethostname(), os.getpid(), 0)
+    readers: dict[int, Reader] = {}
+
+    def open_own() -> Place:
+        return mine._replace(began=boards.open_board(rank, size).began)
+
+    def open_others() -> None:
+        for other, place in enumerate(places):
+            if place.host == mine.host:
+                board = boards.current if other == rank else None
+                readers[other] = Reader(board or boards.board_of(place.pid))
+                if readers[other].began != place.began:
+                    raise OSError(f"the board of rank {other} has been replaced by another process")
+
+    try:
+        places = _together(size, open_own)
+        # After this each rank has opened the files, so one that leaves at once may remove its own.
+        _together(size, open_others)
+    except OSError:
+        boards.close_board()
+        raise
+    courier = _courier(places, mine) if settings.judges and len({each.host for each in places}) > 1 else None
+    assert boards.current is not None
+    watcher = Watcher(boards.current, readers, settings, courier, mine.name if courier else "")
+    return Watch(watcher, list(readers.values()))
+
+
+class Place(NamedTuple):
+    """Where a rank is: what tells its host apart, the host's name, its process, and when its board began."""
+
+    host: str
+    name: str
+    pid: int
+    began: int
+
+
+def _together(size: int, action: Callable[[], T]) -> list[T]:
+    """What this action returns on each rank. Raises OSError on all ranks if it does on one."""
+    value, error = None, ""
+    try:
+        value = action()
+    except OSError as failure:
+        error = f"rank {dist.get_rank()}: {failure}"
+    outcomes: list[Any] = [None] * size
+    dist.all_gather_object(outcomes, (value, error))
+    for _, problem in outcomes:
+        if problem:
+            raise OSError(
+                f"The ranks cannot share files in {boards.folder_of_boards()} ({problem}). Make room there, or run "
+                "without a watch."
+            )
+    return [each for each, _ in outcomes]
+
+
+def _courier(places: Sequence[Place], mine: Place) -> Courier:
+    hosts = list(dict.fromkeys(each.host for each in places))
+    ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
+    names = [next(each.name for each in places if each.host == host) for host in hosts]
+    store = dist.PrefixStore("shardwright-watch", another_client(default_store()))
+    return Courier(store, hosts.index(mine.host), ranks, names)
+
+
+def _host(namespace: str = "/proc/self/ns/pid") -> str:
+    """Equal for processes that see each other's boards and processes."""
+    boot = processes = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        processes = os.readlink(namespace)
+    return f"{socket.gethostname()} {boot} {processes} {boards.folder_of_boards().stat().st_ino}"

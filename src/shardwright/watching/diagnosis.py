@@ -1,0 +1,220 @@
+"""Why no rank goes on: a verdict from what was seen of each rank. All functions here are pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwright import board as boards
+from shardwright.watching.reading import DISK, ENDED, LEFT, RUNS, SILENT, STOPPED, Seen
+
+#: How much longer than others a phase may last that reads or writes files, or compiles.
+PATIENCE = 10
+#: Kinds of verdicts.
+BEHIND, OUTSIDE, ALONE, JOINED, MIXED = (
+    "behind in a collective", "behind outside any collective", "nobody waits", "all joined", "in different collectives"
+)  # fmt: skip
+
+#: Phases in which collectives may run that are not on boards.
+_WITHOUT_NOTES = (boards.OUTSIDE, boards.MODEL, boards.VALIDATION, boards.SAMPLE, boards.END)
+#: Phases that may last for ever in code of a user.
+_OWN_CODE = (boards.OUTSIDE, boards.START)
+_PROCESS = {
+    STOPPED: "process stopped (T)",
+    DISK: "waits for a disk or a driver (D)",
+    ENDED: "process ended without a word",
+    LEFT: "process ended in order",
+}
+_HELD = "no thread of it runs: something holds Python's interpreter (GIL)"
+_WAYS = {
+    STOPPED: "A debugger, a terminal (Ctrl-Z) or a program of the host has stopped the process.",
+    DISK: "Look at the disks, network file systems and drivers of its host.",
+    ENDED: "Look for the out-of-memory killer in the host's log (dmesg), and at the end of that rank's output.",
+    LEFT: "Every rank must make the same number of steps: give each the same number of batches.",
+    SILENT: "Look whether its host runs, and at the network.",
+    RUNS: "Its stacks show where it is.",
+}
+_WAY_JOINED = (
+    "Every rank must call it with the same arguments, such as the source of a broadcast. Else look at the network "
+    "between hosts, and at the driver of the devices. If it is only slow, raise {key}."
+)
+_WAY_MIXED = "Every rank must call the same collectives, of the same groups, in the same order."
+_WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream that does not answer."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job does not go on.
+
+    Attributes:
+        kind: BEHIND, OUTSIDE, ALONE (outside any collective, and no rank waits for it), JOINED or MIXED.
+        culprits: the ranks for which the others wait; empty with JOINED and MIXED.
+        reason: where each rank is, in one line.
+        way: what to do.
+        lost: the culprits cannot go on: their processes are stopped, have ended, or do not answer.
+        step: the running step of the culprits, or of the rank that is furthest behind.
+    """
+
+    kind: str
+    culprits: tuple[int, ...]
+    reason: str
+    way: str
+    lost: bool
+    step: int
+
+    @property
+    def text(self) -> str:
+        """Some lines: what is wrong, where each rank is, what to do."""
+        parts = self.reason.split("; ")
+        return "\n".join([self.headline, *("  " + part for part in parts), self.way])
+
+    @property
+    def headline(self) -> str:
+        who, several = in_ranks(self.culprits), len(self.culprits) > 1
+        hangs = f"the job hangs in step {self.step}"
+        if self.kind == BEHIND:
+            return f"{hangs}: {who} {'are' if several else 'is'} behind the others"
+        if self.kind == OUTSIDE:
+            return f"{hangs}: {who} {'are' if several else 'is'} behind the others, outside any collective"
+        if self.kind == ALONE:
+            return f"{hangs}: {who} {'do' if several else 'does'} not go on, outside any collective"
+        if self.kind == MIXED:
+            return f"{hangs}: the ranks wait for each other in different collectives"
+        return f"{hangs}: all ranks have joined a collective, and it does not end"
+
+
+def judge(
+    seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds", strict: bool = False
+) -> Verdict | None:
+    """The verdict on the ranks now. None: they go on, or may still go on.
+
+    Args:
+        seen: every rank of the job.
+        stall_seconds: how long a rank may wait.
+        key: the name of that setting, for messages.
+        strict: whether a rank outside the model must go on even if no rank waits for it. A user's code between two
+            steps may take any time.
+    """
+    ranks = {each.rank: _with_flight(each) for each in seen}
+    waiting = [each for each in ranks.values() if each.collective and not each.is_stuck]
+    late = [each for each in waiting if each.age > stall_seconds]
+    if not late:
+        return _alone(ranks, stall_seconds, key, strict) if not waiting else None
+    missing = {each.rank: _missing(each, ranks) for each in waiting}
+    behind = {rank for each in missing.values() for rank in each}
+    roots = [
+        ranks[rank] for rank in sorted(behind) if ranks[rank] not in waiting or ranks[rank].answers is False
+    ]
+    longest = max(each.age for each in late)
+    if roots:
+        if longest <= PATIENCE * stall_seconds and not any(_is_late(each, stall_seconds) for each in roots):
+            return None
+        outside = all(not each.collective and each.process != SILENT for each in roots)
+        return _verdict(OUTSIDE if outside else BEHIND, roots, ranks, key)
+    if not behind:
+        stuck = [each for each in ranks.values() if each.is_stuck and each.process != LEFT] or [
+            each for each in ranks.values() if each.answers is False
+        ]
+        if stuck:
+            return _verdict(BEHIND, stuck, ranks, key)
+    if longest <= stall_seconds * (PATIENCE if all(each.patient for each in late) else 1):
+        return None
+    mixed = behind or len({(each.group, each.count) for each in waiting}) < len(
+        {_place(each) for each in waiting}
+    )
+    return _verdict(MIXED if mixed else JOINED, [], ranks, key)
+
+
+def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Verdict | None:
+    """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
+    culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
+    if not strict:
+        culprits = [each for each in culprits if each.is_stuck or each.phase not in _OWN_CODE]
+    if not culprits or any(not each.is_gone and each.age <= stall_seconds for each in ranks.values()):
+        return None
+    return _verdict(ALONE, culprits, ranks, key)
+
+
+def _with_flight(seen: Seen) -> Seen:
+    """What torch's flight recorder adds: a rank that seems to be outside waits in a collective that no board has."""
+    if seen.collective or not seen.flights or seen.is_stuck or seen.phase not in _WITHOUT_NOTES:
+        return seen
+    name, group, count, _ = seen.flights[0]
+    return replace(seen, collective=name, group=group, count=count)
+
+
+def _missing(seen: Seen, ranks: Mapping[int, Seen]) -> list[int]:
+    """The ranks that have not begun the collective in which this one waits."""
+    members = boards.ranks_of(seen.group.partition("#")[0])
+    return [rank for rank in members if rank in ranks and ranks[rank].counts.get(seen.group, 0) < seen.count]
+
+
+def _is_late(seen: Seen, stall_seconds: float) -> bool:
+    """Whether it has had its time. A process that cannot go on gets no patience."""
+    patient = seen.patient and not seen.is_stuck
+    return seen.age > stall_seconds * (PATIENCE if patient else 1)
+
+
+def _place(seen: Seen) -> tuple[str, int, str, str]:
+    return seen.group, seen.count, seen.collective, seen.subject
+
+
+def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key: str) -> Verdict:
+    culprits = list(culprits)
+    numbers = {each.rank for each in culprits}
+    steps = [each.step for each in ranks.values() if each.step]  # of a silent host they may not be known
+    differ = len(set(steps)) > 1
+    groups: dict[tuple[str, str, int], list[Seen]] = {}
+    for each in [*culprits, *(each for rank, each in sorted(ranks.items()) if rank not in numbers)]:
+        groups.setdefault((_doing(each), _state(each), each.step), []).append(each)
+    reason = "; ".join(_in_words(each, differ) for each in groups.values())
+    lost = bool(culprits) and all(each.is_stuck or each.answers is False for each in culprits)
+    step = min((each.step for each in culprits if each.step), default=min(steps, default=0))
+    return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step)
+
+
+def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
+    if kind == JOINED:
+        return _WAY_JOINED.format(key=key)
+    if kind == MIXED:
+        return _WAY_MIXED
+    first = culprits[0]
+    if first.phase == boards.DATA and first.process == RUNS:
+        return _WAY_DATA
+    return _WAYS[first.process]
+
+
+def _doing(seen: Seen) -> str:
+    place = boards.PHASES[seen.phase] + (f" of {seen.unit}" if seen.unit else "")
+    if not seen.collective:
+        return place
+    return seen.collective + (f" of {seen.subject}" if seen.subject else f" ({place})")
+
+
+def _state(seen: Seen) -> str:
+    text = _PROCESS.get(seen.process, "")
+    return text or (_HELD if seen.answers is False else "")
+
+
+def _in_words(alike: Sequence[Seen], steps: bool) -> str:
+    """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
+    first = alike[0]
+    who, state = in_ranks([each.rank for each in alike]), _state(first)
+    if first.process == SILENT:
+        return f"{who}: host {first.host} does not answer since {max(each.age for each in alike):.0f} s"
+    since = f" since {max(each.age for each in alike):.0f} s" + (f", step {first.step}" if steps else "")
+    if first.collective:
+        does = f"{who} {'wait' if len(alike) > 1 else 'waits'} in {_doing(first)}{since}"
+    else:
+        does = f"{who}: {_doing(first)}{since}"
+    if not state:
+        return does
+    places = ", ".join(f"{each.pid}{f' on {each.host}' if each.host else ''}" for each in alike)
+    return f"{does}, {state}, pid {places}"
+
+
+def in_ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers)) if len(numbers) <= 8 else boards.group_name(numbers)
+    return f"ranks {shown}"

@@ -1,0 +1,39 @@
+"""What torch's flight recorder knows of this process: collectives that nobody has noted on the board, such as a user's
+own barrier. Only the process itself can read its recorder, so a thread of it copies this to the board."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from shardwright import board as boards
+from shardwright._torch import flight_record, ranks_by_group_name
+
+MOST = 32  #: collectives that are noted
+
+
+def note_flights(board: boards.Board) -> None:
+    """Copy the collectives that run, and the numbers of the last ones of each group, to the board."""
+    record = flight_record()
+    if record is None:
+        return
+    ranks = ranks_by_group_name()
+    counts: dict[str, int] = {}
+    flights: list[tuple[str, str, int, float]] = []
+    for entry in record.get("entries", ()):
+        group = _group_of(entry, ranks)
+        if group is None or entry.get("is_p2p"):
+            continue
+        number = int(entry["collective_seq_id"])
+        counts[group] = max(number, counts.get(group, 0))
+        if not entry["retired"] and len(flights) < MOST:
+            age = max(0.0, (time.time_ns() - entry["time_created_ns"]) / 1e9)
+            flights.append((entry["profiling_name"].partition(":")[2] or "a collective", group, number, age))
+    board.note_flights(json.dumps({"time": time.monotonic_ns(), "counts": counts, "flights": flights}))
+
+
+def _group_of(entry: dict[str, Any], ranks: dict[str, list[int]]) -> str | None:
+    """The group of a collective on boards. Its numbers are those of torch, so its name is not that of the engine's."""
+    name = entry["process_group"][0]
+    return f"{boards.group_name(ranks[name])}#{name}" if name in ranks else None

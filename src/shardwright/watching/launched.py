@@ -1,0 +1,99 @@
+"""What a launcher sees of the ranks that it has started on this host: their boards, and the verdict on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright import board as boards
+from shardwright.watching import evidence
+from shardwright.watching.diagnosis import Verdict, judge
+from shardwright.watching.reading import Reader
+
+#: Seconds between two looks at the boards.
+EVERY = 0.5
+#: The time between two looks after which the watching process itself was stopped, in times that a rank may wait.
+GAP = 0.5
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A job that hangs.
+
+    Attributes:
+        verdict: why.
+        folder: of the files about it; None if they could not be written.
+    """
+
+    verdict: Verdict
+    folder: Path | None
+
+    @property
+    def text(self) -> str:
+        """Some lines for a user."""
+        place = f"\nstacks and latest actions of the ranks: {self.folder}" if self.folder else ""
+        return self.verdict.text + place
+
+
+class Looks:
+    """Times of looks. If the process that looks was stopped itself, ages begin again: the ranks were stopped, too, or
+    their clocks have jumped while the host slept."""
+
+    def __init__(self, stall_seconds: float) -> None:
+        self._gap = max(5.0, GAP * stall_seconds)
+        self._last = time.monotonic()
+        self.since = 0
+
+    def note(self) -> int:
+        """The time from which ages count."""
+        now = time.monotonic()
+        if now - self._last > self._gap:
+            self.since = time.monotonic_ns()
+        self._last = now
+        return self.since
+
+
+def silence(stall_seconds: float) -> float:
+    """Seconds without a sign of a rank's thread, after which something holds its interpreter."""
+    return min(5.0, max(evidence.HELD, stall_seconds / 2))
+
+
+class Eyes:
+    """The boards of the ranks that this launcher has started, all on this host."""
+
+    def __init__(self, pids: Mapping[int, int], stall_seconds: float, folder: Path, key: str) -> None:
+        """``pids``: the process of each rank. ``folder``: for files about a hang. ``key``: the setting in messages."""
+        self.pids, self.stall_seconds, self.folder, self.key = dict(pids), stall_seconds, folder, key
+        self._readers: dict[int, Reader] = {}
+        self._looks = Looks(stall_seconds)
+        self._next = 0.0
+
+    def look(self) -> Hang | None:
+        """The hang, once the job hangs. Call it often; it looks each half second."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + min(EVERY, self.stall_seconds / 4)
+        since = self._looks.note()
+        for rank, pid in self.pids.items():
+            if rank not in self._readers:
+                with suppress(OSError):
+                    self._readers[rank] = Reader(boards.board_of(pid))
+        if len(self._readers) < len(self.pids):
+            return None  # they begin
+        seen = [
+            reader.look(since=since, within=silence(self.stall_seconds)) for reader in self._readers.values()
+        ]
+        verdict = judge(seen, self.stall_seconds, self.key, strict=True)
+        if verdict is None:
+            return None
+        return Hang(verdict, evidence.write(self.folder, self._readers.values(), verdict, seen))
+
+    def close(self) -> None:
+        """Remove what killed ranks have left."""
+        for reader in self._readers.values():
+            reader.remove()
+            reader.close()

@@ -1,0 +1,272 @@
+"""Reads boards of processes of this host, also if a process is stopped, has ended, or holds its interpreter."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright import board as boards
+from shardwright.board import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board
+
+_LOCK = struct.Struct("hhqqi4x")  #: struct flock
+RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
+#: What the system says of a process: letters of /proc/PID/stat.
+_STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a board.
+
+    Attributes:
+        number: of the entry.
+        time: of the host's monotonic clock, in nanoseconds.
+        nbytes: of the collective.
+        step: number of the running step.
+        count: how many collectives of this group this process has begun.
+        unit: the unit that computes.
+        collective: the collective in which the process may wait; empty: none.
+        group: its ranks.
+        subject: the unit whose weights or gradients it moves.
+        phase: one of ``board.PHASES``, by number.
+        patient: whether this may last much longer than a step.
+    """
+
+    number: int
+    time: int
+    nbytes: int
+    step: int
+    count: int
+    unit: str
+    collective: str
+    group: str
+    subject: str
+    phase: int
+    patient: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a rank at one moment. It travels between hosts as JSON.
+
+    Attributes:
+        process: RUNS, STOPPED, DISK (uninterruptible, as when a disk does not answer), ENDED (without a word), LEFT (in
+            order), or SILENT: its host does not answer.
+        answers: whether its threads run. None: not known. False: something holds its interpreter.
+        age: seconds since its last entry.
+        counts: by group, the number of collectives that it has begun.
+        flights: collectives that it waits for, by torch's flight recorder: name, ranks, number, seconds. Empty while it
+            does not wait long.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    process: str
+    answers: bool | None
+    age: float
+    step: int = 0
+    phase: int = boards.START
+    unit: str = ""
+    collective: str = ""
+    group: str = ""
+    count: int = 0
+    nbytes: int = 0
+    subject: str = ""
+    patient: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+    flights: tuple[tuple[str, str, int, float], ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Seen:
+        flights = tuple((str(n), str(g), int(c), float(a)) for n, g, c, a in values.get("flights", ()))
+        return cls(**{**values, "flights": flights})
+
+    @property
+    def is_gone(self) -> bool:
+        return self.process in (ENDED, LEFT)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it cannot go on, however long one waits."""
+        return self.process in (STOPPED, ENDED, LEFT, SILENT)
+
+
+class Reader:
+    """The board of a process. Keeps reading after the file is removed and after the process has ended."""
+
+    def __init__(self, board: Path | Board) -> None:
+        """``board``: the file of another process, or the board of this one, whose file must not be opened again: to
+        close it would end the lock.
+
+        Raises FileNotFoundError: there is no board, or no whole one yet.
+        """
+        self._file: int | None = None
+        if isinstance(board, Board):
+            self._memory, self.path = board.memory, board.path
+        else:
+            self.path = board
+            self._file = os.open(board, os.O_RDWR | os.O_CLOEXEC)  # a lock may be asked for only so
+        try:
+            if self._file is not None:
+                self._memory = mmap.mmap(self._file, boards.SIZE, prot=mmap.PROT_READ)
+            magic, version, self.pid, self.rank, self.ranks, slots = HEADER.unpack_from(self._memory, 0)
+            if (magic, version, slots) != (MAGIC, VERSION, SLOTS):
+                raise FileNotFoundError(f"{self.path} is no board of this version")
+        except (OSError, ValueError) as error:
+            if self._file is not None:
+                os.close(self._file)
+            raise FileNotFoundError(str(error)) from error
+        self._names = [""]
+        self._name_end = boards.NAMES_AT
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._memory.close()
+            os.close(self._file)
+
+    def _word(self, at: int) -> int:
+        value: int = WORD.unpack_from(self._memory, at)[0]
+        return value
+
+    def _name(self, number: int) -> str:
+        while len(self._names) <= min(number, self._word(boards.NAME_COUNT_AT)):
+            (length,) = boards.LENGTH.unpack_from(self._memory, self._name_end)
+            start = self._name_end + boards.LENGTH.size
+            self._names.append(self._memory[start : start + length].decode(errors="replace"))
+            self._name_end = start + length
+        return self._names[number] if number < len(self._names) else "?"
+
+    def entries(self) -> list[Entry]:
+        """The entries of the ring, the oldest first. One that is being written is left out."""
+        rows = list(ENTRY.iter_unpack(self._memory[RING_AT:]))
+        whole = sorted(
+            (row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot and row[-1]), key=lambda r: r[-1]
+        )
+        # The place of the oldest one is the one that is written next.
+        entries = [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
+        return [*entries, *(each for each in map(self._after, entries[-1:]) if each is not entries[-1])]
+
+    def _after(self, entry: Entry) -> Entry:
+        """The latest entry, or if its collective has ended, what the process does since."""
+        left = self._word(boards.LEFT_AT)
+        if not entry.collective or left < entry.time:
+            return entry
+        return replace(entry, time=left, collective="", group="", count=0, nbytes=0, subject="")
+
+    def _entry(self, row: tuple[int, ...]) -> Entry:
+        at, nbytes, step, count, place, named, number = row
+        phase = min(place >> boards.PHASE & 0xFF, len(boards.PHASES) - 1)
+        return Entry(
+            number, at, nbytes, step, count, self._name(place & 0xFFFF), self._name(named & 0xFFFF),
+            self._name(named >> boards.GROUP & 0xFFFF), self._name(named >> boards.SUBJECT & 0xFFFF), phase,
+            bool(place >> boards.PATIENT & 1),
+        )  # fmt: skip
+
+    @property
+    def message(self) -> str:
+        """What the process has said last."""
+        length = self._word(boards.MESSAGE_LENGTH_AT)
+        return self._memory[boards.MESSAGE_AT : boards.MESSAGE_AT + length].decode(errors="replace")
+
+    def ask_for_stacks(self) -> None:
+        """Ask a thread of the process to write its stacks. It may be unable to."""
+        number = WORD.pack(self._word(boards.ASKED_AT) + 1)
+        if self._file is not None:
+            os.pwrite(self._file, number, boards.ASKED_AT)
+        else:
+            self._memory[boards.ASKED_AT : boards.ASKED_AT + WORD.size] = number
+
+    def remove(self) -> None:
+        """Remove the files of a process that cannot do so."""
+        for path in (self.path, boards.stacks_beside(self.path)):
+            with suppress(OSError):
+                path.unlink()
+
+    @property
+    def stack_signal(self) -> int:
+        """The signal at which a process writes its stacks that something holds; 0: none."""
+        return self._word(boards.SIGNAL_AT)
+
+    @property
+    def began(self) -> int:
+        return self._word(boards.BEGAN_AT)
+
+    def is_alive(self) -> bool:
+        """Whether the process runs. It has a lock on the file until it ends."""
+        if self._file is None:
+            return True
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        return bool(_LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+
+    def process(self) -> str:
+        if self._word(boards.CLOSED_AT):
+            return LEFT
+        if not self.is_alive():
+            return ENDED
+        return _STATES.get(_letter(self.pid), RUNS)
+
+    def answers(self, within: float) -> bool | None:
+        """Whether a thread of the process ran in the last ``within`` seconds. None: it has no such thread."""
+        beat = self._word(boards.HEARTBEAT_AT)
+        if not beat:
+            return None
+        return time.monotonic_ns() - beat < within * 1e9
+
+    def look(self, host: str = "", since: int = 0, within: float = 5.0) -> Seen:
+        """The rank now. ``since``: ages count from this time of the clock at the earliest."""
+        last = self.last()
+        age = max(0, time.monotonic_ns() - max(last.time, since)) / 1e9
+        return Seen(
+            self.rank, host, self.pid, self.process(), self.answers(within), age, last.step, last.phase, last.unit,
+            last.collective, last.group, last.count, last.nbytes, last.subject, last.patient, *self._counts(last.time),
+        )  # fmt: skip
+
+    def last(self) -> Entry:
+        """The newest entry, or what the process does since."""
+        rows = ENTRY.iter_unpack(self._memory[RING_AT:])
+        # The place of the newest one is full before its number is there.
+        newest = max(
+            (row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot), key=lambda row: row[-1]
+        )
+        return self._after(self._entry(newest))
+
+    def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
+        """How many collectives it has begun in each group, and those of the flight recorder."""
+        last = min(self._word(boards.NAME_COUNT_AT), boards.COUNTED - 1)
+        numbers = struct.unpack_from(f"{last + 1}q", self._memory, boards.COUNTS_AT)
+        counts = {self._name(number): count for number, count in enumerate(numbers) if count}
+        length = self._word(boards.FLIGHTS_LENGTH_AT)
+        with suppress(ValueError, KeyError, TypeError):
+            noted = json.loads(self._memory[boards.FLIGHTS_AT : boards.FLIGHTS_AT + length])
+            if noted["time"] > since:
+                counts |= {str(group): int(count) for group, count in noted["counts"].items()}
+                return counts, tuple((str(n), str(g), int(c), float(a)) for n, g, c, a in noted["flights"])
+        return counts, ()
+
+
+def _letter(pid: int) -> str:
+    """The state of a process in the words of the system: one letter. Empty where the system does not say it."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
+def in_words(entry: Entry, begin: int) -> str:
+    """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
+    unit = f" of {entry.unit}" if entry.unit else ""
+    seconds, phase = (entry.time - begin) / 1e9, boards.PHASES[entry.phase]
+    text = f"{entry.number:8d} {seconds:+12.6f} s  step {entry.step}  {phase}{unit}"
+    if entry.collective:
+        subject = f" of {entry.subject}" if entry.subject else ""
+        text += f"  in {entry.collective}{subject}, number {entry.count} of ranks {entry.group}, {entry.nbytes} bytes"
+    return text

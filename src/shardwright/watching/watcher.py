@@ -1,0 +1,185 @@
+"""The thread of a rank that watches the ranks of its job, and ends the process when the job hangs.
+
+The lowest rank of a host whose thread runs leads: it judges, and leaves the verdict on its board, where the other ranks
+of the host find it. So every rank says the same, and all end at one moment: the end of one looks like a failure to the
+others. A thread needs the interpreter, so a rank that something holds is seen by the others alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright import board as boards
+from shardwright.watching import evidence
+from shardwright.watching.diagnosis import Verdict, judge
+from shardwright.watching.flights import note_flights
+from shardwright.watching.hosts import Courier
+from shardwright.watching.launched import Hang, Looks, silence
+from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, Reader, Seen
+
+#: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
+TRY_AGAIN = 75
+#: Seconds from a verdict to the end of the processes, in which each rank finds it and prints it.
+TO_SAY = 1.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a rank watches.
+
+    Attributes:
+        stall_seconds: how long a rank may wait.
+        folder: for files about a hang.
+        key: the setting in messages.
+        judges: whether this rank judges. A launcher may do so instead.
+        strict: see :func:`judge`.
+        ends: whether the process ends after a verdict.
+        say: called with the text about a hang, on every rank, before the end.
+        record: called with the verdict, on the rank that leads, before the end.
+    """
+
+    stall_seconds: float
+    folder: Path
+    key: str = "stall_seconds"
+    judges: bool = True
+    strict: bool = False
+    ends: bool = True
+    say: Callable[[str], None] | None = None
+    record: Callable[[Hang], None] | None = None
+
+
+class Watcher:
+    """Watches until :meth:`close`."""
+
+    def __init__(
+        self, board: boards.Board, readers: Mapping[int, Reader], settings: Settings, courier: Courier | None = None,
+        host: str = "",
+    ) -> None:  # fmt: skip
+        """``readers``: of the ranks of this host, with this one. ``courier``: to other hosts, if there are any."""
+        self._board, self._readers, self._settings = board, dict(readers), settings
+        self._courier, self._host = courier, host
+        self._rank = next(rank for rank, reader in readers.items() if reader.pid == os.getpid())
+        self._looks = Looks(settings.stall_seconds)
+        self._within = silence(settings.stall_seconds)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwright-watch", daemon=True)
+        self._stacks = evidence.Stacks(board)
+        board.beat()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+        if self._courier is not None:
+            self._courier.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        interval = min(0.5, max(0.05, self._settings.stall_seconds / 8))
+        own = self._readers[self._rank]
+        while not self._closed.wait(interval):
+            since = self._looks.note()
+            self._board.beat()
+            self._stacks.answer()
+            if own.look(since=since).age > self._settings.stall_seconds / 3:
+                note_flights(self._board)
+            if self._settings.judges and (message := self._find(since)):
+                self._end(json.loads(message))
+                return
+
+    # -- the verdict ---------------------------------------------------------------------------------------------
+
+    def _find(self, since: int) -> str:
+        """The message about a hang: that of another rank of this host, or that of this rank if it leads."""
+        for reader in self._readers.values():
+            if message := reader.message:
+                return message
+        seen = [reader.look(self._host, since, self._within) for reader in self._readers.values()]
+        if self._leader(seen) != self._rank:
+            return ""
+        stall = self._settings.stall_seconds
+        everyone: list[Seen] | None = seen
+        if self._courier is not None:
+            everyone = self._courier.exchange(seen, any(each.age > stall / 2 for each in seen))
+            if self._courier.verdict is not None:
+                return self._leave(self._courier.verdict, None, seen)
+        verdict = (
+            None if everyone is None else judge(everyone, stall, self._settings.key, self._settings.strict)
+        )
+        if verdict is None:
+            return ""
+        text = verdict.text
+        if self._courier is not None:
+            text = self._courier.post(text, [each.rank for each in everyone or () if each.process == SILENT])
+        return self._leave(text, verdict, everyone or seen)
+
+    def _leader(self, seen: list[Seen]) -> int:
+        able = [each.rank for each in seen if each.process in (RUNS, DISK) and each.answers is not False]
+        return min([self._rank, *able])
+
+    def _leave(self, text: str, verdict: Verdict | None, seen: list[Seen]) -> str:
+        """Write the files, and leave the message for the other ranks of this host."""
+        place = evidence.write(self._settings.folder, self._readers.values(), verdict, seen, self._stacks)
+        if place is not None:
+            text += f"\nstacks and latest actions of the ranks: {place}"
+        if verdict is not None and self._settings.record is not None:
+            _within(1.0, lambda: self._settings.record(Hang(verdict, place)))  # type: ignore[misc]
+        if self._courier is not None:
+            self._courier.meet(self._board.beat)
+        message = json.dumps({"text": text, "at": time.monotonic_ns() + int(TO_SAY * 1e9)})
+        self._board.say(message)
+        return message
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _end(self, message: dict[str, object]) -> None:
+        """Say it on this rank, and end the process at the moment on which the ranks of this host agree."""
+        text, at = str(message["text"]), int(str(message["at"]))
+        say = self._settings.say or _print
+        _within(TO_SAY, lambda: say(f"rank {self._rank}: {text}"))
+        if not self._settings.ends:
+            return
+        while time.monotonic_ns() < at:
+            self._board.beat()
+            time.sleep(0.05)
+        seen = [reader.look(within=evidence.HELD) for reader in self._readers.values()]
+        if self._leader(seen) == self._rank:
+            for each in (each for each in seen if each.rank != self._rank):
+                if _cannot_end(each):
+                    _kill(each.pid)
+                if each.process == ENDED or _cannot_end(each):
+                    self._readers[each.rank].remove()
+        boards.close_board()
+        os._exit(TRY_AGAIN)
+
+
+def _cannot_end(seen: Seen) -> bool:
+    return seen.process == STOPPED or (seen.process in (RUNS, DISK) and seen.answers is False)
+
+
+def _kill(pid: int) -> None:
+    """End a process that would not end, and that would keep a launcher waiting."""
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """Wait for this at most so long: a pipe that nobody reads, or a disk, may block it."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)

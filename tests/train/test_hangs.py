@@ -1,0 +1,89 @@
+"""Jobs that hang end with status 75 and name the rank: under our launcher, under torchrun, and with one rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.train.jobs import config_file
+from tests.train.kit import faults
+from tests.train.kit.forked import launch
+
+STEPS = 5
+ARGUMENTS = (
+    "--train.steps", "9", "--fault.stall_seconds", "3", "--optimizer.name", "tests.train.kit.faults:ADAMW",
+    "--validation.every", "0",
+)  # fmt: skip
+SHARDED = ("--parallel.engine", "shardwright")
+
+
+def test_launcher_names_a_stopped_rank_and_the_job_restarts(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    status, out, err = launch(
+        tmp_path, "train", config, "--nproc", "2", *SHARDED, "--run.dir", folder, *ARGUMENTS, "--max-restarts", "1",
+        environment=faults.environment(tmp_path / "faults", f"1 {STEPS} SIGSTOP"),
+    )  # fmt: skip
+    assert status == 0, err
+    found = re.search(r"restart 1 of 1: the job hung: (.*), after step", out)
+    assert found is not None, out
+    assert re.match(
+        r"rank 1: optimizer since \d+ s, step 5, process stopped \(T\), pid \d+; rank 0 waits", found[1]
+    )
+    for log in folder.glob("logs/*/rank-*.log"):
+        if "attempt" not in str(log):
+            assert "the job hangs in step 5: rank 1 is" in log.read_text()
+    files = {path.name for path in folder.glob("hangs/*/*")}
+    assert files == {
+        "diagnosis.txt",
+        *(f"rank-{rank}.{kind}.txt" for rank in (0, 1) for kind in ("ring", "stacks")),
+    }
+    assert "agreement" in (next(folder.glob("hangs/*/rank-0.stacks.txt"))).read_text()
+
+
+def test_launcher_says_it_once_and_how_to_continue(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    status, _, err = launch(
+        tmp_path, "train", config, "--nproc", "2", "--parallel.engine", "ddp", "--run.dir", folder, *ARGUMENTS,
+        environment=faults.environment(tmp_path / "faults", f"1 {STEPS} sleep"),
+    )  # fmt: skip
+    assert status == 75, err
+    assert err.startswith(
+        "error: the job hangs in step 5: rank 1 is behind the others, outside any collective\n  rank 1"
+    )
+    assert err.count("rank 1: optimizer since") == 1 and "Traceback" not in err
+    assert f"stacks and latest actions of the ranks: {folder}/hangs/hang-" in err
+    assert "step 3 is saved; to continue:" in err
+    end = json.loads((folder / "exit.json").read_text())
+    assert (end["status"], end["rank"]) == (75, 1)
+
+
+def test_ranks_of_torchrun_name_a_rank_that_sleeps(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    environment = faults.environment(tmp_path / "faults", f"1 {STEPS} sleep")
+    status, _, err = launch(
+        tmp_path, "train", config, *SHARDED, "--run.dir", folder, *ARGUMENTS,
+        torchrun=["--standalone", "--nproc-per-node", "2"], environment=environment,
+    )  # fmt: skip
+    assert status != 0
+    for rank in range(2):
+        expected = (
+            f"rank {rank}: the job hangs in step 5: rank 1 is behind the others, outside any collective\n"
+        )
+        assert expected in err, err
+    assert re.search(r"rank 1: optimizer since \d+ s", err)
+    end = json.loads((folder / "exit.json").read_text())
+    assert end["status"] == 75
+    assert end["rank"] == 1
+    assert end["reason"].startswith("the job hung: rank 1: optimizer")
+
+
+def test_one_rank_that_sleeps_ends(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    status, _, err = launch(
+        tmp_path, "train", config, "--nproc", "1", "--run.dir", folder, *ARGUMENTS,
+        environment=faults.environment(tmp_path / "faults", f"0 {STEPS} sleep"),
+    )  # fmt: skip
+    assert status == 75, err
+    assert "rank 0: the job hangs in step 5: rank 0 does not go on, outside any collective" in err
+    assert json.loads((folder / "exit.json").read_text())["status"] == 75

@@ -1,0 +1,99 @@
+"""``sw.watch`` in a program: what it refuses, that it leaves nothing behind, and that the example of its page runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright import board as boards
+from shardwright.watching import diagnosis
+from tests.support import multirank, world_mesh
+
+PAGE = Path(__file__).parents[2] / "docs" / "hangs.md"
+
+
+def sharded(ranks: int) -> nn.Module:
+    return sw.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=world_mesh(ranks))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@multirank(2)
+def test_wrong_use_is_refused(rank: int, world_size: int) -> None:
+    model = sharded(2)
+    with pytest.raises(TypeError, match="expects a model"):
+        sw.watch("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Call it after fully_shard"):
+        sw.watch(nn.Linear(2, 2))
+    for seconds in (0, -1, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            sw.watch(model, seconds)
+    with sw.watch(model), pytest.raises(RuntimeError, match="watches already"):
+        sw.watch(model)
+    assert boards.current is None
+
+
+def test_a_process_without_a_group_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.__class__ = type("Sharded", (nn.Linear, sw.FSDPModule), {})
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        sw.watch(model)
+
+
+@multirank(2)
+def test_a_closed_watch_leaves_nothing(rank: int, world_size: int) -> None:
+    model = sharded(2)
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        with sw.watch(model):
+            step(model, optimizer)
+            assert boards.board_of(os.getpid()).exists()
+        assert not [*boards.folder_of_boards().glob(f"shardwright-board-{os.getuid()}-{os.getpid()}*")]
+        assert not [each for each in threading.enumerate() if each.name == "shardwright-watch"]
+    step(model, optimizer)
+
+
+@multirank(2)
+def test_on_stall_gets_the_message_and_the_job_goes_on(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = sharded(2)
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    messages: list[str] = []
+    with sw.watch(model, 1.0, tmp_path / "hangs", on_stall=messages.append):
+        for _ in range(boards.FIRST_STEPS + 1):
+            step(model, optimizer)
+        if rank == 1:
+            deadline = time.monotonic() + 20
+            while not messages and time.monotonic() < deadline:
+                time.sleep(0.05)
+        step(model, optimizer)
+        assert len(messages) == 1
+        assert (
+            "rank 1 is behind the others" in messages[0] and "rank 1: outside the model since" in messages[0]
+        )
+    assert len([*tmp_path.glob("hangs/*/diagnosis.txt")]) == 1
+
+
+@multirank(2)
+def test_example_of_the_page_runs(rank: int, world_size: int) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    eval(example, {"sw": sw, "model": sharded(2)}).close()
+
+
+def test_page_explains_each_headline() -> None:
+    text = PAGE.read_text()
+    for kind in (diagnosis.BEHIND, diagnosis.OUTSIDE, diagnosis.ALONE, diagnosis.JOINED, diagnosis.MIXED):
+        rank = 0 if kind == diagnosis.ALONE else 2
+        headline = diagnosis.Verdict(kind, (rank,), "", "", lost=False, step=4).headline
+        assert f"`{headline.removeprefix('the job hangs in step 4: ')}`" in text

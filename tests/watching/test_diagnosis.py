@@ -1,0 +1,127 @@
+"""Verdicts on what is seen of the ranks: when there is none yet, which case it is, and whom it names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from shardwright import board as boards
+from shardwright.watching.diagnosis import ALONE, BEHIND, JOINED, MIXED, OUTSIDE, judge
+from shardwright.watching.reading import ENDED, LEFT, RUNS, SILENT, STOPPED, Seen
+
+STALL = 10.0
+
+
+def computing(rank: int, age: float, begun: int = 4, **others: Any) -> Seen:
+    """A rank that has begun `begun` collectives and is in none."""
+    others = {
+        "host": "",
+        "phase": boards.BACKWARD,
+        "unit": "layers.7",
+        "process": RUNS,
+        "answers": True,
+        "step": 5,
+        **others,
+    }
+    return Seen(rank, pid=100 + rank, age=age, counts={"0-3": begun}, **others)
+
+
+def waiting(rank: int, age: float, count: int = 5, name: str = "reduce-scatter", **others: Any) -> Seen:
+    """A rank that waits in the collective of all four ranks with this number."""
+    subject = {"collective": name, "group": "0-3", "count": count, "subject": "layers.9"}
+    return computing(rank, age, count, **{**subject, **others})
+
+
+THREE = [waiting(0, 31), waiting(1, 31), waiting(3, 31)]
+
+
+def test_the_rank_behind_is_named_with_its_place() -> None:
+    verdict = judge([*THREE, computing(2, 31.4, process=STOPPED)], STALL)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits, verdict.lost, verdict.step) == (OUTSIDE, (2,), True, 5)
+    assert verdict.reason == (
+        "rank 2: backward of layers.7 since 31 s, process stopped (T), pid 102; "
+        "ranks 0, 1, 3 wait in reduce-scatter of layers.9 since 31 s"
+    )
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [waiting(0, 9), waiting(1, 9), computing(2, 9), waiting(3, 9)],  # not long enough
+        [*THREE, computing(2, 2)],  # it goes on: another rank is slow, and does something
+        [*THREE, computing(2, 31, patient=True)],  # it compiles or loads
+        [*THREE, computing(2, 31, phase=boards.SAVE, patient=True)],
+        [computing(rank, 99, phase=boards.OUTSIDE) for rank in range(4)],  # code of a user, for which nobody waits
+        [replace(each, patient=True) for each in [*THREE, waiting(2, 31)]],  # a first collective connects hosts
+    ],
+)  # fmt: skip
+def test_no_verdict_yet(seen: list[Seen]) -> None:
+    assert judge(seen, STALL) is None
+
+
+@pytest.mark.parametrize(
+    ("fourth", "kind", "culprits"),
+    [
+        (computing(2, 31), OUTSIDE, (2,)),
+        (
+            computing(2, 31, patient=True, process=STOPPED),
+            OUTSIDE,
+            (2,),
+        ),  # no patience with what cannot go on
+        (computing(2, 31, process=ENDED), OUTSIDE, (2,)),
+        (computing(2, 31, process=LEFT, phase=boards.END), OUTSIDE, (2,)),
+        (computing(2, 31, process=SILENT, host="b"), BEHIND, (2,)),
+        (waiting(2, 31, 4, answers=False), BEHIND, (2,)),
+        (waiting(2, 31, process=STOPPED), BEHIND, (2,)),  # it has begun the same collective
+        (waiting(2, 31), JOINED, ()),
+        (waiting(2, 31, name="all-gather"), MIXED, ()),
+        (waiting(2, 31, 4, name="all-gather"), MIXED, ()),
+    ],
+)
+def test_cases_are_told_apart(fourth: Seen, kind: str, culprits: tuple[int, ...]) -> None:
+    verdict = judge([*THREE, fourth], STALL)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (kind, culprits)
+
+
+def test_the_root_of_a_chain_is_named() -> None:
+    """Rank 0 waits for 1 in one group, 1 waits for 2 in another; 2 computes."""
+    rows = [
+        replace(waiting(0, 31, 5), group="0-1", counts={"0-1": 5}),
+        replace(waiting(1, 31, 7), group="1-2", counts={"0-1": 4, "1-2": 7}),
+        replace(computing(2, 31), counts={"1-2": 6}),
+    ]
+    verdict = judge(rows, STALL)
+    assert verdict is not None and verdict.culprits == (2,)
+
+
+def test_a_job_without_waiting_ranks() -> None:
+    verdict = judge([computing(rank, 31) for rank in range(4)], STALL)
+    assert verdict is not None and (verdict.kind, verdict.culprits) == (ALONE, (0, 1, 2, 3))
+    between_steps = [computing(0, 31, phase=boards.OUTSIDE)]
+    assert judge(between_steps, STALL) is None
+    verdict = judge(between_steps, STALL, strict=True)
+    assert verdict is not None and verdict.kind == ALONE
+    assert verdict.headline == "the job hangs in step 5: rank 0 does not go on, outside any collective"
+
+
+def test_collectives_of_the_flight_recorder_count() -> None:
+    """A barrier of a user is on no board."""
+    outside = {"phase": boards.OUTSIDE, "unit": ""}
+    rows = [
+        replace(computing(rank, 31, **outside), flights=(("barrier", "0-3#0", 1, 31.0),))
+        for rank in (0, 1, 3)
+    ]
+    rows = [replace(each, counts={"0-3#0": 1}) for each in rows]
+    verdict = judge([*rows, replace(computing(2, 31), counts={"0-3#0": 0})], STALL)
+    assert verdict is not None and verdict.culprits == (2,)
+    assert "ranks 0, 1, 3 wait in barrier (outside the model)" in verdict.reason
+
+
+def test_what_is_seen_travels_as_json() -> None:
+    seen = waiting(1, 2.5, flights=(("barrier", "0-3#0", 1, 31.0),))
+    assert Seen.of(json.loads(json.dumps(asdict(seen)))) == seen

@@ -1,0 +1,56 @@
+"""Every way of hanging ends soon, and every rank that can still speak says which rank is behind and where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.watching.scenarios import LIMIT, SCENARIOS, STALL
+
+ROOT = Path(__file__).parents[2]
+#: Scenarios in which the culprit can still speak and end by itself.
+SPEAKS = ("endless", "sleep", "stalled", "left", "mismatched", "barrier", "stuck", "all joined")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All scenarios, several at the same time, forked from one process."""
+    folder = tmp_path_factory.mktemp("hangs") / "jobs"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "tests.watching.scenarios", str(folder)],
+        cwd=ROOT, env=environment, check=True, timeout=500,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_hang_names_the_rank_and_its_place(results: dict[str, Any], name: str) -> None:
+    scenario, result = SCENARIOS[name], results[name]
+    expected = re.escape(scenario.text).replace(r"\*", r"\d+").replace(r"\ ", " ")
+    speaks = name.startswith(SPEAKS)
+    if scenario.ends_well:
+        assert {*result["statuses"].values()} == {0}
+        assert not result["evidence"]
+        return
+    for rank in map(str, range(scenario.ranks)):
+        assert result["seconds"][rank] < STALL + 10 < LIMIT
+        if rank != str(scenario.culprit) or speaks:
+            assert result["statuses"][rank] == 75
+            assert re.search(expected, result["texts"][rank]), result["texts"][rank]
+            assert f"rank {rank}: the job hangs in step" in result["texts"][rank]
+    gone = {scenario.culprit} if "gone" in name else set()
+    ranks = {*range(scenario.ranks)} - gone
+    files = {f"rank-{rank}.{kind}.txt" for rank in ranks for kind in ("ring", "stacks")}
+    assert {*result["evidence"]} == files | {"diagnosis.txt"}
+    assert gone or not result["left"]
+    if speaks or "held" in name:
+        assert f"in {scenario.what.__name__}" in result["stacks"]
