@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
