@@ -28,7 +28,7 @@ from shardwright import board, checkpoint, engine, optim  # noqa: F401  # before
 from shardwright.watching import api
 from shardwright.watching.watcher import Settings
 
-STALL = 2.0
+STALL = 3.0
 RANKS, CULPRIT, STEP = 2, 1, 4
 AT_ONCE = 8
 LIMIT = 20.0  #: seconds from the fault to the end of all ranks
