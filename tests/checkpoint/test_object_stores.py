@@ -150,7 +150,7 @@ def test_a_load_and_a_save_do_not_need_a_list(tmp_path: Path, late: bool) -> Non
     url = f"fake://{tmp_path}/c"
     FakeStore.restart(late=late)
     save_state(url, state(), Ranks(alone=True), verified=True)
-    assert loads(url) and FakeStore.calls["ls"] == 1
+    assert loads(url) and FakeStore.calls["ls"] == 2
 
 
 def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
             save_state(url, state(1), alone, overwrite=True)
 
     begun: list[int] = []
-    with pytest.raises(OSError, match="one save at a time"):
+    with pytest.raises(OSError, match="one program at a time"):
         save_state(url, state(), alone, progress=second)
     assert begun and loads(url, 1)
     assert place.description() == INDEX

@@ -162,7 +162,7 @@ def test_a_commit_never_replaces_an_object(s3: Any) -> None:
     later.write(later.stored_name("index.json"), b"later")
     s3.pipe_file("runs/c/index.json", b"first")
     with pytest.raises(FileExistsError, match="was written by another save"):
-        place.commit(later)
+        place.commit(later, overwrite=True)
     assert s3.cat_file("runs/c/index.json") == b"first"
 
 

@@ -230,10 +230,10 @@ def as_a_user() -> Iterator[None]:
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file and folder. What Python compiles does not count, nor do locks of runs."""
+    """Size and time of every file and folder, but for what Python compiles, locks of runs, and how a run ended."""
     found = {}
     for path in folder.rglob("*"):
-        if "__pycache__" not in path.parts and path.name != ".lock":
+        if "__pycache__" not in path.parts and path.name not in (".lock", "exit.json"):
             facts = path.lstat()
             is_folder = stat.S_ISDIR(facts.st_mode)
             found[str(path.relative_to(folder))] = (0, 0) if is_folder else (facts.st_size, facts.st_mtime_ns)

@@ -121,7 +121,7 @@ def test_wrong_use_is_status_2(tmp_path: Path, inspect: Inspect) -> None:
         assert (status, out) == (2, "") and err.startswith("error: ") and expected in err, err
         assert err.count("\n") == 1
     status, _, err = inspect(tmp_path)
-    assert status == 1 and "neither index.json nor .metadata" in err
+    assert status == 2 and "neither index.json nor .metadata, so it holds no checkpoint" in err
 
 
 def test_hostile_folders_run_nothing_and_are_one_line(

@@ -106,7 +106,11 @@ def test_non_finite_loss_stops_the_run_and_keeps_what_was_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_file(tmp_path)
-    arguments = ("--run.dir", tmp_path / "run", "--optimizer.lr", "1e38", "--checkpoint.every", "1")
+    arguments = ("--run.dir", tmp_path / "infinite", "--optimizer.lr", "1e38", "--checkpoint.every", "1")
+    assert train_here(config, *arguments) == 1
+    assert capsys.readouterr().err.startswith("error: step 1: expected finite weights")
+    assert not saved_steps(tmp_path / "infinite" / "checkpoints")
+    arguments = ("--run.dir", tmp_path / "run", "--optimizer.lr", "1e22", "--checkpoint.every", "1")
     assert train_here(config, *arguments) == 1
     error = capsys.readouterr().err
     done = saved_steps(tmp_path / "run" / "checkpoints")[0]

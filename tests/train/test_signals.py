@@ -42,6 +42,8 @@ class Left(Exception):
 def signals_at(step: int, *numbers: int, pause: float = 0.0) -> Iterator[None]:
     """This process gets these signals in the given step."""
     before = Trainer.train_step
+    # nohup ignores SIGHUP, and the trainer leaves it so.
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
 
     def train_step(self: Trainer, *arguments: Any) -> Any:
         if self.position.step == step - 1:
@@ -55,6 +57,8 @@ def signals_at(step: int, *numbers: int, pause: float = 0.0) -> Iterator[None]:
         yield
     finally:
         Trainer.train_step = before  # type: ignore[method-assign]
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -62,6 +66,7 @@ def test_each_signal_saves_and_is_answered_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     folder = tmp_path / "run"
+    before = signal.getsignal(number)
     with signals_at(2, number, pause=0.3):
         status = train_here(config_file(tmp_path), "--run.dir", folder, "--train.steps", "50")
     assert status == (130 if number == signal.SIGINT else 143)
@@ -75,7 +80,7 @@ def test_each_signal_saves_and_is_answered_at_once(
     assert content["reason"] == f"stopped by {number.name}; the state is saved"
     assert (content["step"], content["saved"], content["attempt"]) == (2, 2, 1)
     assert record["status"] == "interrupted"
-    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert signal.getsignal(number) is before
 
 
 def ends_in_thread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -324,8 +329,11 @@ def test_statuses_of_signals() -> None:
 
 
 def test_the_page_on_faults(plain_run: Path) -> None:
-    """Its commands are understood, and it has every key of exit.json and of `[fault]`."""
-    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    """Its commands are understood, and it has every key of exit.json. The pages on faults have all of `[fault]`."""
+    docs = Path(__file__).parents[2] / "docs"
+    page, *others = [
+        (docs / name).read_text(encoding="utf-8") for name in ("faults.md", "numbers.md", "hangs.md")
+    ]
     commands = [
         line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
     ]
@@ -341,4 +349,7 @@ def test_the_page_on_faults(plain_run: Path) -> None:
     assert content is not None
     (shown,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert list(json.loads(shown)) == list(content)
-    assert rows >= content.keys() | FaultConfig.model_fields.keys()
+    assert rows >= content.keys()
+    assert {
+        key for key in FaultConfig.model_fields if not any(key in each for each in (page, *others))
+    } == set()

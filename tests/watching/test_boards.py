@@ -7,6 +7,7 @@ import signal
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,10 +110,12 @@ def test_states_of_processes_and_what_killed_ones_leave(tmp_path: Path) -> None:
         time.sleep(60)
         os._exit(0)
     deadline = time.monotonic() + 30
-    while not (board := boards.board_of(child, tmp_path)).exists() or board.stat().st_size < boards.SIZE:
+    board, reader = boards.board_of(child, tmp_path), None
+    while reader is None:
         assert time.monotonic() < deadline
+        with suppress(FileNotFoundError, ValueError):  # there is no file yet, or not all of it
+            reader = Reader(board)
         time.sleep(0.01)
-    reader = Reader(board)
     while reader.look().unit != "layers.1":
         time.sleep(0.01)
     assert reader.process() == RUNS

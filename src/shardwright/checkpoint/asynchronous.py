@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from shardwright import board as boards
 from shardwright.checkpoint import notes
+from shardwright.checkpoint.arguments import place_of
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.loading import open_checkpoint
-from shardwright.checkpoint.places import LocalStore, store_of
+from shardwright.checkpoint.places import LocalStore
 from shardwright.checkpoint.ranks import Ranks, described, raise_for
 from shardwright.checkpoint.saving import Plan, names_of_files, open_save
 from shardwright.checkpoint.staging import Job, SharedMemory, stage
@@ -136,7 +137,7 @@ class AsyncCheckpoint:
         self,
         path: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
         generators: bool = True,
@@ -164,7 +165,8 @@ class AsyncCheckpoint:
     ) -> None:
         """:meth:`save` of a nested state: dicts and lists of tensors and plain values."""
         self._check_open()
-        ranks, place = self._ranks, store_of(path)
+        ranks = self._ranks
+        place = place_of(path, ranks)
         self.wait()
         plan = Plan.of(state, ranks)
         with open_save(place, plan, ranks, overwrite):

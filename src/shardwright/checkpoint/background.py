@@ -21,7 +21,7 @@ from shardwright.checkpoint import notes
 from shardwright.checkpoint.pipes import Lines, send
 from shardwright.checkpoint.places import LocalStore
 from shardwright.checkpoint.ranks import described, raise_for
-from shardwright.checkpoint.saving import commit_parts, read_back
+from shardwright.checkpoint.saving import commit_parts, read_back, unless_removed
 from shardwright.checkpoint.staging import Job, SharedMemory, staged_job
 from shardwright.checkpoint.writing import Written, file_of_rank, write_parts
 
@@ -73,10 +73,11 @@ class Writer:
         start, attempt = time.monotonic(), job.contents.attempt
         try:
             folder = job.unfinished
-            written = write_parts(folder, file_of_rank(job.rank), job.parts)
-            if job.verified:
-                read_back(folder, written)
-            notes.leave(folder, job.rank, attempt, written)
+            with unless_removed(job.place, folder):
+                written = write_parts(folder, file_of_rank(job.rank), job.parts)
+                if job.verified:
+                    read_back(folder, written)
+                notes.leave(folder, job.rank, attempt, written)
             seconds = time.monotonic() - start
             self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
             if job.is_first:
@@ -94,9 +95,15 @@ class Writer:
 
     def _commit(self, job: Job) -> None:
         writes = self._all_written(job)
-        job.place.check_free(job.overwrite)
         notes.remove(job.unfinished, job.contents.ranks)
-        commit_parts(job.place, job.unfinished, job.contents, writes, verified=job.verified)
+        commit_parts(
+            job.place,
+            job.unfinished,
+            job.contents,
+            writes,
+            overwrite=job.overwrite,
+            verified=job.verified,
+        )
 
     def _all_written(self, job: Job) -> list[Written]:
         """What every rank has written.

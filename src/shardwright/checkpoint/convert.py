@@ -261,7 +261,7 @@ def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
         write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
         if isinstance(place, LocalStore):
             _check_free(place.path)
-        place.commit(unfinished)
+        place.commit(unfinished, overwrite=False)
     except BaseException:
         unfinished.abandon(names_of_files(1))
         raise

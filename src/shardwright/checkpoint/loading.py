@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
 from shardwright.checkpoint.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.unreplaced import OpenFiles, Origin, unless_replaced
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Checkpoint:
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
     links: bool = False  #: whether files of torch's writer may be behind links
+    origin: Origin | None = None  #: of the description, to notice that another save has replaced it
 
     @property
     def folder(self) -> Path:
@@ -91,17 +94,23 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     name = store.description()
     described: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
     if name == METADATA:
-        data = _description(described, name, b".")
+        data, origin = _description(described, name, b".")
         metadata = folders.parse_metadata(data)
-        return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links)
-    text = _description(described, name, b'"}\n')
-    return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest())
+        return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links, origin)
+    text, origin = _description(described, name, b'"}\n')
+    return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest(), origin=origin)
 
 
-def _description(files: Files, name: str, end: bytes) -> bytes:
+def _description(files: Files, name: str, end: bytes) -> tuple[bytes, Origin]:
     """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
     no more is read."""
     nbytes = files.size(name)
+    origin = Origin.of(files, name)
+    with unless_replaced(origin):
+        return _content(files, name, nbytes, end), origin
+
+
+def _content(files: Files, name: str, nbytes: int, end: bytes) -> bytes:
     if nbytes > LARGEST:
         raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
     last = bytearray(min(len(end), nbytes))
@@ -203,17 +212,40 @@ def open_together(
     """
     opened: list[Checkpoint] = []
 
-    def look() -> str:
+    def look() -> tuple[str, str]:
         opened.append(open_checkpoint(path))
         check(opened[0])
-        return opened[0].fingerprint
+        return opened[0].fingerprint, str(path)
 
-    prints = ranks.together(look)
-    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
-    if other is not None:
-        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
-    ranks.together(lambda: verify(opened[0], ranks.rank, ranks.size, progress))
+    check_same_description(ranks.together(look))
+
+    def compare() -> None:
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            verify(opened[0], ranks.rank, ranks.size, progress)
+
+    ranks.together(compare)
     return opened[0]
+
+
+def check_same_description(found: Sequence[tuple[str, str]]) -> None:
+    """Compare what the ranks have opened: fingerprint and place of each rank.
+
+    Raises:
+        ValueError: two ranks have opened different checkpoints at different places.
+        OSError: at the same place.
+    """
+    for rank, (fingerprint, place) in enumerate(found):
+        if fingerprint == found[0][0]:
+            continue
+        if place != found[0][1]:
+            raise ValueError(
+                f"rank {rank} loads {place}, and rank 0 {found[0][1]}, which is another checkpoint. Pass the same path "
+                "on every rank"
+            )
+        raise OSError(
+            f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just "
+            "replaced it: load it again. Or the ranks do not share this file system"
+        )
 
 
 @boards.during(boards.LOAD)
@@ -281,7 +313,7 @@ def read_state(
     Raises:
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
-    mine, place = State.of(state), checkpoint.place
+    mine = State.of(state)
     values: dict[Any, Any] = {}
     stored: dict[str, StoredTensor] = {}
     strides: Strides = {}
@@ -300,16 +332,18 @@ def read_state(
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
             raise Damaged("the description has a value inside another value")
         content.update(nested(leaves))
+        files.hold(part.file for part, _, _ in _reads(stored, mine.tensors.values()))
 
     def read(early: bool) -> None:
         tensors = [each for each in mine.tensors.values() if first(each) == early]
-        _read_tensors(place, stored, tensors, strides, progress)
+        _read_tensors(files, stored, tensors, strides, progress)
         if early:
             accept(content)
 
-    ranks.together(prepare)
-    ranks.together(lambda: read(True))
-    ranks.together(lambda: read(False))
+    with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
+        ranks.together(prepare)
+        ranks.together(lambda: read(True))
+        ranks.together(lambda: read(False))
     return content
 
 
@@ -318,7 +352,7 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
     stored = checkpoint.shapes()
     for name, each in tensors.items():
         if name not in stored:
-            raise ValueError(f"{path} has no tensor {name}")
+            raise ValueError(f"{path} has no tensor {name}, so it is of another model or state")
         dtype, shape = stored[name]
         if shape != each.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(each.shape)}")
@@ -326,23 +360,32 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
             raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
 
 
-def _read_tensors(
-    files: Files,
-    known: Mapping[str, StoredTensor],
-    tensors: list[NamedTensor],
-    strides: Strides,
-    progress: Progress,
-) -> None:
-    """Read every box that this rank needs, in the order of the files."""
+def _reads(
+    known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
+) -> list[tuple[Part, StoredTensor, Box]]:
+    """What this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
         stored = known[each.name]
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
+    return reads
+
+
+def _read_tensors(
+    files: OpenFiles,
+    known: Mapping[str, StoredTensor],
+    tensors: list[NamedTensor],
+    strides: Strides,
+    progress: Progress,
+) -> None:
+    """Read every box that this rank needs."""
+    reads = _reads(known, tensors)
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
-        _read_boxes(files.open(name), list(of_file), strides, progress)
+        with files.reader(name) as reader:
+            _read_boxes(reader, list(of_file), strides, progress)
     wait_for_devices(box.local for _, _, box in reads)
 
 
@@ -355,10 +398,7 @@ def _read_boxes(
             _read_box(reader, part, stored.dtype, box, strides.get(part))
         return prod(part.sizes) * stored.dtype.itemsize
 
-    try:
-        in_threads(reads, read, progress)
-    finally:
-        reader.close()
+    in_threads(reads, read, progress)
 
 
 def _read_box(
@@ -442,6 +482,9 @@ def read_tensors(
             assert metadata is not None
             stored.update(foreign.tensors_of(folder, metadata, named, strides, checkpoint.links))
 
-    ranks.together(prepare)
+        files.hold(part.file for part, _, _ in _reads(stored, named.values()))
+
     wanted = list(named.values())
-    ranks.together(lambda: _read_tensors(checkpoint.place, stored, wanted, strides, progress))
+    with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
+        ranks.together(prepare)
+        ranks.together(lambda: _read_tensors(files, stored, wanted, strides, progress))

@@ -79,7 +79,8 @@ class ObjectStore:
     def remove(self, name: str) -> None:
         with self._reported(name, "removed"):
             system, path = self._system(name)
-            system.rm_file(path)
+            with contextlib.suppress(FileNotFoundError):  # another save that clears this place was faster
+                system.rm_file(path)
 
     def has(self, name: str) -> bool:
         try:
@@ -101,6 +102,9 @@ class ObjectStore:
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self, name)
+
+    def identity(self, name: str) -> None:
+        return None  # no save writes an object of another one, except for what the digests in index.json tell apart
 
     def drop_from_cache(self, name: str) -> None:
         pass
@@ -127,7 +131,16 @@ class ObjectStore:
             with self._reported("", "made"):
                 system, path = self._system("")
                 system.makedirs(path, exist_ok=True)
-        promptly(lambda: unfinished.write(unfinished.stored_name(_MARK), b"a save has begun\n"), self._url)
+        mark = unfinished.stored_name(_MARK)
+        promptly(lambda: unfinished.write(mark, b"a save has begun\n"), self._url)
+        # Of two saves that begin at once each has its mark there before it looks for others, so one of them sees both.
+        if any(name.startswith("__begun.") and name != mark for name in self.sizes()):
+            raise self._busy()
+
+    def _busy(self) -> FileExistsError:
+        return FileExistsError(
+            f"{self._url}: another save to this URL is under way. Let one save at a time write to a URL"
+        )
 
     def unfinished(self, attempt: str) -> ObjectStore:
         return ObjectStore(self._url, attempt)
@@ -146,18 +159,33 @@ class ObjectStore:
                 "store that they share, and one save at a time"
             )
 
-    def commit(self, unfinished: Store) -> None:
+    def commit(self, unfinished: Store, overwrite: bool) -> None:
         assert isinstance(unfinished, ObjectStore)
         unfinished.check_seen()  # a save that begins later with overwrite=True removes it, and our files
-        text = unfinished.read(unfinished.stored_name(INDEX))
+        try:
+            text = unfinished.read(unfinished.stored_name(INDEX))
+        except Damaged:
+            raise self._busy() from None
         try:
             self.write(INDEX, text)
         except OSError:
             if not self._holds(text):  # the store may have done it, and only its answer was lost
                 raise
+        # Once more: such a save removes the mark first, and then looks for an index. So either it finds ours and keeps
+        # our files, or the mark is missing here.
+        if unfinished.is_removed():
+            if self._holds(text):
+                self.remove(INDEX)
+            raise self._busy()
         for name in (_MARK, INDEX):
             with contextlib.suppress(OSError):
                 unfinished.remove(unfinished.stored_name(name))
+
+    def is_removed(self) -> bool:
+        try:
+            return not promptly(lambda: self.has(self.stored_name(_MARK)), self._url)
+        except OSError:  # no answer; the save is complete
+            return False
 
     def _holds(self, text: bytes) -> bool:
         try:
@@ -251,7 +279,13 @@ class ObjectStore:
 
     def _remove(self, names: Iterable[str]) -> None:
         # First what would let a load or another save take the rest for theirs.
-        for name in sorted(names, key=lambda name: (name != INDEX, not name.startswith("__begun"), name)):
+        ordered = sorted(names, key=lambda name: (name != INDEX, not name.startswith("__begun"), name))
+        is_checked = False
+        for name in ordered:
+            if not is_checked and name != INDEX and not name.startswith("__begun"):
+                is_checked = True
+                if self.has(INDEX):  # another save has written it meanwhile: see commit
+                    raise self._busy()
             self.remove(name)
 
     def _damage(self) -> str | None:

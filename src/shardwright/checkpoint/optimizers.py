@@ -24,6 +24,7 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.settings import check_settings
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
+from shardwright.engine.unit.owning import units_of
 
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "state", "param_groups"
@@ -37,11 +38,17 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
     """
     if optimizer is None:
         return ()
-    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    is_one = isinstance(optimizer, (Mapping, Optimizer)) or not isinstance(optimizer, Iterable)
+    optimizers: tuple[Any, ...] = (optimizer,) if is_one else tuple(optimizer)  # type: ignore[arg-type]
     for each in optimizers:
         if not isinstance(each, Optimizer):
+            hint = (
+                '. Pass a schedule in extra: extra={"schedule": schedule}'
+                if hasattr(each, "state_dict")
+                else ""
+            )
             raise TypeError(
-                f"optimizer: expected a torch.optim.Optimizer or several, got {type(each).__name__}"
+                f"optimizer: expected a torch.optim.Optimizer or several, got {type(each).__name__}{hint}"
             )
     return optimizers
 
@@ -60,6 +67,12 @@ def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> di
             other = next((p for each in optimizers for p in _parameters(each) if id(p) not in ours), None)
             if other is None:
                 raise
+            computing = next((unit for unit in units_of(model) if unit.managed(other) is not None), None)
+            if computing is not None:
+                raise RuntimeError(
+                    f"unit {computing.name!r} computes at this moment, and its modules have full parameters, which are "
+                    "not those of the optimizer. Save and load between steps, not inside a forward or a backward"
+                ) from None
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(other.shape)} that the model does not have. Build the "
                 "optimizer from this model's parameters"

@@ -39,7 +39,13 @@ def store_of(location: Location) -> Store:
     """
     if isinstance(location, (LocalStore, ObjectStore)):
         return location
-    text = os.fspath(location)  # type: ignore[arg-type]
+    if not isinstance(location, (str, os.PathLike)) or isinstance(os.fspath(location), bytes):
+        raise TypeError(
+            f"path: expected a string or a pathlib.Path, got {type(location).__name__} {location!r:.100}"
+        )
+    text = os.fspath(location)
+    if "\0" in text:
+        raise ValueError(f"path: {text!r} has a zero byte, which no file system takes")
     if not isinstance(location, str) and (found := re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", text)):
         raise ValueError(
             f"{text} is a URL that pathlib has changed: it makes {found[0]} of {found[0]}/. Pass the URL as a string"
@@ -58,17 +64,42 @@ class LocalStore(LocalFiles):
     def description(self) -> str:
         recover(self.path)
         if not self.path.is_dir():
-            raise FileNotFoundError(f"{self.path}: there is no checkpoint")
+            raise FileNotFoundError(f"{self.path}: {self._found()}")
         if os.path.lexists(self.path / INDEX):  # whatever .metadata says
             return INDEX
         if not os.path.lexists(self.path / METADATA):
-            raise Damaged(f"the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint")
+            self._refuse_empty()
+            raise Damaged(f"the folder has neither {INDEX} nor {METADATA}, but parts of a checkpoint")
         if os.path.lexists(self.path / VALUES):
             raise Damaged(
                 f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
                 "torch.distributed.checkpoint if you trust it"
             )
         return METADATA
+
+    def _found(self) -> str:
+        if not self.path.exists():
+            return "there is no checkpoint"
+        if self.path.is_file() and zipfile.is_zipfile(self.path):
+            return (
+                "this is a file of torch.save, such as Fabric's full checkpoints, and not the folder of a checkpoint. "
+                "Read it with torch.load or fabric.load"
+            )
+        return "this is a file, and not the folder of a checkpoint"
+
+    def _refuse_empty(self) -> None:
+        names = sorted(os.listdir(self.path))
+        if any(name.endswith(".distcp") for name in names):
+            return
+        inside = next((name for name in reversed(names) if is_checkpoint(self.path / name)), None)
+        hint = (
+            ""
+            if inside is None
+            else f". It holds folders with checkpoints: load {self.path / inside}, for example"
+        )
+        raise FileNotFoundError(
+            f"{self.path}: the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint{hint}"
+        )
 
     def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
         begin(self.path, attempt, nbytes, overwrite)
@@ -99,9 +130,12 @@ class LocalStore(LocalFiles):
                     found[each.name] = each.stat().st_size
         return found
 
-    def commit(self, unfinished: Store) -> None:
+    def commit(self, unfinished: Store, overwrite: bool) -> None:
         assert isinstance(unfinished, LocalStore)
-        commit(unfinished.path, self.path)
+        commit(unfinished.path, self.path, overwrite)
+
+    def is_removed(self) -> bool:
+        return not self.path.exists()
 
     def abandon(self, names: Iterable[str]) -> None:
         abandon(self.path)
@@ -171,17 +205,18 @@ def make_durable(folder: Path) -> None:
         sync_folder(each.parent)
 
 
-def commit(folder: Path, path: Path) -> None:
+def commit(folder: Path, path: Path, overwrite: bool) -> None:
     """Give a written folder or file its name. What had the name before is deleted after that.
 
     Raises:
+        FileExistsError: a folder with content has this name, and ``overwrite`` is false.
         OSError: it cannot be renamed, or the names cannot be written to disk. What was there is still there.
     """
     if folder.is_dir():
         sync_folder(folder)
     written = os.stat(folder)
     try:
-        replaced = _put_in_place(folder, path)
+        replaced = _put_in_place(folder, path, overwrite)
         sync_folder(path.parent)
     except BaseException:
         _take_back(folder, path, written)
@@ -193,10 +228,15 @@ def commit(folder: Path, path: Path) -> None:
             remove(folder)
 
 
-def _put_in_place(folder: Path, path: Path) -> Path | None:
+def _put_in_place(folder: Path, path: Path, overwrite: bool) -> Path | None:
     """Rename a folder or file. Returns where the replaced one is now, if there was one."""
-    if not os.path.lexists(path):
-        os.rename(folder, path)
+    if not overwrite or not os.path.lexists(path):
+        try:
+            os.rename(folder, path)  # no folder takes the name of one that has content
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise FileExistsError(f"{path}: another save has just written it. Choose another path") from None
         return None
     if _exchange(folder, path):
         return folder
@@ -252,15 +292,24 @@ def remove_leftovers(path: Path, attempt: str) -> None:
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.partial")
     for left in path.parent.iterdir():
         if name.fullmatch(left.name) and left != partial_folder(path, attempt):
-            _discard(left)
+            _discard(left, path)
     if os.path.lexists(path):
-        _discard(_old(path))
+        _discard(_old(path), path)
 
 
-def _discard(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _discard(left: Path, path: Path) -> None:
+    # Renamed first: if another process writes this folder after all, it can no longer give it the checkpoint's name. Or
+    # it has done so already, and what has the old name is the one that it has replaced.
+    doomed = partial_folder(path, new_attempt())
+    try:
+        os.rename(left, doomed)
+    except FileNotFoundError:
+        return
+    except OSError:
+        doomed = left
+    shutil.rmtree(doomed, ignore_errors=True)
     with contextlib.suppress(OSError):
-        path.unlink()
+        doomed.unlink()
 
 
 def remove(path: Path) -> None:

@@ -69,17 +69,23 @@ def save_state(
     plan = Plan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
-        ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
+
+        def write() -> None:
+            with unless_removed(path, folder):
+                own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress))
+
+        ranks.together(write)
         writes, index = ranks.at_first(own[0]), None
 
         def describe() -> None:
             nonlocal index
-            index = describe_parts(folder, plan.contents, writes or [])
+            with unless_removed(path, folder):
+                index = describe_parts(folder, plan.contents, writes or [])
 
         ranks.by_first(describe)
         if verified:
             _read_back_together(folder, ranks, progress)
-        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt))
+        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt, overwrite))
         return index
 
 
@@ -211,12 +217,38 @@ def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iter
     unfinished = place.unfinished(attempt)
     try:
         ranks.by_first(lambda: place.begin(attempt, plan.nbytes, overwrite))
-        ranks.together(unfinished.check_seen)
+        first = ranks.of_first(str(place))
+
+        def see() -> None:
+            try:
+                unfinished.check_seen()
+            except OSError:
+                if str(place) != first:
+                    raise ValueError(
+                        f"this rank saves to {place}, and rank 0 to {first}. Pass the same path on every rank"
+                    ) from None
+                raise
+
+        ranks.together(see)
         yield unfinished
     except BaseException:
         if ranks.is_first:
             unfinished.abandon(names_of_files(ranks.size))
         raise
+
+
+@contextlib.contextmanager
+def unless_removed(path: Location, unfinished: Store) -> Iterator[None]:
+    """Raise an OSError that explains it if the block fails because another save has removed what this one writes."""
+    try:
+        yield
+    except (OSError, Damaged) as error:
+        if not unfinished.is_removed():
+            raise
+        raise OSError(
+            f"{path}: what this save had written was removed, by another program that saves to the same path or "
+            "deletes files there. Let one program at a time save to a path"
+        ) from error
 
 
 def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> Index:
@@ -246,6 +278,7 @@ def commit_parts(
     contents: Contents,
     writes: list[Written],
     *,
+    overwrite: bool,
     verified: bool = False,
 ) -> Index:
     """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
@@ -258,11 +291,12 @@ def commit_parts(
         RuntimeError: as :func:`describe_parts`.
     """
     unfinished = store_of(folder)
-    index = describe_parts(unfinished, contents, writes)
-    if verified:
-        with _other_bytes(folder):
-            verify_descriptions(open_checkpoint(unfinished))
-    _commit(path, unfinished, contents.attempt)
+    with unless_removed(path, unfinished):
+        index = describe_parts(unfinished, contents, writes)
+        if verified:
+            with _other_bytes(folder):
+                verify_descriptions(open_checkpoint(unfinished))
+    _commit(path, unfinished, contents.attempt, overwrite)
     return index
 
 
@@ -293,7 +327,9 @@ def _other_bytes(folder: Path | Store) -> Iterator[None]:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _commit(path: Location, folder: Store, attempt: str) -> None:
+def _commit(path: Location, folder: Store, attempt: str, overwrite: bool) -> None:
     place = store_of(path)
-    place.commit(folder)
+    place.check_free(overwrite)  # since the begin of the save something may have come there
+    with unless_removed(path, folder):
+        place.commit(folder, overwrite)
     place.remove_leftovers(attempt)

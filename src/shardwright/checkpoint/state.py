@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.index import Path, StoredValue, name_of
+from shardwright.checkpoint.values import DEEPEST
 
 PART_BYTES = (
     32 << 20
@@ -121,7 +122,9 @@ class State:
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Tensors, and the largest parts without tensors. The keys of the state itself are always separate."""
-    if isinstance(value, Tensor) or (path and not _has_tensors(value)):
+    if len(path) > DEEPEST:
+        raise _too_deep(path)
+    if isinstance(value, Tensor) or (path and not _has_tensors(value, path)):
         yield path, value
     elif isinstance(value, Mapping):
         for key, each in value.items():
@@ -137,12 +140,20 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, number), each)
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(value: Any, path: Path, depth: int = 0) -> bool:
+    if depth > DEEPEST:
+        raise _too_deep(path)
     if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
+        return any(_has_tensors(each, path, depth + 1) for each in value.values())
     if isinstance(value, (list, tuple)):
-        return any(map(_has_tensors, value))
+        return any(_has_tensors(each, path, depth + 1) for each in value)
     return isinstance(value, Tensor)
+
+
+def _too_deep(path: Path) -> ValueError:
+    return ValueError(
+        f"{name_of(path)[:200]} holds itself, or is more than {DEEPEST} values deep, which a checkpoint cannot hold"
+    )
 
 
 def nested(leaves: Mapping[Path, Any]) -> Any:

@@ -39,6 +39,14 @@ class Stored:
             return True
         return any(each.startswith(f"{full}.") for each in self.names)
 
+    def has_part(self, part: str) -> bool:
+        """Whether there is anything in a part."""
+        return any(name == part or name.startswith(f"{part}.") for name in self.names)
+
+    def parts(self) -> str:
+        """What the checkpoint has, in words."""
+        return ", ".join(sorted({name.partition(".")[0] for name in self.names}))[:200] or "nothing"
+
     def value(self, key: str, name: str) -> Any:
         """A value by its last key; None if there is none."""
         within = self.values.get(key)

@@ -7,7 +7,7 @@ checkpoint, whole or none. Nothing here communicates, and nothing here knows wha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +69,12 @@ class Files(Protocol):
     def open(self, name: str) -> Reader:
         """Open a file for reading. Raises as :meth:`size`."""
 
+    def identity(self, name: str) -> Hashable | None:
+        """What differs when another file has this name; None where files of two saves never have the same name.
+
+        Raises OSError.
+        """
+
     def drop_from_cache(self, name: str) -> None:
         """Let the next read of a file come from the store itself, as far as that is possible."""
 
@@ -107,8 +113,14 @@ class Store(Files, Protocol):
     def check_seen(self) -> None:
         """Raise OSError if this process does not see the unfinished save that another one has begun."""
 
-    def commit(self, unfinished: Store) -> None:
-        """Make a written save the checkpoint of this place, in one step. Raises OSError; then nothing has changed."""
+    def commit(self, unfinished: Store, overwrite: bool) -> None:
+        """Make a written save the checkpoint of this place, in one step. Raises OSError; then nothing has changed.
+
+        Without ``overwrite`` it is a FileExistsError if another save has just done it.
+        """
+
+    def is_removed(self) -> bool:
+        """Whether this unfinished save is not there any more. Another save to the same place may remove it."""
 
     def abandon(self, names: Iterable[str]) -> None:
         """Remove this unfinished save, as far as that is possible. ``names`` are files that it may have."""
@@ -155,6 +167,10 @@ class LocalFiles:
 
     def open(self, name: str) -> LocalReader:
         return LocalReader(self.path / name, self._links)
+
+    def identity(self, name: str) -> Hashable:
+        found = os.stat(self.path / name)
+        return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def drop_from_cache(self, name: str) -> None:
         path = self.path / name

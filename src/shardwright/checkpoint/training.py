@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.arguments import (
+    check_model_and_extra,
+    check_same,
+    is_stateful,
+    place_of,
+    reason_of,
+    refuse_sharded_optimizers,
+    summary,
+    with_states,
+)
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.generators import (
     check_generator_states,
@@ -33,7 +43,14 @@ from shardwright.checkpoint.generators import (
     set_generator_states,
 )
 from shardwright.checkpoint.hooks import HOOKS, HooksToLoad, hook_states
-from shardwright.checkpoint.loading import Checkpoint, check_lengths, load_state, open_checkpoint
+from shardwright.checkpoint.loading import (
+    Checkpoint,
+    check_lengths,
+    check_same_description,
+    check_tensors,
+    load_state,
+    open_checkpoint,
+)
 from shardwright.checkpoint.optimizers import (
     OPTIMIZER,
     as_optimizers,
@@ -44,13 +61,13 @@ from shardwright.checkpoint.optimizers import (
     state_of_optimizers,
     stored_groups,
 )
-from shardwright.checkpoint.places import store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.settings import check_states
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
 from shardwright.checkpoint.stores import Store
+from shardwright.checkpoint.unreplaced import replaced, unless_replaced
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
@@ -93,7 +110,7 @@ def save_checkpoint(
         OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
     """
     ranks = Ranks(process_group)
-    place = store_of(path)
+    place = place_of(path, ranks)
     save_state(place, state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite)
 
 
@@ -112,8 +129,9 @@ def state_to_save(
     state: dict[str, Any] = {}
 
     def take() -> tuple[Any, ...]:
+        check_model_and_extra(model, extra)
         optimizers, more = as_optimizers(optimizer), extra or {}
-        _refuse_optimizers(more)
+        refuse_sharded_optimizers(more)
         for unit in units_of(model):
             unit.refuse_unsharded("save_checkpoint of")
             unset = unit.without_values()
@@ -123,16 +141,14 @@ def state_to_save(
         state[MODEL] = _model_state(model)
         if optimizers:
             state[OPTIMIZER] = state_of_optimizers(model, optimizers)
-        state[EXTRA] = {
-            key: value.state_dict() if _is_stateful(value) else value for key, value in more.items()
-        }
+        state[EXTRA] = with_states(more)
         if hooks := hook_states(model):
             state[HOOKS] = hooks
         if generators:
             state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
-        return _arguments(optimizers, more, generators)
+        return summary(optimizers, more, generators)
 
-    _check_same(ranks.together(take))
+    check_same(ranks.together(take))
     return state
 
 
@@ -146,37 +162,6 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 def _without_values(name: str, what: str) -> str:
     return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"
-
-
-def _arguments(
-    optimizers: Sequence[Optimizer], extra: Mapping[str, Any], generators: bool
-) -> tuple[Any, ...]:
-    return [type(each).__name__ for each in optimizers], sorted(map(str, extra)), generators
-
-
-def _check_same(arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Raise ValueError if a rank has passed other arguments than the first one."""
-    for rank, theirs in enumerate(arguments):
-        for what, one, other in zip(("optimizer", "extra", "generators"), arguments[0], theirs, strict=True):
-            if one != other:
-                raise ValueError(
-                    f"{what}: rank {rank} has passed {other}, and rank 0 {one}. Pass the same on every rank"
-                )
-
-
-def _refuse_optimizers(extra: Mapping[str, Any]) -> None:
-    for key, value in extra.items():
-        if isinstance(value, Optimizer) and any(
-            hasattr(p, "full_tensor") for group in value.param_groups for p in group["params"]
-        ):
-            raise ValueError(
-                f"extra[{key!r}] is the optimizer of a sharded model, whose state has other forms on other ranks. Pass "
-                "it with the others: optimizer=[...]"
-            )
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def load_checkpoint(
@@ -196,7 +181,8 @@ def load_checkpoint(
     Args:
         path: the folder or URL.
         model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
-        optimizer: the saved kind, with the saved parameters. Rates and other settings of its groups are restored.
+        optimizer: the saved kind, with the saved parameters. Leave it out if the checkpoint holds none. Rates and other
+            settings of its groups are restored.
             A parameter without state in the checkpoint has none afterwards. Gradients stay as they are.
         extra: objects with ``load_state_dict`` and tensors, by the keys of the save. They are restored in place.
         generators: restore the random generators: exactly at the saved number of ranks. At another number each rank
@@ -208,20 +194,18 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        OSError: the store behind a URL does not answer.
+        OSError: another program has replaced the checkpoint while it was read, or a store behind a URL does not answer.
+            Nothing was changed, except when a store fails or a checkpoint behind a URL is deleted during the reads.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
+    ranks = Ranks(process_group)
+    place = place_of(path, ranks)
     with ExitStack() as undo:
-        result = _load(
-            store_of(path),
-            model,
-            as_optimizers(optimizer),
-            extra or {},
-            generators,
-            Ranks(process_group),
-            undo,
-        )
+        try:
+            result = _load(place, model, optimizer, extra or {}, generators, ranks, undo)
+        except Damaged as problem:
+            raise Damaged(f"{place}: {problem}") from problem
         undo.pop_all()
     return result
 
@@ -229,7 +213,7 @@ def load_checkpoint(
 def _load(
     folder: Store,
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
+    optimizer: Optimizer | Iterable[Optimizer] | None,
     extra: Mapping[str, Any],
     generators: bool,
     ranks: Ranks,
@@ -240,23 +224,33 @@ def _load(
     state: dict[str, Any] = {}
     own: dict[str, Tensor] = {}
 
+    optimizers: list[Optimizer] = []
+
     def look() -> tuple[Any, ...]:
-        _refuse_optimizers(extra)
+        check_model_and_extra(model, extra)
+        optimizers.extend(as_optimizers(optimizer))
+        refuse_sharded_optimizers(extra)
         _refuse_in_a_step(model)
         opened.append(open_checkpoint(folder))
-        check_lengths(opened[0])  # before there is memory for what it says
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            check_lengths(opened[0])  # before there is memory for what it says
         state[MODEL] = _model_state(model)
-        return _arguments(optimizers, extra, generators)
+        return summary(optimizers, extra, generators), (opened[0].fingerprint, str(folder))
 
-    _check_same(ranks.together(look))
+    looks = ranks.together(look)
+    check_same([arguments for arguments, _ in looks])
+    check_same_description([found for _, found in looks])
     stored = Stored(folder, opened[0])
     hooks = HooksToLoad(model, stored)
     saved_ranks = _saved_ranks(stored.tensors) if generators else 0
     mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
 
     def make_room() -> None:
-        states = {key: each.state_dict() if _is_stateful(each) else each for key, each in extra.items()}
-        own.update(_own_tensors(stored, states, extra))
+        if optimizers and not stored.has_part(OPTIMIZER):
+            raise ValueError(
+                f"{folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
+            )
+        own.update(_own_tensors(stored, with_states(extra), extra))
         state[EXTRA] = stored.room(EXTRA, own)
         state[HOOKS] = hooks.tensors()
         state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
@@ -264,7 +258,7 @@ def _load(
     ranks.together(make_room)
     new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
     new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
-    objects = {key: each for key, each in extra.items() if _is_stateful(each)}
+    objects = {key: each for key, each in extra.items() if is_stateful(each)}
     #: Their tensors are read in place, after all that can be refused.
     late = [key for key in objects if any(f"{name}.".startswith(f"{EXTRA}.{key}.") for name in own)]
 
@@ -273,7 +267,10 @@ def _load(
             groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
-        def fits(_: Checkpoint) -> None:
+        def fits(again: Checkpoint) -> None:
+            if again.fingerprint != opened[0].fingerprint:
+                raise replaced(folder)
+            check_tensors(folder, again, State.of({MODEL: state[MODEL]}).tensors)  # it explains what follows
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
@@ -317,10 +314,8 @@ def _restore_objects(
         try:
             value.load_state_dict(stored[key])
         except Exception as error:
-            reason = (str(error).splitlines() or [""])[0][:200]
             raise ValueError(
-                f"{folder}: extra {key!r} cannot be restored by its {type(value).__name__} "
-                f"({type(error).__name__}: {reason})"
+                f"{folder}: extra {key!r} cannot be restored by its {type(value).__name__} ({reason_of(error)})"
             ) from error
 
 
@@ -345,7 +340,7 @@ def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, 
     own: dict[str, Tensor] = {}
     for key, value in states.items():
         tensors = {name: each.tensor for name, each in State.of({EXTRA: {key: value}}).tensors.items()}
-        if _is_stateful(extra[key]):
+        if is_stateful(extra[key]):
             tensors = {
                 name: each for name, each in stored.fitting(tensors).items() if hasattr(each, "full_tensor")
             }
@@ -356,7 +351,7 @@ def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, 
 def _check_extra(stored: Stored, extra: Mapping[str, Any]) -> None:
     for key, value in extra.items():
         if not stored.has(EXTRA, str(key)) and (
-            _is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
+            is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
         ):
             raise ValueError(f"{stored.folder} has no extra {key!r}; it has {_keys(stored)}")
 

@@ -18,6 +18,7 @@ import torch
 from shardwright.checkpoint.digests import Damaged
 
 DEEPEST = 100  #: values, or keys, inside one another
+_MOST_BITS = 14_000  #: of an integer: Python reads at most 4,300 digits of one
 _MARK = "!"  #: the first key of a marked form
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -32,6 +33,11 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
         raise ValueError(f"{name[:200]} is more than {DEEPEST} values deep, which a checkpoint cannot hold")
     depth += 1
     kind = type(value)
+    if isinstance(value, int) and int(value).bit_length() > _MOST_BITS:
+        raise ValueError(
+            f"{name} is an integer of {int(value).bit_length():,} bits; a checkpoint holds at most {_MOST_BITS:,}. "
+            "Pass it as a string, such as hex(value)"
+        )
     if value is None or kind in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -56,6 +62,11 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
             for k, each in value.items()
         ]
         return {_MARK: kind.__name__ if kind in (Counter, OrderedDict) else "dict", "is": pairs}
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        raise ValueError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__} inside another value. Pass an object with state_dict "
+            "directly in extra, under a key of its own, or pass its state_dict()"
+        )
     raise ValueError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds tensors and plain values (numbers, "
         "strings, lists, tuples, dicts), because nothing that it holds may run as code. Pass the value as one of "

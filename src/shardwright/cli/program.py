@@ -60,7 +60,7 @@ def _status_of(arguments: list[str]) -> int:
         finally:
             sys.stdout.flush()  # Inside the try, so that it catches the error of a closed pipe.
     except UserError as error:
-        return _failed(str(error), STATUS_USER_ERROR, arguments)
+        return _failed(str(error), error.status, arguments)
     except KeyboardInterrupt:
         return _failed("interrupted", STATUS_INTERRUPTED, arguments)
     except BrokenPipeError:

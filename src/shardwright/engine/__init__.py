@@ -5,6 +5,13 @@ from shardwright.engine.assembly.find import ShardPlacementResult
 from shardwright.engine.base.offload import Offload
 from shardwright.engine.base.precision import PrecisionPolicy
 from shardwright.engine.front.api import fully_shard
+from shardwright.engine.front.corruption import (
+    Difference,
+    GradientHashes,
+    compare_copies,
+    compare_gradients,
+    hash_gradients,
+)
 from shardwright.engine.front.graphed import GraphedStep
 from shardwright.engine.front.module import (
     FSDPModule,
@@ -17,14 +24,19 @@ from shardwright.engine.front.report import MemoryReport, memory_report
 from shardwright.engine.front.whole import unsharded
 
 __all__ = [
+    "Difference",
     "FSDPModule",
+    "GradientHashes",
     "GraphedStep",
     "MemoryReport",
     "Offload",
     "PrecisionPolicy",
     "ShardPlacementResult",
     "UnshardHandle",
+    "compare_copies",
+    "compare_gradients",
     "fully_shard",
+    "hash_gradients",
     "memory_report",
     "register_fsdp_forward_method",
     "replace_torch",

@@ -59,7 +59,7 @@ def write_file(values: dict[str, Any], path: Path) -> None:
             torch.save(values, stream)
             stream.flush()
             sync(stream.fileno(), path)
-        places.commit(partial, path)
+        places.commit(partial, path, overwrite=True)
     except BaseException as error:
         places.abandon(partial)
         reason = (

@@ -22,7 +22,6 @@ from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.tensor_parallel import cut_dim
 
 
-@torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -50,6 +49,27 @@ def clip_grad_norm_(
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite; an optimizer steps these parameters in
             backward (``sw.optim.in_backward``).
     """
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_finite_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float
+) -> torch.Tensor:
+    """As :func:`clip_grad_norm_`, but gradients stay as they are if their norm is not finite.
+
+    Scaled by such a norm, all of them would be nan, and none could be named.
+    """
+    return _clip(parameters, max_norm, only_finite=True)
+
+
+@torch.no_grad()
+def _clip(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    only_finite: bool = False,
+) -> torch.Tensor:
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -118,7 +138,8 @@ def clip_grad_norm_(
             "error_if_nonfinite=False to scale by this norm anyway."
         )
     # The same coefficient as torch.nn.utils.clip_grad_norm_, applied without asking the device whether it is < 1.
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    divisor = torch.where(norm.isfinite(), norm, 0.0) if only_finite else norm
+    scale = torch.clamp(max_norm / (divisor + 1e-6), max=1.0)
     foreach_mul_(everything, scale)
     return norm
 

@@ -8,6 +8,7 @@ for these readers; a run takes its own from the configuration. Which checkpoints
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
 from shardwright.train.steps import Place, Position, answering, recovered_steps, saved_steps, step_folder
 from shardwright.train.stored import Form, Stored, check_files, examine, what_is_missing
-from shardwright.train.writing import unwritable
+from shardwright.train.writing import may_pass, unwritable
 
 __all__ = [
     "Loaded",
@@ -121,7 +122,8 @@ def wait(background: AsyncCheckpoint, folder: Place) -> None:
             outcome = background.poll()
             if outcome is None or outcome.error is None:
                 raise  # the ranks have lost contact
-            raise SaveFailedError(f"{folder}: cannot write: {error}; earlier files are unchanged") from error
+            message = f"{folder}: cannot write: {error}; earlier files are unchanged"
+            raise SaveFailedError(message, passes=True) from error
 
 
 @contextmanager
@@ -131,7 +133,7 @@ def _failures(final: Place) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
-        raise SaveFailedError(unwritable(final, reason)) from error
+        raise SaveFailedError(unwritable(final, reason), may_pass(error)) from error
     except ValueError as error:
         raise UserError(f"{final}: cannot save: {error}") from error
 
@@ -144,7 +146,7 @@ def state_of(
     return {
         "model": model_state,
         "optimizer": optimizer_state,
-        "extra": {"position": {"step": position.step, "samples": position.samples}},
+        "extra": {"position": position.stored()},
         "generators": {f"rank{ranks.rank}": generator_states()},
     }
 
@@ -239,16 +241,16 @@ def load_newest(
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
     say: Say = _silent,
+    latest: float = math.inf,
 ) -> Loaded:
-    """Read the newest whole checkpoint into a model and its optimizer. Called by every rank.
+    """Read the newest whole checkpoint, of step `latest` at most, into a model and its optimizer. Called by every rank.
 
     Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
     called for each one passed over. Raises UserError where none is whole.
     """
     with answering():
-        steps = Ranks().by_first(
-            lambda: recovered_steps(checkpoints)
-        )  # of the first: others may see a folder later
+        # Of the first rank: others may see a folder later.
+        steps = Ranks().by_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 

@@ -33,7 +33,7 @@ class Complaint:
 
     rank: int
     order: int
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"]
+    kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"]
     message: str
     trace: str
 
@@ -88,6 +88,9 @@ def judge(ending: Ending) -> End:
         return End(USER_ERROR, user.message, user.rank)
     if number is not None and _ended_by_signal(ending):
         return _stopped_early(ending, number)
+    passing = next((complaint for complaint in ending.complaints if complaint.kind == "passing"), None)
+    if passing is not None:  # on all ranks
+        return End(TRY_AGAIN, passing.message)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:  # on all ranks
         return End(FAILED, nonfinite.message)
@@ -152,11 +155,10 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     if end.rank is None and end.status == FAILED:
         return fail(end.reason + (f". The job has ended{note}" if note else ""))
     if end.rank is None:
-        print(
-            "\n".join([end.reason, *to_continue(ending.folder, len(ending.statuses))]),
-            file=sys.stderr,
-            flush=True,
-        )
+        failed = ending.first_signal is None
+        reason = f"error: {end.reason}; the job has ended{note}" if failed else end.reason
+        lines = [reason, *to_continue(ending.folder, len(ending.statuses))]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     else:
         print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
     return end.status

@@ -9,9 +9,16 @@ from __future__ import annotations
 class UserError(Exception):
     """A mistake in what the user gave: one line that says what was expected, what was found and what to do.
 
-    The command line prints it as ``error: ...`` and exits with status 2; the traceback appears only with
-    ``--debug``.
+    The command line prints it as ``error: ...`` and exits with its ``status``; the traceback appears only with
+    ``--debug``. If the error ``passes``, the user may have nothing to correct: another start may do better, as after a
+    store that did not answer.
     """
+
+    MISTAKE, PASSING = 2, 75  #: values of ``status``
+
+    def __init__(self, message: str, passes: bool = False) -> None:
+        super().__init__(message)
+        self.status = self.PASSING if passes else self.MISTAKE
 
 
 def counted(number: int, one: str, more: str = "") -> str:

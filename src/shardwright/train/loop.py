@@ -31,6 +31,9 @@ from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokenizers import pinned_name
 from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
+from shardwright.train.faults.acting import answer
+from shardwright.train.faults.looking import fault_of_state
+from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.notices import before_steps, of_first_loss
@@ -140,9 +143,19 @@ def run_steps(
         START.end()
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
-        validation = None
-        if due(step, config.validation.every) or (step == config.train.steps and config.validation.every):
-            validation = trainer.validate()
+        validates = due(step, config.validation.every) or (
+            step == config.train.steps and config.validation.every > 0
+        )
+        saving = leaving or due(step, config.checkpoint.every)
+        if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
+            answer(fault, trainer, saves, reporter)
+            if result.save_ended:
+                saves.conclude(goes_on=leaving)
+            if result.stop and trainer.position.step:
+                trainer.save(saves, last=True)
+                return result.stop
+            continue
+        validation = trainer.validate() if validates else None
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
@@ -157,7 +170,7 @@ def run_steps(
             reporter.say(report_memory(trainer, folder))
         if result.save_ended:
             saves.conclude(goes_on=leaving)
-        if leaving or due(step, config.checkpoint.every):
+        if saving:
             trainer.save(saves, last=leaving)
         if leaving:
             return result.stop if step < config.train.steps else 0
@@ -372,6 +385,7 @@ def conclude(
         results |= {"held_memory": held, "leased_memory": leased}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    results |= counts_of_incidents(trainer)
     if reporter.failed_saves:
         results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
@@ -389,7 +403,8 @@ def conclude(
             flush=True,
         )
         return end
-    text = summary(trainer, folder, results, sampled, [*reporter.stopped, *reporter.failed_saves])
+    warnings = [*reporter.stopped, *reporter.failed_saves, *incidents_in_words(results)]
+    text = summary(trainer, folder, results, sampled, warnings)
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return end

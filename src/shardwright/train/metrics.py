@@ -142,6 +142,35 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
 
 SAVE_FAILURE = "save_failure"
 """The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
+INCIDENT = "incident"
+"""The second key of a line of metrics.jsonl about samples that were left out."""
+EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Samples that a run has left out because numbers had gone wrong.
+
+    Attributes:
+        action: whether it did not make the step, or went back to a checkpoint.
+        step: the optimizer step that comes next.
+        reason: what was found, in one line.
+        samples: those that are left out, [first, stop).
+        from_step: optimizer steps done when it went back.
+    """
+
+    action: Literal["skip", "rewind"]
+    step: int
+    reason: str
+    samples: tuple[int, int]
+    from_step: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        first, stop = self.samples
+        left_out = f"samples {first:,} to {stop - 1:,} are left out"
+        back = "" if self.action == "skip" else f"the run goes back to step {self.step - 1}; "
+        return f"{self.reason}; {back}{left_out}"
 
 
 class JsonLines:
@@ -149,7 +178,7 @@ class JsonLines:
 
     def __init__(self, path: Path, steps_done: int, dropped: Path) -> None:
         """Lines of steps after `steps_done` go to the end of the file `dropped`."""
-        self.path = path
+        self.path, self._dropped = path, dropped
         with writing(path):
             if os.path.isfile(path):  # not a device: a new run does not look for earlier lines
                 drop_after(path, steps_done, dropped)
@@ -160,6 +189,19 @@ class JsonLines:
 
     def save_failed(self, step: int, reason: str) -> None:
         self._write({"step": step, SAVE_FAILURE: reason})
+
+    def incident(self, incident: Incident) -> None:
+        content = {
+            key: value for key, value in asdict(incident).items() if key != "step" and value is not None
+        }
+        self._write({"step": incident.step, INCIDENT: content})
+
+    def rewind(self, step: int) -> None:
+        """Move the lines of later steps away, because the run repeats these steps."""
+        with writing(self.path):
+            self.stream.close()
+            drop_after(self.path, step, self._dropped)
+            self.stream = self.path.open("a", encoding="utf-8")
 
     def _write(self, content: Mapping[str, Any]) -> None:
         with writing(self.path):
@@ -204,7 +246,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
     """
-    return [line for line in _lines(path) if line.keys() != {"step", SAVE_FAILURE}]
+    return [line for line in _lines(path) if line.keys() not in EVENTS]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -227,7 +269,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"metrics: expected JSON, found something else in {where}") from None
     if not isinstance(record, dict):
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
-    if record.keys() == {"step", SAVE_FAILURE} and type(record["step"]) is int:
+    if record.keys() in EVENTS and type(record["step"]) is int:
         return record
     for column in fields(StepRecord):
         if column.name == "extra_losses":
@@ -253,6 +295,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # this import takes a second
 
         self.path, self.every = path, every
+        self.make_writer = SummaryWriter
         with writing(path):
             # An attempt that began with step 1, too, may have left some.
             has_steps = steps_done or any(path.glob("events*"))
@@ -262,6 +305,11 @@ class TensorBoard:
         with writing(self.path):
             for name, value in scalars(record, self.every).items():
                 self.writer.add_scalar(name, value, record.step)
+
+    def rewind(self, step: int) -> None:
+        with writing(self.path):
+            self.writer.close()
+            self.writer = self.make_writer(str(self.path), purge_step=step + 1)
 
     def say(self, text: str) -> None:
         pass

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwright as sw
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.extend import strategies
+from shardwright.optim.clip import clip_finite_grad_norm_
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
@@ -289,17 +290,21 @@ def _plain_name(name: str) -> str:
 def clip_gradients(model: nn.Module, config: Config) -> Tensor | None:
     """Scale gradients down to `train.max_norm` over all ranks; return their norm before that, 0-d and plain.
 
-    None where the optimizer has used them already.
+    None where the optimizer has used them already. If the norm is not finite, the gradients stay as they are, so that a
+    wrong one can be named: not with FSDP1, which always scales.
     """
     if config.optimizer.in_backward:
         return None
     limit = config.train.max_norm or float("inf")
     if config.parallel.engine == "shardwright":
-        return sw.clip_grad_norm_(model.parameters(), limit)
+        return clip_finite_grad_norm_(model.parameters(), limit)
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(limit)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # A norm of 0 leaves them.
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.where(norm.isfinite(), norm, 0.0))
+    return norm
 
 
 def gradient_sync(model: nn.Module, synchronise: bool, last: bool) -> AbstractContextManager[object]:

@@ -48,6 +48,8 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.faults.fault import NonFiniteError
+from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.fresh_store import fresh_store
 from shardwright.train.hangs import watched, write_board
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
@@ -58,7 +60,6 @@ from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
-from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
 
@@ -74,6 +75,9 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
             end = train(config, folder, dataset, world, resumes)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
+        fail(end.reason)
+    except CorruptionError as error:
+        end = End(TRY_AGAIN, str(error))
         fail(end.reason)
     except BaseException as error:
         write_exit(folder, _end_of(_complaint(error, 0)), 1)
@@ -181,9 +185,9 @@ def _model_fingerprint(config: Config) -> dict[str, str]:
     return {MODEL: hf.fingerprint(shape)}
 
 
-STATUSES = {"user": USER_ERROR, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
+STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
 """By the kind of a complaint; 1 for others."""
-SHARED = ("user", "nonfinite", "interrupted")
+SHARED = ("user", "passing", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
 
 
@@ -286,16 +290,18 @@ def _agree_on_place(config: Config, resume: str | None, world: World) -> Place:
 
 
 def _complaint(error: BaseException, rank: int) -> Complaint:
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
+    kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"] = "error"
     if isinstance(error, UserError):
-        kind = "user"
+        kind = "user" if error.status == USER_ERROR else "passing"
     elif isinstance(error, NonFiniteError | GivenUpError):
         kind = "nonfinite"
+    elif isinstance(error, CorruptionError):
+        kind = "passing"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
     elif _is_lost_contact(error):
         kind = "lost contact"
-    message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
+    message = str(error) if kind in ("user", "passing", "nonfinite") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
     return Complaint(rank, 0, kind, message, traceback.format_exc())

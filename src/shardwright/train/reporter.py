@@ -7,7 +7,7 @@ from types import TracebackType
 
 from shardwright.extend.registry import in_words
 from shardwright.train import sink_thread
-from shardwright.train.metrics import JsonLines, RunEnd, Sink, StepRecord
+from shardwright.train.metrics import Incident, JsonLines, RunEnd, Sink, StepRecord
 from shardwright.train.sink_thread import SinkThread
 
 
@@ -65,6 +65,25 @@ class Reporter:
             if isinstance(sink, JsonLines):
                 sink.save_failed(step, reason)
         self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
+
+    def incident(self, incident: Incident) -> None:
+        """Record that samples were left out, and that the run goes on."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.incident(incident)
+        self.say(f"warning: {incident.in_words}")
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after `step`, so later steps come again."""
+        self.last_step = step
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.rewind(step)
+        for name, added in list(self.added.items()):
+            try:
+                added.rewind(step)
+            except Exception as error:
+                self._stop(name, error)
 
     def _stop(self, name: str, error: Exception) -> None:
         """Close an added sink that raised an error, and warn."""

@@ -24,6 +24,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.reporter import Reporter
 from shardwright.train.sections.checkpoint import CheckpointConfig
 from shardwright.train.steps import Place, Position, remove_step, saved_steps, step_folder
+from shardwright.train.writing import may_pass
 
 
 def background() -> AsyncCheckpoint:
@@ -103,6 +104,22 @@ class Saves:
             checkpoint.wait(self._background, step_folder(self.checkpoints, step))
             self._saved(step)
 
+    def forget_after(self, step: int) -> None:
+        """Delete checkpoints of later steps, from which the run has gone back. Else a resume would take one of them."""
+
+        def delete() -> None:
+            for later in saved_steps(self.checkpoints):
+                if later > step:
+                    remove_step(self.checkpoints, later)
+
+        try:
+            Ranks().by_first(delete)
+        except OSError as error:
+            raise UserError(
+                f"{self.checkpoints}: cannot delete checkpoints after step {step}: {error}"
+            ) from error
+        self._whole = {known: whole for known, whole in self._whole.items() if known <= step}
+
     @contextmanager
     def _failing(self, step: int, raises: bool) -> Iterator[None]:
         """Report a save that fails, and let the run go on, unless this `raises` the error."""
@@ -133,7 +150,8 @@ class Saves:
             ):
                 ranks.by_first(lambda: remove_step(self.checkpoints, step))
         except OSError as error:
-            raise SaveFailedError(f"{step_folder(self.checkpoints, step)}: cannot write: {error}") from error
+            message = f"{step_folder(self.checkpoints, step)}: cannot write: {error}"
+            raise SaveFailedError(message, may_pass(error)) from error
 
     def _delete_old(self, newest: int) -> None:
         ranks = Ranks()
@@ -147,7 +165,8 @@ class Saves:
             doomed = self._doomed(steps, newest)
             ranks.by_first(lambda: delete(doomed))
         except OSError as error:
-            raise SaveFailedError(f"{self.checkpoints}: cannot delete old checkpoints: {error}") from error
+            message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
+            raise SaveFailedError(message, may_pass(error)) from error
 
     def _doomed(self, steps: list[int], newest: int) -> list[int]:
         """The steps to delete, of those that have a folder, newest first.

@@ -67,6 +67,7 @@ class Config(Section):
                 f"train.cuda_graph: expected false with parallel.engine {self.parallel.engine!r}, found true; only "
                 "steps of the engine shardwright can be captured"
             )
+        self._check_rewinds()
         if self.optimizer.in_backward:
             self._check_in_backward()
         if problem := conflict(self.finetune, self.train, self.parallel):
@@ -148,6 +149,19 @@ class Config(Section):
             raise ValueError(
                 f"train.float8: expected 'none' with parallel.engine 'fsdp1', found {recipe!r}; its weights are flat"
             )
+
+    def _check_rewinds(self) -> None:
+        for key in ("on_non_finite", "on_spike"):
+            if getattr(self.fault, key) == "rewind" and not self.checkpoint.every:
+                raise ValueError(
+                    f"fault.{key}: expected another value than 'rewind' with checkpoint.every = 0; there is no "
+                    "checkpoint to go back to"
+                )
+            if getattr(self.fault, key) == "skip" and self.optimizer.in_backward:
+                raise ValueError(
+                    f"fault.{key}: expected 'rewind' or the default with optimizer.in_backward, found 'skip'; the "
+                    "weights are already updated when the loss of all ranks is known"
+                )
 
     def _check_in_backward(self) -> None:
         if self.parallel.engine != "shardwright":

@@ -79,6 +79,11 @@ class SinkThread:
     def say(self, text: str) -> None:
         self._call(self._sink.say, text)
 
+    def rewind(self, step: int) -> None:
+        """For a sink with a method `rewind`; others get the same steps once more."""
+        if callable(rewind := getattr(self._sink, "rewind", None)):
+            self._call(rewind, step)
+
     def close(self, end: RunEnd, seconds: float) -> None:
         """Close the sink. Raises the first error that the sink raised, or SlowSink after `seconds`."""
         closing = self._put(self._sink.close, end, is_last=True)

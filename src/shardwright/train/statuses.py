@@ -20,8 +20,8 @@ from shardwright.train.writing import write_json
 DONE = 0
 FAILED = 1
 """The job itself failed. It would most likely fail again."""
-USER_ERROR = 2
-TRY_AGAIN = 75
+USER_ERROR = UserError.MISTAKE
+TRY_AGAIN = UserError.PASSING
 """Something around the job failed: a rank was killed, lost or stalled. EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM

@@ -9,22 +9,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from shardwright.train.errors import UserError
+from shardwright.train.faults.past import NOTHING, Past
+from shardwright.train.writing import may_pass
 
 Place = Path | str  #: a folder here, or a URL
-
 LAST_BYTES = 1 << 16
 """The end of a file of metrics that certainly has a whole line."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: optimizer steps done, and samples seen, which is all the data order needs."""
+    """Where a run stands: optimizer steps done, and samples seen, which is all the data order needs.
+
+    Samples that were left out count as seen. `past` says which ones.
+    """
 
     step: int
     samples: int
+    past: Past = NOTHING
+
+    def after_step(self, samples: int, loss: float, window: int) -> Position:
+        """After an optimizer step on so many samples. `window`: losses that the past keeps."""
+        return Position(self.step + 1, self.samples + samples, self.past.after_step(loss, window))
+
+    def after_skip(self, samples: int) -> Position:
+        """After so many samples without an optimizer step."""
+        stop = self.samples + samples
+        return Position(self.step, stop, self.past.after_skip((self.samples, stop)))
+
+    def after_rewind(self, before: Position, stop: int) -> Position:
+        """This is the position in the checkpoint that was loaded. The run goes on with sample `stop`."""
+        return Position(self.step, stop, self.past.after_rewind(before.past, (self.samples, stop)))
+
+    def stored(self) -> dict[str, Any]:
+        """The plain values of a checkpoint."""
+        past = self.past.stored()
+        return {"step": self.step, "samples": self.samples, **({"past": past} if past else {})}
 
 
 @overload
@@ -89,7 +112,7 @@ def answering() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), passes=may_pass(error)) from error
 
 
 def remove_step(checkpoints: Place, step: int) -> None:

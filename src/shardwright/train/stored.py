@@ -21,6 +21,7 @@ from shardwright.checkpoint.loading import Checkpoint, check_lengths, open_check
 from shardwright.checkpoint.state import nested
 from shardwright.checkpoint.stores import LocalFiles
 from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, is_earlier, open_earlier
+from shardwright.train.faults.past import Past
 from shardwright.train.steps import Place, Position
 
 
@@ -99,7 +100,9 @@ def examine(folder: Place) -> Stored:
         try:
             checkpoint = open_checkpoint(folder)
         except FileNotFoundError:
-            gone = "the folder is not there" if isinstance(folder, Path) else "it is not whole"
+            gone = "it is not whole"
+            if isinstance(folder, Path):
+                gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
             raise Damaged(gone) from None
         if checkpoint.index is None:
             raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
@@ -114,12 +117,15 @@ def position_in(index: Index) -> Position:
     values: Any = nested({each.path: each.value for each in index.values.values()}) if index.values else {}
     content: Any = values.get("extra") if isinstance(values, Mapping) else None
     content = content.get("position") if isinstance(content, Mapping) else None
-    if not isinstance(content, Mapping) or content.keys() != {"step", "samples"}:
+    if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
         raise Damaged(f"{INDEX} has no position of a run")
     step, samples = content["step"], content["samples"]
     if type(step) is not int or type(samples) is not int or step < 0 or samples < 0:
         raise Damaged(f"{INDEX} has no position of a run")
-    return Position(step, samples)
+    try:
+        return Position(step, samples, Past.from_stored(content.get("past", {})))
+    except ValueError as error:
+        raise Damaged(f"{INDEX} has no position of a run: {error}") from None
 
 
 def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int], None]) -> None:

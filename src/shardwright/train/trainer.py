@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
+from shardwright.checkpoint.generators import seed_generators
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
@@ -31,6 +33,8 @@ from shardwright.train.data.batch import Batch
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
+from shardwright.train.faults import looking, verifying
+from shardwright.train.faults.fault import Fault
 from shardwright.train.finetune import adapters
 from shardwright.train.generate import NonFiniteLogitsError, prompt_ids, sample
 from shardwright.train.losses import Losses
@@ -41,15 +45,12 @@ from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.same_model import check_same_model
 from shardwright.train.saves import Saves
+from shardwright.train.steps import Place
 from shardwright.train.stop import SIGNALS, StopRequest
 from shardwright.train.world import World
 
 CHECKED_TOKENS = 8
 """Length of the sample that shows whether a model is causal."""
-
-
-class NonFiniteError(Exception):
-    """The loss or the gradient norm is not finite, so the run cannot continue."""
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
@@ -95,6 +96,7 @@ class StepResult:
     stop: int
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
     save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
+    fault: Fault | None  # wrong numbers, for which the step was not done
 
 
 class Trainer:
@@ -105,7 +107,7 @@ class Trainer:
         self.config, self.world, self.dataset = config, world, dataset
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
-        torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
+        seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = parallel.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
         self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
@@ -143,8 +145,7 @@ class Trainer:
 
         `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
-        Raises NonFiniteError, on all ranks, where loss or norm is not finite: before weights are touched, unless the
-        optimizer steps in backward.
+        With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
         boards.begin_step(step + 1)
@@ -159,30 +160,25 @@ class Trainer:
             group["lr"] = rate
         boards.at(boards.MODEL)
         with parallel.parallel_loss(self.config.parallel):
-            loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
+            loss_sums = self._work(self.losses.weights(counts), *tensors_of(batches))
         boards.at(boards.CLIP)
         norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), data_seconds, stop_signal, save_ended = self._agree(
-            loss_sums / counts, data_seconds, stop, save_ended
+        shares = loss_sums / counts
+        (loss, *others, flags), data_seconds, stop_signal, save_ended = self._agree(
+            torch.cat([shares, looking.flag(self, norm)]), data_seconds, stop, save_ended
         )
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended)
-        if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
-            shown_norm, updated = (
-                (grad_norm, "nothing") if grad_norm is not None else ("not known", "a part of the model")
-            )
-            raise NonFiniteError(
-                f"step {step + 1}: expected a finite loss and gradient norm, found loss {loss}, norm "
-                f"{shown_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
-                "optimizer.warmup_steps"
-            )
-        boards.at(boards.OPTIMIZER)
-        self.optimizer.step()
-        float8.prepare_scales(self.model, self.config)
+        fault = looking.fault_of_step(self, loss, grad_norm, flags, shares)
+        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault)
+        if fault is None or norm is None:  # in backward most of it is done, and it ends here
+            boards.at(boards.OPTIMIZER)
+            self.optimizer.step()
+            float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
         boards.at(boards.OUTSIDE)
-        self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
+        if fault is None:
+            self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
         if step == 0:
             self._check_adapters_called()
         return result
@@ -209,9 +205,21 @@ class Trainer:
             )
         return self._loader
 
-    def _forward_backward(self, weights: Tensor, *tensors: Tensor) -> Tensor:
+    def _work(self, *tensors: Tensor) -> Tensor:
+        """Forward and backward of a step; twice if it is verified."""
+        if not verifying.is_due(self):
+            return self.work(*tensors)
+        trial = partial(self.work, *tensors)
+        if self.config.optimizer.in_backward:
+            trial = partial(self._forward_backward, *tensors, completes=False)
+        return verifying.twice(self, trial, partial(self.work, *tensors))
+
+    def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
         """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
-        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries]."""
+        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
+
+        Unless it `completes` the step, the last micro-batch is as those before it.
+        """
         train = self.config.train
         batches = batches_of(tensors, self.dataset.train.separate)
         loss_sums = self.losses.zeros()
@@ -222,7 +230,7 @@ class Trainer:
                 torch.manual_seed(self._seed_of(number))
             adapters.set_samples(self.model, self._samples(number))
             boards.at(boards.MODEL)
-            with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
+            with parallel.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
             loss_sums += sums.detach()
@@ -396,6 +404,20 @@ class Trainer:
         self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
         for line in lines:
             reporter.say(line)
+
+    def skip(self) -> None:
+        """Leave the samples of the next step out."""
+        self.close()  # its loader ends where no sample was left out
+        self.position = self.position.after_skip(self.config.train.global_batch)
+
+    def rewind(self, checkpoints: Place, reporter: Reporter, latest: int, stop: int) -> None:
+        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
+        self.close()
+        self._loaded = checkpoint.load_newest(
+            checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
+        )
+        self.position = self._loaded.position.after_rewind(self.position, stop)
+        float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:
         """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""

@@ -32,6 +32,18 @@ def unwritable(path: Path | str, error: BaseException) -> str:
     return f"{path}: cannot write: {reason}; earlier files are unchanged. {advice}"
 
 
+_FOR_THE_USER = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR,
+    errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP,
+)  # fmt: skip
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may succeed later without a change by the user, as after EIO of a network disk."""
+    kinds = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+    return not isinstance(error, kinds) and not _is_any(error, *_FOR_THE_USER)
+
+
 def _is_any(error: BaseException, *numbers: int) -> bool:
     """Whether a write failed for one of these reasons. An error of another rank has its reason as text alone."""
     if not isinstance(error, OSError):

@@ -20,7 +20,12 @@ class RunConfig(Section):
         default="", description="Folder of the run. Empty: runs/NAME-TIME below the current folder."
     )
     seed: int = Field(
-        default=0, ge=0, le=2**32 - 1, description="Seed of the initial weights and of the sample order."
+        default=0,
+        ge=0,
+        le=2**32 - 1,
+        description=(
+            "Seed of the initial weights, of the sample order, and of the generators of torch, Python and NumPy."
+        ),
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",

@@ -1,0 +1,104 @@
+"""Kills a training job in many ways and checks from its history that nothing is lost.
+
+``make faults`` runs this: at least 200 faults, drawn from a seed, over 1 to 4 ranks. Ranks are forked from this
+process; 20 kills meet the real command. The table goes to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+import shardwright.train.rank  # noqa: F401  # the ranks are forked, and need not import it
+from tools.faults.campaign import Campaign
+from tools.faults.checker import Verdict, check
+from tools.faults.commands import KILLS, SETTINGS, Command
+from tools.faults.history import read
+from tools.faults.jobs import store
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="faults of forked ranks (%(default)s)")
+    parser.add_argument("--commands", type=int, default=20, help="kills of the real command (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=28.0, help="no run begins after them (%(default)s)")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder that does not exist, for the runs and the history"
+    )
+    parser.add_argument("--table", type=Path, help="a file for the table, beside the terminal")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="shardwright-faults-"))
+    folder.mkdir(parents=True, exist_ok=options.keep is None)
+    history, began = folder / "history.jsonl", time.monotonic()
+    try:
+        _run(folder, history, options.kills, options.commands, options.seed, began + 60 * options.minutes)
+        verdicts, problems = check(read(history))
+    except BaseException:
+        print(f"the runs are in {folder}", file=sys.stderr)
+        raise
+    text = table(verdicts, problems, options.seed, time.monotonic() - began)
+    print(text)
+    if options.table is not None:
+        options.table.write_text(text)
+    found = problems or any(each.problems for each in verdicts)
+    if found:
+        print(f"the runs are in {folder}", file=sys.stderr)
+    elif options.keep is None:
+        shutil.rmtree(folder)
+    return 1 if found else 0
+
+
+def _run(folder: Path, history: Path, kills: int, commands: int, seed: int, deadline: float) -> None:
+    with store() as port:
+        campaign = Campaign(folder, history, seed, port)
+        met = number = 0
+        while met < kills and time.monotonic() < deadline:
+            met += campaign.run(number, kills - met)
+            number += 1
+            print(f"{met} faults of {kills}, {number} runs", file=sys.stderr, flush=True)
+        met = number = 0
+        while met < commands and time.monotonic() < deadline:
+            setting = SETTINGS[number % len(SETTINGS)]
+            campaign.reference(setting)
+            command = Command(setting, folder / f"command-{number}", history, f"command {number}")
+            met += command.with_kills(random.Random(f"{seed} command {number}"), min(KILLS, commands - met))
+            number += 1
+            print(f"{met} kills of the command of {commands}", file=sys.stderr, flush=True)
+
+
+def table(verdicts: list[Verdict], problems: list[str], seed: int, seconds: float) -> str:
+    """The faults by kind and phase, and what they have done to the runs."""
+    groups: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for each in verdicts:
+        fault = each.fault
+        how = "SIGKILL" if fault["fault_kind"] == "kill" else fault["fault_kind"]
+        who = f"{how} {fault['fault_victim']}" if how == "SIGKILL" else how
+        groups[who, fault["fault_phase"]].append(each)
+    head = f"{'fault':18} {'at':10} {'faults':>6} {'wrong':>6} {'steps again':>12} {'longest s':>10}"
+    lines = [head, "-" * len(head)]
+    for (who, phase), group in sorted(groups.items()):
+        wrong = sum(bool(each.problems) for each in group)
+        again = max(each.repeated for each in group)
+        longest = max(each.seconds for each in group)
+        lines.append(f"{who:18} {phase:10} {len(group):6} {wrong:6} {again:12} {longest:10.1f}")
+    wrong = sum(bool(each.problems) for each in verdicts)
+    lines.append(
+        f"\n{len(verdicts)} faults, {wrong} with a problem, {len(problems)} problems of runs; seed {seed}, "
+        f"torch {torch.__version__}, {seconds / 60:.1f} minutes"
+    )
+    lines += [problem for each in verdicts for problem in each.problems] + problems
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
