@@ -23,8 +23,8 @@ from tools.faults.history import History
 from tools.faults.planting import plant
 from tools.faults.points import WRITER, Fault, Plan
 
-GRACE_SECONDS = 5.0
-"""From the first rank that failed to the killing of the others, as launchers do it."""
+GRACE_SECONDS = 15.0
+"""From the first rank that failed to the killing of the others: a rank that takes longer waits without end."""
 LONGEST_SECONDS = 90.0
 """Of an attempt. One that takes longer hangs."""
 ALONE_SECONDS = 20.0
