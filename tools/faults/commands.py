@@ -66,6 +66,8 @@ class Command:
             if not self._kill(process, victim, generator.randrange(self.setting.ranks)):
                 break
             met += 1
+            if victim == "writer" and not self._restarts(process):
+                continue  # it wrote nothing then, or the run goes on without that checkpoint
             if victim == "launcher":
                 process.wait()
                 self._until(lambda: not self._ranks())
@@ -115,7 +117,8 @@ class Command:
         if launcher.poll() is not None or len(ranks) != self.setting.ranks:
             return False
         found = {"rank": [ranks[rank]], "host": ranks, "launcher": [psutil.Process(launcher.pid)]}
-        found["writer"] = writers_of(ranks[rank].pid) or [ranks[rank]]
+        found["writer"] = writers_of(ranks[rank].pid)
+        victim = victim if found[victim] else "rank"
         steps = [step for step in saved_steps(self.folder / "checkpoints") if self._is_committed(step)]
         for step in steps:
             self._history.add("saved", step=step)
@@ -148,6 +151,14 @@ class Command:
 
     def _step(self) -> int:
         return recorded_step(self.folder / "metrics.jsonl")
+
+    def _restarts(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether a new session begins, before the present one does ten more steps."""
+        end = self._step() + 10
+        self._until(
+            lambda: len(self._sessions()) > self._attempt or self._step() > end or process.poll() is not None
+        )
+        return len(self._sessions()) > self._attempt
 
     def _until_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
         self._until(lambda: self._step() >= step or process.poll() is not None)
