@@ -104,7 +104,7 @@ class Watch:
 def start(settings: Settings, host: str | None = None) -> Watch:
     """Open the board of this rank, exchange places with the others, and begin to watch. Every rank of the job calls it.
 
-    ``host``: the name of this host; default: what tells hosts, and containers that cannot see each other, apart.
+    ``host``: the name of this host. The default also differs for containers that cannot see each other.
     """
     if not dist.is_initialized():
         raise RuntimeError(
