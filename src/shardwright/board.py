@@ -77,8 +77,37 @@ def remove_left_boards(folder: Path | None = None) -> None:
             continue  # to close it would end the lock of this process
         with suppress(OSError), path.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            stacks_beside(path).unlink(missing_ok=True)
+            if _is_at(file.fileno(), path):
+                path.unlink()
+                stacks_beside(path).unlink(missing_ok=True)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file has this path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _new_locked_file(path: Path) -> int:
+    """Replace the file of an earlier process with this number.
+
+    Until the new file is locked, another process may take it for a left one and remove it. Then it is made again. The
+    system ends the lock with the process. A child that was forked does not have it.
+    """
+    with suppress(FileNotFoundError):
+        path.unlink()
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            if _is_at(file, path):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 def stacks_beside(board: Path) -> Path:
@@ -127,14 +156,10 @@ class Board:
 
     def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:
         self.path = board_of(os.getpid(), folder)
-        with suppress(FileNotFoundError):
-            self.path.unlink()  # of an earlier process with this number
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = _new_locked_file(self.path)
         try:
             os.ftruncate(self._file, SIZE)
             self._memory = mmap.mmap(self._file, SIZE)
-            # The system ends the lock with the process. A child that was forked does not have it.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._file)
             self.path.unlink()

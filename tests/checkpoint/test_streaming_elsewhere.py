@@ -42,7 +42,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def memory_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Of all processes, without boards, which other tests make and remove meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("shardwright-board-")}
 
 
 def parts(world_size: int) -> tuple[DeviceMesh, Any]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -250,6 +251,14 @@ def test_leaving_before_and_after_pages_are_found(
         for number in range(5):
             assert meeting.show((number,)) is None
         assert meeting._way.hall is not None
+
+
+def test_a_rank_that_reads_while_another_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks of the waiting rank."""
+    looks = chain([False], repeat(True))
+    other = OtherRing.__new__(OtherRing)
+    monkeypatch.setattr(OtherRing, "has_written", lambda self, number: next(looks))
+    Hall(ring(), [(0, None), (1, other)]).wait_for_room(SLOTS + 1, time.monotonic() + 60)
 
 
 @multirank(2)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -27,7 +28,7 @@ from shardwright import board, checkpoint, engine, optim  # noqa: F401  # before
 from shardwright.watching import api
 from shardwright.watching.watcher import Settings
 
-STALL = 2.0
+STALL = 3.0
 RANKS, CULPRIT, STEP = 2, 1, 4
 AT_ONCE = 8
 LIMIT = 20.0  #: seconds from the fault to the end of all ranks
@@ -256,7 +257,7 @@ class Run:
     folder: Path
     pids: dict[int, int]
     began: float
-    store: dist.TCPStore  #: here, so that it outlives every rank
+    store: int  #: the process of the store, which outlives every rank
     ended: dict[int, float] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)
 
@@ -302,22 +303,38 @@ class Run:
         }
 
 
+def begin_store(folder: Path) -> tuple[int, int]:
+    """A process with a store, and its port. A store has threads, and a process with threads must not fork ranks."""
+    process = os.fork()
+    if not process:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.partial").write_text(str(store.port))
+        (folder / "port.partial").rename(folder / "port")
+        while os.getppid() != 1:
+            time.sleep(1.0)
+        os._exit(0)
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    return process, int((folder / "port").read_text())
+
+
 def begin(name: str, folder: Path) -> Run:
     scenario = SCENARIOS[name]
     folder.mkdir(parents=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, port = begin_store(folder)
     pids = {}
     for rank in range(scenario.ranks):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                run_rank(rank, scenario, folder, store.port)
+                run_rank(rank, scenario, folder, port)
                 status = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
+                atexit._run_exitfuncs()  # as at the end of any program: a watch that has a verdict ends the process
                 os._exit(status)
         pids[rank] = pid
     return Run(name, folder, pids, time.monotonic(), store)
@@ -330,6 +347,8 @@ def main(folder: Path, names: list[str]) -> None:
             running.append(begin(left[0], folder / left.pop(0).replace(" ", "-")))
         for each in [each for each in running if each.poll()]:
             running.remove(each)
+            os.kill(each.store, signal.SIGKILL)
+            os.waitpid(each.store, 0)
             results[each.name] = each.result()
         time.sleep(0.02)
     (folder / "results.json").write_text(json.dumps(results, indent=1))

@@ -153,3 +153,19 @@ def test_other_files_are_no_boards(tmp_path: Path) -> None:
             Reader(file)
     with pytest.raises(FileNotFoundError):
         Reader(tmp_path / "none")
+
+
+def test_a_board_that_is_being_made_is_not_taken_for_a_left_one(tmp_path: Path) -> None:
+    """Ranks that start together each remove what earlier ones have left."""
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            for _ in range(3000):
+                file = boards._new_locked_file(path := boards.board_of(os.getpid(), tmp_path))
+                path.unlink()  # fails if it was removed
+                os.close(file)
+            os._exit(0)
+        os._exit(1)
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        boards.remove_left_boards(tmp_path)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0

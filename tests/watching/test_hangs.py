@@ -44,7 +44,7 @@ def test_hang_names_the_rank_and_its_place(results: dict[str, Any], name: str) -
     for rank in map(str, range(scenario.ranks)):
         assert result["seconds"][rank] < STALL + 10 < LIMIT
         if rank != str(scenario.culprit) or speaks:
-            assert result["statuses"][rank] == 75
+            assert result["statuses"][rank] == 75, result["texts"]
             assert re.search(expected, result["texts"][rank]), result["texts"][rank]
             assert f"rank {rank}: the job hangs in step" in result["texts"][rank]
     gone = {scenario.culprit} if "gone" in name else set()

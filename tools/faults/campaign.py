@@ -22,6 +22,8 @@ FAULTS = 5  #: of a run, at most
 BLOCKS = 2
 STALL_SECONDS = 6.0
 """Of `[fault]`: after them the ranks that wait for a stopped one end."""
+PATIENT_STEPS = 3
+"""Steps of a session after which the watch no longer waits ten times as long."""
 
 CONFIG = """
 [run]
@@ -158,7 +160,13 @@ class Campaign:
         victims = {"rank": 70, "host": 10, "writer": 20 if setting.asynchronous else 0}
         victim = generator.choices(list(victims), list(victims.values()))[0] if kind == "kill" else "rank"
         step = generator.randint(reached + 1, min(reached + 4, setting.steps))
-        if attempt > 1 and reached >= setting.every and generator.random() < 0.1 and victim != "writer":
+        if kind in ("stop", "gil"):
+            # Where the watch is not patient: after the first steps of a session, and before the end of the job.
+            if reached + PATIENT_STEPS >= setting.steps:
+                kind = "kill"
+            else:
+                step = generator.randint(reached + PATIENT_STEPS, setting.steps - 1)
+        elif attempt > 1 and reached >= setting.every and generator.random() < 0.1 and victim != "writer":
             return Fault(kind, victim, rank, 0, generator.choice(("load", "loaded")))
         calls = self._calls[setting].get(rank, min(self._calls[setting].values()))
         if victim == "writer" and generator.random() < 0.5:

@@ -63,9 +63,12 @@ class Command:
             )
             self._until_step(target, process)
             time.sleep(pause)
-            if not self._kill(process, victim, generator.randrange(self.setting.ranks)):
+            victim = self._kill(process, victim, generator.randrange(self.setting.ranks))
+            if not victim:
                 break
             met += 1
+            if victim == "writer" and not self._restarts(process):
+                continue  # it wrote nothing then, or the run goes on without that checkpoint
             if victim == "launcher":
                 process.wait()
                 self._until(lambda: not self._ranks())
@@ -109,14 +112,19 @@ class Command:
         seconds = time.monotonic() - self._began
         self._history.add("ended", statuses=statuses, killed=killed or [], seconds=seconds, orphans=0)
 
-    def _kill(self, launcher: subprocess.Popen[bytes], victim: str, rank: int) -> bool:
-        """Kill, unless the job is done. Acknowledged is what another process sees under its name before the kill."""
+    def _kill(self, launcher: subprocess.Popen[bytes], victim: str, rank: int) -> str:
+        """Kill, unless the job is done; returns who was killed. Before it, the checkpoints there are written down.
+
+        A rank takes the place of a writer that is not there, and of the launcher if the run cannot be resumed yet.
+        """
         ranks = self._ranks()
         if launcher.poll() is not None or len(ranks) != self.setting.ranks:
-            return False
+            return ""
         found = {"rank": [ranks[rank]], "host": ranks, "launcher": [psutil.Process(launcher.pid)]}
-        found["writer"] = writers_of(ranks[rank].pid) or [ranks[rank]]
+        found["writer"] = writers_of(ranks[rank].pid)
         steps = [step for step in saved_steps(self.folder / "checkpoints") if self._is_committed(step)]
+        if not found[victim] or (victim == "launcher" and not steps):
+            victim = "rank"
         for step in steps:
             self._history.add("saved", step=step)
         step = self._step()
@@ -124,7 +132,7 @@ class Command:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._history.add("fault", **Fault("kill", victim, rank, step, "command").facts())
-        return True
+        return victim
 
     def _is_committed(self, step: int) -> bool:
         return (self.folder / "checkpoints" / f"step-{step}" / INDEX).is_file()
@@ -148,6 +156,14 @@ class Command:
 
     def _step(self) -> int:
         return recorded_step(self.folder / "metrics.jsonl")
+
+    def _restarts(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether a new session begins, before the present one does ten more steps."""
+        end = self._step() + 10
+        self._until(
+            lambda: len(self._sessions()) > self._attempt or self._step() > end or process.poll() is not None
+        )
+        return len(self._sessions()) > self._attempt
 
     def _until_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
         self._until(lambda: self._step() >= step or process.poll() is not None)

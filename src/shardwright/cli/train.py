@@ -42,7 +42,7 @@ def _run(call: Call) -> int:
 
 
 def _with_restarts(call: Call) -> Overrides:
-    """The keys on the command line, with that of --max-restarts."""
+    """The keys on the command line. --max-restarts counts as one."""
     restarts = call.options.max_restarts
     return call.overrides if restarts is None else [*call.overrides, ("fault.max_restarts", str(restarts))]
 

@@ -89,9 +89,9 @@ class Hall(NamedTuple):
 
     def wait_for_room(self, number: int, until: float) -> None:
         """Wait until there is room. Needed only after this rank has left many times. Raises as :meth:`wait_for`."""
-        while not self.has_room(number):
-            read = number - SLOTS + 1
-            self._check(read, until, next(rank for rank, ring in self.others() if not ring.has_written(read)))
+        read = number - SLOTS + 1
+        while read > 0 and (late := [rank for rank, ring in self.others() if not ring.has_written(read)]):
+            self._check(read, until, late[0])
             time.sleep(TICK / 10)
 
     def wait_for_marks(self, number: int, until: float) -> None:

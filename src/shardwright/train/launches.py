@@ -121,7 +121,7 @@ class Opened:
 
 
 def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> Opened:
-    """The folder of the run: that of the launch's attempt before, or as `open_folder` says.
+    """The folder of the run: for a later attempt of a launch the first one's, else as `open_folder` says.
 
     Raises:
         UserError: as `open_folder` does.

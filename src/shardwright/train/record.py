@@ -73,7 +73,7 @@ def sessions_of(folder: RunFolder) -> int:
 def close_session(folder: RunFolder, reason: str, sessions_before: int | None = None) -> None:
     """Write into run.json that the last session failed, if it is still "running" there, and why.
 
-    With `sessions_before` the caller knows that a later session is its own. Then its `reason` replaces that of a rank.
+    With `sessions_before` the caller knows that a later session is its own. Its `reason` then replaces a rank's.
     """
     try:
         record = folder.record()

@@ -55,7 +55,7 @@ def _visible_devices() -> list[str]:
 
 
 def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The command line of a restart. The configuration is that of the run, since CONFIG.toml may have changed."""
+    """The command line of a restart. It uses the run's stored configuration: CONFIG.toml may have changed."""
     debug = ("--debug",) if "--debug" in arguments else ()
     if goes_on(folder):
         return ("train", "--resume", str(folder.path), *debug)

@@ -75,7 +75,7 @@ def read_exit(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def remove_exit(folder: RunFolder) -> None:
-    """Remove the exit.json of an earlier session or attempt. It is not that of the job which starts now."""
+    """Remove the exit.json of an earlier session or attempt. The job that starts now writes its own."""
     try:
         os.unlink(folder.exit_file)
     except OSError:

@@ -38,11 +38,11 @@ def watch(
 ) -> Watch:
     """Watch the ranks of this job from now on. If they hang, say on every rank which one is behind, and end.
 
-    Call it once on every rank, after :func:`fully_shard`: the ranks exchange where they are. Each rank then writes what
-    it does into a small file of shared memory (about 0.5 microseconds for each collective), and a thread reads the
-    files. If a rank waits for others longer than ``stall_seconds``, every rank prints the same text to stderr: where
-    each rank is, and which one is behind. Stacks and latest actions go to a folder. The process then ends with status
-    75. docs/hangs.md shows an output.
+    Call it once on every rank, after :func:`fully_shard`: the ranks exchange where they are. Each rank then writes
+    what it does into a small file of shared memory (docs/hangs.md has the cost), and a thread reads the files. If a
+    rank waits for others longer than ``stall_seconds``, every rank prints the same text to stderr: where each rank
+    is, and which one is behind. Stacks and latest actions go to a folder. The process then ends with status 75.
+    docs/hangs.md shows an output.
 
     Args:
         model: a model of :func:`fully_shard`, or a module that contains some.
@@ -104,7 +104,7 @@ class Watch:
 def start(settings: Settings, host: str | None = None) -> Watch:
     """Open the board of this rank, exchange places with the others, and begin to watch. Every rank of the job calls it.
 
-    ``host``: the name of this host; default: what tells hosts, and containers that cannot see each other, apart.
+    ``host``: the name of this host. The default also differs for containers that cannot see each other.
     """
     if not dist.is_initialized():
         raise RuntimeError(
