@@ -104,7 +104,7 @@ def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple
 
 def _keys_help(width: int) -> str:
     """Every key of the configuration with type, default and description, wrapped to `width` columns."""
-    from shardwright.train.config import keys, section_summary
+    from shardwright.train.keys import keys, section_summary
 
     intro = (
         "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
