@@ -132,7 +132,8 @@ def _keys_help(width: int) -> str:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--max-restarts N] [--resume [RUN] | --continue] [--debug]\n"
+        "                         [--nproc N] [--max-restarts N]\n"
+        "                         [--resume [RUN] | --continue] [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
         "                         [--nproc N] [--max-restarts N] [--debug]"
     )
