@@ -13,12 +13,8 @@ from shardwright.engine.front.corruption import (
     hash_gradients,
 )
 from shardwright.engine.front.graphed import GraphedStep
-from shardwright.engine.front.module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from shardwright.engine.front.methods import register_fsdp_forward_method
+from shardwright.engine.front.module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardwright.engine.front.replace import replace_torch
 from shardwright.engine.front.report import MemoryReport, memory_report
 from shardwright.engine.front.whole import unsharded

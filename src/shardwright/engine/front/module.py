@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwright._torch import (
     TorchFSDPModule,
@@ -22,8 +21,6 @@ from shardwright._torch import (
     called_by_torchs_fully_shard,
     fsdp_classes,
     hide_from_dynamo,
-    local_of,
-    storage_key,
 )
 from shardwright.comm import (
     BlockCodec,
@@ -34,21 +31,17 @@ from shardwright.comm import (
     is_block_codec,
 )
 from shardwright.engine.assembly.find import UNIT, own_modules
-from shardwright.engine.assembly.ties import load_of
-from shardwright.engine.base.precision import restore_buffers
 from shardwright.engine.front.composable import ModuleState, introduce, state_of
 from shardwright.engine.front.copies import convert, deepcopy_module
 from shardwright.engine.front.lending import lends
 from shardwright.engine.front.resizing import resizes
+from shardwright.engine.front.state_hooks import AtRest, CutToShards, Loaded, as_dtensors
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of
-from shardwright.engine.tensors.parameter import Managed, ShardedParameter, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.unit.owning import settle, units_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
     check_codec,
-    complete,
     follow_requires_grad,
     gather_by,
     issue,
@@ -85,10 +78,10 @@ def install(unit: Unit, modules: list[nn.Module]) -> None:
         module.register_forward_pre_hook(calls.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(calls.after_forward)
         for _, child in own_modules(module):
-            child.register_state_dict_pre_hook(_AtRest(unit))
-            child.register_state_dict_post_hook(_as_dtensors)
-            child.register_load_state_dict_pre_hook(_CutToShards(unit))
-        module.register_load_state_dict_post_hook(_Loaded(unit))
+            child.register_state_dict_pre_hook(AtRest(unit))
+            child.register_state_dict_post_hook(as_dtensors)
+            child.register_load_state_dict_pre_hook(CutToShards(unit))
+        module.register_load_state_dict_post_hook(Loaded(unit))
         own = any(p is not None for p in module._parameters.values())
         module.__class__ = fsdp_class(type(module), reads_own=own)
     introduce(unit, modules)
@@ -111,117 +104,6 @@ def fsdp_class(cls: type, reads_own: bool) -> type:
 def original_class(cls: type) -> type:
     """The class that :func:`fsdp_class` was put in front of."""
     return next(c for c in cls.__mro__[1:] if not issubclass(c, FSDPModule))
-
-
-class _UnitHook:
-    """A hook with a weak reference to its unit. A copy of the module does not get the hook."""
-
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = weakref.ref(unit) if unit is not None else lambda: None
-
-    def __deepcopy__(self, memo: Any) -> _UnitHook:
-        return type(self)(None)
-
-
-class _AtRest(_UnitHook):
-    """Before a state dict is read, and after one was loaded: make every parameter present and sharded."""
-
-    def __call__(self, *_: Any) -> None:
-        unit = self._unit()
-        if unit is not None:
-            if not (
-                unit.gradients.held and len(unit.watch.references) > 1
-            ):  # else other modules of the unit may follow
-                settle(unit)
-            _show_sharded(unit)
-
-
-def _show_sharded(unit: Unit) -> None:
-    for each in (unit, *unit.watch.lenders):
-        if not each.activity.calls:
-            complete(each)
-            each.weights.host_may_write()
-            each.weights.show_sharded()
-
-
-class _Loaded(_AtRest):
-    """After a state dict was loaded. After a load of the whole model, ranks that had diverged have equal weights
-    again."""
-
-    def __call__(self, *args: Any) -> None:
-        super().__call__(*args)
-        unit = self._unit()
-        root = root_of(unit) if unit is not None else None
-        if root is not None and root.top is unit:
-            root.agreement.set_age(0)
-
-
-def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put ragged parameters into a state dict as DTensors, which torch's state-dict functions gather and load.
-
-    Buffers that were cast get the dtypes of the plain model there.
-    """
-    for name, parameter in module._parameters.items():
-        value = state.get(prefix + name)
-        if isinstance(parameter, RaggedTensor) and isinstance(value, RaggedTensor):
-            state[prefix + name] = value.as_dtensor()
-    restore_buffers(module, state, prefix)
-
-
-class _CutToShards(_UnitHook):
-    """Before a state dict is loaded: cut the whole tensors in it, before torch copies or assigns them."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        unit = self._unit()
-        if unit is None:
-            return
-        _show_sharded(unit)
-        load = load_of(missing) if metadata.get("assign_to_params_buffers") else None
-        for name, parameter in module._parameters.items():
-            key = prefix + name
-            value = state.get(key)
-            tied = load.again(module, name, key, value, errors) if load is not None else None
-            if tied is not None:
-                state[key] = tied
-                continue
-            owner: Unit | None = unit_of(parameter) if isinstance(parameter, Managed) else None
-            p = owner.managed(parameter) if owner is not None else None
-            if owner is None or p is None or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape != p.cut.shape:
-                continue
-            if p.sharded in owner.without_values() and _same_memory(value, p.local):
-                del state[key]  # the parameter itself, which torch inserts for missing keys
-                continue
-            if value is parameter:
-                continue
-            # A parameter that is cut in rows loads a DTensor directly.
-            if not value.is_meta and not (
-                isinstance(value, DTensor) and isinstance(parameter, ShardedParameter)
-            ):
-                state[key] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
-            if load is not None and len(p.slots) > 1:
-                state[key] = load.begin(p, owner.mesh, key, state[key])
-
-
-def _same_memory(value: Any, local: torch.Tensor) -> bool:
-    while isinstance(value, (DTensor, RaggedTensor)):
-        value = local_of(value)
-    return (
-        type(value) is type(local) is torch.Tensor
-        and storage_key(value) == storage_key(local)
-        and value.storage_offset() == local.storage_offset()
-    )
 
 
 class UnshardHandle:
@@ -690,52 +572,6 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 _refuse_inherited()
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` gather and release the unit's parameters as ``forward`` does.
-
-        sw.register_fsdp_forward_method(model, "generate")
-
-    A module that is not sharded stays unchanged, so the same code works for both.
-
-    Raises:
-        ValueError: the module has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
-    object.__setattr__(module, method_name, _ForwardMethod(module, getattr(module, method_name)))
-
-
-class _ForwardMethod:
-    """A method of a sharded module that runs as its forward does. Refers to the module weakly; a copy has its own."""
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        del self.__dict__["__wrapped__"]  # it would keep the module alive
-        self._module = weakref.ref(module)
-        self._function = getattr(method, "__func__", method)
-        self._bound = getattr(method, "__self__", None) is module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
-        unit: Unit = module.__dict__[UNIT]
-        depth, calls = depth_of(unit), Calls(unit)
-        try:
-            args, kwargs = calls.before_forward(module, args, kwargs)
-            call_args = (module, *args) if self._bound else args
-            return calls.after_forward(module, args, self._function(*call_args, **kwargs))
-        except BaseException:
-            calls.forward_failed(depth)
-            raise
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        module = memo[id(self._module())]
-        method = self._function.__get__(module) if self._bound else self._function
-        return _ForwardMethod(module, method)
 
 
 def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:

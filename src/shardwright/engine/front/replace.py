@@ -9,12 +9,8 @@ from typing import Any
 
 from shardwright._torch import fsdp2_modules, torchs_own
 from shardwright.engine.front.api import fully_shard
-from shardwright.engine.front.module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from shardwright.engine.front.methods import register_fsdp_forward_method
+from shardwright.engine.front.module import FSDPModule, UnshardHandle, share_comm_ctx
 
 _OURS: dict[str, Any] = {
     "FSDPModule": FSDPModule,
