@@ -303,7 +303,7 @@ class Board:
         return asked
 
     def say(self, text: str) -> None:
-        """Leave a message: why the job ends. Readers see all of it or nothing. The first one stays."""
+        """Leave a message: why the job ends. Readers see all of it or nothing."""
         encoded = text.encode(errors="replace")[:MESSAGE_SIZE]
         self._memory[MESSAGE_AT : MESSAGE_AT + len(encoded)] = encoded
         self._word(MESSAGE_LENGTH_AT, len(encoded))
