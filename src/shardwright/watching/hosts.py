@@ -23,7 +23,7 @@ TO_MEET = 3.0
 
 
 class Courier:
-    """The thread of one rank of a host. Only that of the rank which leads publishes: the others of the host :meth:`rest`.
+    """The thread of one rank of a host. Only the courier of the leading rank publishes, the others :meth:`rest`.
 
     Ages of what others have published grow while they travel.
     """
