@@ -34,6 +34,6 @@ def note_flights(board: boards.Board) -> None:
 
 
 def _group_of(entry: dict[str, Any], ranks: dict[str, list[int]]) -> str | None:
-    """The group of a collective on boards. Its numbers are those of torch, so its name is not that of the engine's."""
+    """The group of a collective on boards. torch numbers its collectives, so its name has torch's name, too."""
     name = entry["process_group"][0]
     return f"{boards.group_name(ranks[name])}#{name}" if name in ranks else None

@@ -102,7 +102,7 @@ class Watcher:
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def _find(self, since: int) -> str:
-        """The message about a hang: that of another rank of this host, or that of this rank if it leads."""
+        """The message about a hang, of another rank of this host, or of this one if it leads. Empty: there is none."""
         for reader in self._readers.values():
             if message := reader.message:
                 return message
