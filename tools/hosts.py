@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -179,6 +180,9 @@ class Hosts:
         """End all processes of a host at once, with its network. `start` brings it back."""
         host, self._hosts[number] = self._host(number), None
         host.end()
+        # The system ends the network later.
+        with suppress(OSError):
+            self._in_switch("ip", "link", "delete", f"cable{number}")
 
     def close(self) -> None:
         for host in self._hosts:

@@ -14,7 +14,8 @@ import pytest
 
 import shardwright
 from shardwright.cli import main
-from shardwright.train.config import Config, keys
+from shardwright.train.config import Config
+from shardwright.train.keys import keys
 
 Capture = pytest.CaptureFixture[str]
 NO_VALUE = "--train.steps: expected a value after it, found none; write --train.steps VALUE"
@@ -193,7 +194,7 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
         (
             "fly",
             "unknown command fly; the commands are train, compare, generate, export, convert, inspect, layout, "
-            "extensions, doctor",
+            "relay, extensions, doctor",
         ),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         (
@@ -277,7 +278,8 @@ def test_failure_is_one_line_and_status_1(capsys: Capture, monkeypatch: pytest.M
 
 def test_without_the_extra_it_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
     monkeypatch.setitem(sys.modules, "pydantic", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "shardwright.train.config")
+    for name in ("config", "keys", "schema"):
+        monkeypatch.delitem(sys.modules, f"shardwright.train.{name}")
     for arguments in (["train", job], ["train", "--help"]):
         message = refused(capsys, *arguments)
         assert message.startswith("pydantic is not installed; ")

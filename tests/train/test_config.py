@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from shardwright.train.config import (
-    OTHER_NAMES,
-    Config,
-    DataConfig,
-    ModelConfig,
-    TrainConfig,
-    keys,
-    load_config,
-    nearest_key,
-)
+from shardwright.train.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from shardwright.train.errors import UserError
+from shardwright.train.keys import OTHER_NAMES, keys, nearest_key
 from shardwright.train.models.presets import PRESETS, RopeScaling
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))

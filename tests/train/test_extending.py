@@ -21,9 +21,10 @@ from shardwright.extend import (
     strategies,
 )
 from shardwright.train.checks import check_ranks
-from shardwright.train.config import Config, keys
+from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedOptimizer, kinds, optimizers, sinks
+from shardwright.train.keys import keys
 from shardwright.train.models import kinds as kinds_module
 from shardwright.train.models.build import build_model
 from shardwright.train.runs import differences

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from tests.train.jobs import config_file, losses, wait_for_steps
-from tests.train.kit.hosts import Job, in_make_clusters, reason_against, tool, torchrun
+from tests.train.kit.hosts import (
+    Job,
+    elastic_torchrun,
+    in_make_clusters,
+    reason_against,
+    tool,
+    torchrun,
+)
 
 pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "hosts can be made")
 
@@ -88,4 +95,48 @@ def test_a_job_whose_host_is_lost_goes_on_with_the_rest(tmp_path: Path, two_host
         two_hosts, tmp_path, *arguments, "--run.dir", tmp_path / "whole", *rest, only=[0], port=29502
     ).finish()
     assert [status for status, _ in whole] == [0], whole
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+
+
+@in_make_clusters
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_torchrun_goes_on_when_a_host_is_lost(tmp_path: Path, two_hosts: Any, nodes: str) -> None:
+    """With `2` it waits for the host, which comes back. With `1:2` it goes on with one."""
+    arguments = job(tmp_path, *LONG, "--train.steps", "60", "--continue")
+    options = {"env": {"SHARDWRIGHT_TIMEOUT": "10"}}
+    first, second = (elastic_torchrun(two_hosts, each, nodes, *arguments, **options) for each in range(2))
+    wait_for_steps(tmp_path / "run", 5)
+    two_hosts.lose(1)
+    second.communicate(timeout=30)
+    if nodes == "2":
+        two_hosts.start(1)
+        second = elastic_torchrun(two_hosts, 1, nodes, *arguments, **options)
+    output = first.communicate(timeout=180)[0]
+    assert first.returncode == 0, output
+    if nodes == "2":
+        assert second.wait(60) == 0
+    assert f"on {nodes[0]} rank" in output, output
+    assert "from step" in output, output
+
+    whole = job(tmp_path, *LONG, "--train.steps", "60", "--run.dir", str(tmp_path / "whole"))
+    ended = Job(two_hosts, tmp_path, *whole, only=None if nodes == "2" else [0], port=29501).finish()
+    assert {status for status, _ in ended} == {0}, ended
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == (expected if nodes == "2" else pytest.approx(expected, rel=1e-3))
+
+
+@in_make_clusters
+def test_three_hosts_then_two(tmp_path: Path) -> None:
+    with tool("hosts").Hosts(3) as hosts:
+        arguments = job(tmp_path, *LONG, "--train.global_batch", "12", "--continue")
+        running = Job(hosts, tmp_path, *arguments, timeout=4)
+        wait_for_steps(tmp_path / "run", 5)
+        hosts.lose(2)
+        assert [status for status, _ in running.finish()] == [75, 75, 247]
+        rest = ("--train.steps", str(len(losses(tmp_path / "run")) + 2))
+        again = Job(hosts, tmp_path, *arguments, *rest, only=[0, 1], port=29501).finish()
+        assert [status for status, _ in again] == [0, 0], again
+        whole = ("--run.dir", tmp_path / "whole", *rest)
+        ended = Job(hosts, tmp_path, *arguments, *whole, only=[0], port=29502).finish()
+        assert [status for status, _ in ended] == [0], ended
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)

@@ -104,7 +104,7 @@ def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple
 
 def _keys_help(width: int) -> str:
     """Every key of the configuration with type, default and description, wrapped to `width` columns."""
-    from shardwright.train.config import keys, section_summary
+    from shardwright.train.keys import keys, section_summary
 
     intro = (
         "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
@@ -132,7 +132,8 @@ def _keys_help(width: int) -> str:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--max-restarts N] [--resume [RUN] | --continue] [--debug]\n"
+        "                         [--nproc N] [--max-restarts N]\n"
+        "                         [--resume [RUN] | --continue] [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
         "                         [--nproc N] [--max-restarts N] [--debug]"
     )

@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 import shardwright
 from shardwright.checkpoint.digests import Damaged
-from shardwright.train.config import Config, toml_value
+from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.hosts import host_key
 from shardwright.train.resuming import flat
+from shardwright.train.schema import toml_value
 
 PATIENCE = timedelta(minutes=1)
 """At least so long ranks wait for each other at the start, whatever SHARDWRIGHT_TIMEOUT says of later waits: hosts take

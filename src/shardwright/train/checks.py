@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.train.config import Config, TrainConfig, toml_value
+from shardwright.train.config import Config, TrainConfig
 from shardwright.train.data.places import locate
 from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
@@ -16,6 +16,7 @@ from shardwright.train.models.kinds import kind_of, offers_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
 from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.schema import toml_value
 from shardwright.train.sections.data import ONE_OR_UNMASKED, UNMASKED
 from shardwright.train.steps import saved_steps
 

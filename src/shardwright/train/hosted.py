@@ -16,10 +16,11 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from shardwright._torch import default_store
-from shardwright.train.config import Config, in_one_line
+from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.launches import open_or_reopen
 from shardwright.train.loop import train
+from shardwright.train.mistakes import in_one_line
 from shardwright.train.rank import Place, check_place, end_of, start_together
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End, remove_exit, write_exit

@@ -13,10 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.train.config import Config, toml_value
+from shardwright.train.config import Config
 from shardwright.train.environment import LAUNCHER_VARIABLE
 from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.schema import toml_value
 from shardwright.train.slurm import started_by_slurm
 from shardwright.train.steps import saved_steps
 

@@ -6,6 +6,7 @@ Reading files and wording errors is done in `config`, acting on the values elsew
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -211,3 +212,15 @@ def toml_value(value: object) -> str:
     if isinstance(value, Sequence):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     raise TypeError(f"expected a value TOML can hold, found {value!r}")
+
+
+def value_of(text: str, takes_text: bool) -> Any:
+    """What a text means as a TOML value. A text that is none is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["value"]
+    if len(parsed) > 1 or (takes_text and not isinstance(value, str | list)):
+        return text  # A text key takes what was typed even where it reads as a number or a date.
+    return value

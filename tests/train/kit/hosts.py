@@ -141,14 +141,37 @@ def plain_environment() -> dict[str, str]:
 
 def torchrun(hosts: Any, number: int, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     """One rank on this host, by real torchrun, with all other hosts."""
-    variables = plain_environment()
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts.addresses)),
-        "--nproc-per-node", "1", "--node-rank", str(number), "--master-addr", hosts.addresses[0],
-        "--master-port", str(PORT), "-m", "shardwright", *map(str, arguments),
-    ]  # fmt: skip
+    nodes = str(len(hosts.addresses))
+    where = ("--nnodes", nodes, "--node-rank", str(number), "--master-addr", hosts.addresses[0])
+    return _torchrun(hosts, number, (*where, "--master-port", str(PORT)), arguments, options)
+
+
+def elastic_torchrun(
+    hosts: Any, number: int, nodes: str, *arguments: str | Path, **options: Any
+) -> subprocess.Popen[str]:
+    """As :func:`torchrun`, with the rendezvous by which hosts leave and join. `nodes` is `2` or `1:2`."""
+    where = ("--nnodes", nodes, "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job")
+    where += ("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--local-addr", hosts.addresses[number])
+    options["env"] = {
+        **plain_environment(),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **options.get("env", {}),
+    }
+    return _torchrun(hosts, number, (*where, "--rdzv-conf", "last_call_timeout=5"), arguments, options)
+
+
+def _torchrun(
+    hosts: Any,
+    number: int,
+    where: Sequence[str],
+    arguments: Sequence[str | Path],
+    options: dict[str, Any],
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *where]
+    command += ["-m", "shardwright", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process: subprocess.Popen[str] = hosts.popen(
-        number, command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        number, command, **{"env": plain_environment(), **pipes, **options}
     )
     return process
 
