@@ -146,6 +146,15 @@ def test_a_forked_child_does_not_write(board: boards.Board) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_containers_that_share_memory_have_boards_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have a process with this number, of the same user."""
+    own = boards.board_of(os.getpid(), tmp_path)
+    monkeypatch.setattr(boards, "_container", lambda: 1)
+    assert boards.board_of(os.getpid(), tmp_path) != own
+
+
 def test_other_files_are_no_boards(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for content in (b"", b"x" * boards.SIZE):
