@@ -6,7 +6,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import shardwright
+from shardwright import board as boards
+from shardwright.watching import flights
+from shardwright.watching.reading import Reader
 
 PACKAGE = Path(shardwright.__file__).parent
 COLLECTIVES = {
@@ -45,3 +50,13 @@ def test_collectives_have_notes() -> None:
         if lines := [*without_a_note(ast.parse(path.read_text(encoding="utf-8")))]:
             counts[str(path.relative_to(PACKAGE))] = len(lines)
     assert counts == {name: count for name, (_, count) in EXCEPTIONS.items()}
+
+
+def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = boards.open_board(0, 1, tmp_path)
+    monkeypatch.setattr(flights, "flight_record", lambda: {"entries": [{"process_group": []}]})
+    flights.note_flights(board)
+    assert Reader(board).look().flights == ()
+    boards.close_board()
