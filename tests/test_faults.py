@@ -159,10 +159,9 @@ def test_the_checker_finds(case: str) -> None:
     assert any(re.search(problem, each) for each in found), found
 
 
-def test_a_small_campaign_loses_nothing(tmp_path: Path) -> None:
+def campaign(*options: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[1]
-    options = ("--kills", "3", "--commands", "0", "--seed", "3", "--keep", str(tmp_path / "runs"))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "tools.faults", *options],
         cwd=root,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'src'}:{root}"},
@@ -170,5 +169,15 @@ def test_a_small_campaign_loses_nothing(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
+
+
+def test_a_small_campaign_loses_nothing(tmp_path: Path) -> None:
+    done = campaign("--kills", "3", "--commands", "0", "--seed", "3", "--keep", str(tmp_path / "runs"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 faults, 0 with a problem, 0 problems of runs; seed 3" in done.stdout
+
+
+def test_a_campaign_without_time_fails(tmp_path: Path) -> None:
+    done = campaign("--kills", "2", "--commands", "1", "--minutes", "0", "--keep", str(tmp_path / "runs"))
+    assert done.returncode == 1
+    assert "the time was up after 0 of 3 faults" in done.stdout

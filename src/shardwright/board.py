@@ -66,8 +66,16 @@ def folder_of_boards() -> Path:
 
 
 def board_of(pid: int, folder: Path | None = None) -> Path:
-    """The file of the board of a process of this host and user."""
-    return (folder or folder_of_boards()) / f"{_PREFIX}-{os.getuid()}-{pid}"
+    """The file of the board of a process of this host, container and user."""
+    return (folder or folder_of_boards()) / f"{_PREFIX}-{os.getuid()}-{_container()}-{pid}"
+
+
+def _container(namespace: Path = Path("/proc/self/ns/pid")) -> int:
+    """The namespace of this process's number. Containers may share memory (docker's --ipc=host), not numbers."""
+    try:
+        return namespace.stat().st_ino
+    except OSError:
+        return 0  # not Linux
 
 
 def remove_left_boards(folder: Path | None = None) -> None:
@@ -303,7 +311,7 @@ class Board:
         return asked
 
     def say(self, text: str) -> None:
-        """Leave a message: why the job ends. Readers see all of it or nothing. The first one stays."""
+        """Leave a message: why the job ends. Readers see all of it or nothing."""
         encoded = text.encode(errors="replace")[:MESSAGE_SIZE]
         self._memory[MESSAGE_AT : MESSAGE_AT + len(encoded)] = encoded
         self._word(MESSAGE_LENGTH_AT, len(encoded))

@@ -203,6 +203,21 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     assert re.fullmatch(reason, content["reason"])
 
 
+def test_a_mistake_in_a_job_that_goes_on_is_in_exit_json(tmp_path: Path) -> None:
+    """As under torchrun or SLURM: the data are missing at the second start. A wrapper must not find the first end."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"status": "interrupted", "sessions": [{"status": "interrupted"}]}')
+    (folder / "exit.json").write_text('{"status": 143}')
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    status, _, err = run(
+        "train", config_file(tmp_path), "--run.dir", folder, "--continue", "--data.source", tmp_path / "none.txt",
+        environment=place,
+    )  # fmt: skip
+    assert (status, ended(folder)["status"]) == (2, 2), err
+    assert "none.txt" in ended(folder)["reason"]
+
+
 def restarts(most: int, least_ranks: int = 0) -> Restarts:
     return Restarts(FaultConfig(max_restarts=most, least_ranks=least_ranks), lambda ranks: ranks != 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,11 @@ import pytest
 from shardwright import cli
 from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
-from shardwright.train import answers, saves
+from shardwright.train import answers, rank, saves
 from shardwright.train.checkpoint import what_is_missing
+from shardwright.train.config import load_config
 from shardwright.train.ending import Complaint, Ending, conclude, judge
+from shardwright.train.environment import FOLDER_VARIABLE
 from shardwright.train.lock import claim
 from shardwright.train.record import RunRecord
 from shardwright.train.runs import RunFolder
@@ -141,6 +145,33 @@ def test_a_second_signal_ends_at_once(
     )
     assert f"train --resume {folder}" in said
     assert what_is_missing(folder / "checkpoints" / "step-3") is None
+
+
+def test_a_rank_leaves_also_if_its_terminal_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = ends_in_thread(monkeypatch)
+    world: Any = SimpleNamespace(is_first=True, size=1)
+    answering = answers.Answers(load_config(config_file(tmp_path), []), RunFolder(tmp_path / "run"), world, 1)
+    terminal = io.StringIO()
+    terminal.close()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with pytest.raises(Left):
+        answering._leave(None)
+    assert statuses == [75]
+
+
+def test_a_rank_leaves_without_its_launcher_also_if_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("a store")
+
+    statuses = ends_in_thread(monkeypatch)
+    monkeypatch.setattr(rank, "write_exit", fail)
+    for name, value in (("RANK", "0"), (FOLDER_VARIABLE, str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Left):
+        rank._leave_with(launcher=-1)
+    assert statuses == [75]
 
 
 def test_ignored_signals_stay_ignored() -> None:

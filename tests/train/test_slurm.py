@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -70,6 +71,25 @@ def test_lists_of_slurm() -> None:
 def test_variables_that_do_not_fit(change: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         variables_of_task({**TASK, **change})
+
+
+def test_a_mistake_after_a_signal_does_not_start_the_job_again(tmp_path: Path) -> None:
+    """The start before has saved and left. This one ends with a mistake before the ranks open the folder."""
+    run = tmp_path / "runs/job-7"
+    run.mkdir(parents=True)
+    (run / "exit.json").write_text('{\n  "status": 143,\n  "reason": "stopped by SIGUSR1"\n}\n')
+    for name, line in (("srun", "exit 2"), ("scontrol", f"touch {tmp_path}/requeued; exit 1")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    variables = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", SCRIPT, "job.toml"], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert (done.returncode, (tmp_path / "requeued").exists()) == (2, False), done
+    assert "ended with status 2" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ SCENARIOS = {
         "all ranks have joined a collective, and it does not end\n  ranks 0, 1 wait in broadcast", by_all=True,
     ),
     "sleep on another host": Scenario(
-        "forward", sleep, "rank 2: forward of layers.1 since * s\n", ranks=3, culprit=2, hosts=2
+        "forward", sleep, "rank 3: forward of layers.1 since * s\n  ranks 0, 1, 2 wait in", ranks=4, culprit=3, hosts=2
     ),
     "a host that is gone": Scenario("forward", stop, f"rank 1: host {socket.gethostname()} does not answer", hosts=2),
     "slow compilation": Scenario("forward", be_slow, "", step=1, ends_well=True),

@@ -60,7 +60,7 @@ def test_a_closed_watch_leaves_nothing(rank: int, world_size: int) -> None:
         with sw.watch(model):
             step(model, optimizer)
             assert boards.board_of(os.getpid()).exists()
-        assert not [*boards.folder_of_boards().glob(f"shardwright-board-{os.getuid()}-{os.getpid()}*")]
+        assert not [*boards.folder_of_boards().glob(f"{boards.board_of(os.getpid()).name}*")]
         assert not [each for each in threading.enumerate() if each.name == "shardwright-watch"]
     step(model, optimizer)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import board as boards
+from shardwright.watching import launched
 from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, Reader
 
 
@@ -145,6 +146,15 @@ def test_a_forked_child_does_not_write(board: boards.Board) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_containers_that_share_memory_have_boards_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have a process with this number, of the same user."""
+    own = boards.board_of(os.getpid(), tmp_path)
+    monkeypatch.setattr(boards, "_container", lambda: 1)
+    assert boards.board_of(os.getpid(), tmp_path) != own
+
+
 def test_other_files_are_no_boards(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for content in (b"", b"x" * boards.SIZE):
@@ -169,3 +179,15 @@ def test_a_board_that_is_being_made_is_not_taken_for_a_left_one(tmp_path: Path) 
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         boards.remove_left_boards(tmp_path)
     assert os.waitstatus_to_exitcode(ended[1]) == 0
+
+
+def test_a_launcher_does_not_take_the_board_of_an_earlier_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the same number, and was killed. The new one has no board yet."""
+    monkeypatch.setattr(boards, "folder_of_boards", lambda: tmp_path)
+    board = boards.Board(0, 1)
+    with suppress(OSError):
+        os.close(board._file)  # which ends the lock, as the end of a process does
+    assert launched._open(os.getpid()) is None
+    board.close()

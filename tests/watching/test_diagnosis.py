@@ -122,6 +122,15 @@ def test_collectives_of_the_flight_recorder_count() -> None:
     assert "ranks 0, 1, 3 wait in barrier (outside the model)" in verdict.reason
 
 
+def test_each_host_that_does_not_answer_is_named() -> None:
+    silent = [Seen(rank, host, 0, SILENT, None, 31.0) for rank, host in ((2, "b"), (3, "c"))]
+    verdict = judge([waiting(0, 31), waiting(1, 31), *silent], STALL)
+    assert verdict is not None
+    assert verdict.reason.startswith(
+        "rank 2: host b does not answer since 31 s; rank 3: host c does not answer since 31 s; "
+    )
+
+
 def test_what_is_seen_travels_as_json() -> None:
     seen = waiting(1, 2.5, flights=(("barrier", "0-3#0", 1, 31.0),))
     assert Seen.of(json.loads(json.dumps(asdict(seen)))) == seen

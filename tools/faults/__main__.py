@@ -40,9 +40,14 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="shardwright-faults-"))
     folder.mkdir(parents=True, exist_ok=options.keep is None)
     history, began = folder / "history.jsonl", time.monotonic()
+    history.touch()
     try:
         _run(folder, history, options.kills, options.commands, options.seed, began + 60 * options.minutes)
         verdicts, problems = check(read(history))
+        if len(verdicts) < options.kills + options.commands:
+            problems.append(
+                f"the time was up after {len(verdicts)} of {options.kills + options.commands} faults"
+            )
     except BaseException:
         print(f"the runs are in {folder}", file=sys.stderr)
         raise

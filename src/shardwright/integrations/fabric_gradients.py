@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from shardwright._torch import foreach_norm, local_of
+from shardwright.comm.noted import noted
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.integrations.fabric_models import sharded_model
 
@@ -93,7 +94,8 @@ def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
     filled = [g for g in gradients if g.numel()]
     largest = torch.stack([n.float() for n in foreach_norm(filled, math.inf)]) if filled else torch.zeros(1)
     any_infinite = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
-    dist.all_reduce(any_infinite, dist.ReduceOp.MAX)
+    with noted("all-reduce of a flag"):
+        dist.all_reduce(any_infinite, dist.ReduceOp.MAX)
     return torch.where(any_infinite > 0, math.inf, 0.0)
 
 

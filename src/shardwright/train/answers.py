@@ -56,13 +56,17 @@ class Answers:
         if not self.world.is_first:
             time.sleep(SECONDS_FOR_FIRST)
             os._exit(TRY_AGAIN)
-        end = self._end(number)
-        close_session(self.folder, end.reason)
-        record_end(self.folder, end)
-        write_exit(self.folder, end, self.attempt)
-        lines = [end.reason, *to_continue(self.folder, self.world.size)]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        os._exit(end.status)
+        status = TRY_AGAIN
+        try:
+            end = self._end(number)
+            status = end.status
+            close_session(self.folder, end.reason)
+            record_end(self.folder, end)
+            write_exit(self.folder, end, self.attempt)
+            lines = [end.reason, *to_continue(self.folder, self.world.size)]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)  # also if the terminal has gone, for example
 
     def _end(self, number: int | None) -> End:
         status = status_of_signal(self._number)

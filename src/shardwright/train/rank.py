@@ -60,7 +60,7 @@ from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.record import close_session
 from shardwright.train.relay import note_mistake
-from shardwright.train.runs import RunFolder, discard_if_unused
+from shardwright.train.runs import CONTINUE, RunFolder, discard_if_unused
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
 from shardwright.train.world import World, join_world, pick_device
@@ -126,7 +126,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             status = _report_alone(complaint, store, debug)
             if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
-                _record_mistake(RunFolder(Path(resume)), _end_of(complaint))
+                _record_mistake(_folder_to_resume(configured, resume), _end_of(complaint))
             elif place is not None and _is_to_record(complaint, store, place):
                 close_session(place.folder, complaint.in_line)
                 _record(place, _end_of(complaint))
@@ -251,9 +251,19 @@ def _record(place: Place, end: End) -> None:
     write_exit(place.folder, end, place.attempt)
 
 
-def _record_mistake(folder: RunFolder, end: End) -> None:
+def _folder_to_resume(configured: Callable[[], Config], resume: str) -> RunFolder | None:
+    """The folder in which a run was to go on. None if only the configuration has it, and that cannot be read."""
+    if resume != CONTINUE:
+        return RunFolder(Path(resume))
+    try:
+        return RunFolder(Path(configured().run.dir))
+    except UserError:
+        return None
+
+
+def _record_mistake(folder: RunFolder | None, end: End) -> None:
     """Write exit.json for a resume that was refused, so that nobody takes the one of the session before for it."""
-    if not folder.exists():
+    if folder is None or not folder.exists():
         return
     try:
         with claim(folder.path):
@@ -369,10 +379,15 @@ def _leave_with(launcher: int) -> None:
     """End this rank when the launcher is killed: nobody else would. The first rank writes what happened."""
     while os.getppid() == launcher:
         time.sleep(1.0)
-    if os.environ["RANK"] == "0":
-        folder, end = RunFolder(Path(os.environ[FOLDER_VARIABLE])), End(TRY_AGAIN, "the launcher was killed")
-        close_session(folder, end.reason)
-        write_exit(folder, end, attempt_of_launcher())
-    else:
-        time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
-    os._exit(TRY_AGAIN)
+    try:
+        if os.environ["RANK"] == "0":
+            folder, end = (
+                RunFolder(Path(os.environ[FOLDER_VARIABLE])),
+                End(TRY_AGAIN, "the launcher was killed"),
+            )
+            close_session(folder, end.reason)
+            write_exit(folder, end, attempt_of_launcher())
+        else:
+            time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
+    finally:
+        os._exit(TRY_AGAIN)

@@ -26,7 +26,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def relay(folder: Path, command: Sequence[str]) -> int:
-    """Run the command. Return the status in `folder`/exit.json if it was written meanwhile, else that of the command.
+    """Run the command. Return the status in `folder`/exit.json if it was written meanwhile, else the command's.
 
     Without exit.json the status is 2 if a rank on this host ended with a mistake of the user. Raises UserError if the
     command cannot be started.

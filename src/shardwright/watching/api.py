@@ -141,7 +141,7 @@ def start(settings: Settings, host: str | None = None) -> Watch:
 
 
 class Place(NamedTuple):
-    """Where a rank is: what tells its host apart, the host's name, its process, and when its board began."""
+    """Where a rank is: a key of its host, the host's name, its process, and when its board began."""
 
     host: str
     name: str
@@ -171,7 +171,9 @@ def _courier(places: Sequence[Place], mine: Place) -> Courier:
     hosts = list(dict.fromkeys(each.host for each in places))
     ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
     names = [next(each.name for each in places if each.host == host) for host in hosts]
-    store = dist.PrefixStore("shardwright-watch", another_client(default_store()))
+    # Of this watch alone: an earlier one may have left a verdict.
+    prefix = f"shardwright-watch/{places[0].began}"
+    store = dist.PrefixStore(prefix, another_client(default_store()))
     return Courier(store, hosts.index(mine.host), ranks, names)
 
 

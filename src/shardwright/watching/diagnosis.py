@@ -164,9 +164,10 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
     numbers = {each.rank for each in culprits}
     steps = [each.step for each in ranks.values() if each.step]  # of a silent host they may not be known
     differ = len(set(steps)) > 1
-    groups: dict[tuple[str, str, int], list[Seen]] = {}
+    groups: dict[tuple[str, str, str, int], list[Seen]] = {}
     for each in [*culprits, *(each for rank, each in sorted(ranks.items()) if rank not in numbers)]:
-        groups.setdefault((_doing(each), _state(each), each.step), []).append(each)
+        host = each.host if each.process == SILENT else ""
+        groups.setdefault((host, _doing(each), _state(each), each.step), []).append(each)
     reason = "; ".join(_in_words(each, differ) for each in groups.values())
     lost = bool(culprits) and all(each.is_stuck or each.answers is False for each in culprits)
     step = min((each.step for each in culprits if each.step), default=min(steps, default=0))

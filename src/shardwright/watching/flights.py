@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 from shardwright import board as boards
@@ -14,10 +15,18 @@ MOST = 32  #: collectives that are noted
 
 
 def note_flights(board: boards.Board) -> None:
-    """Copy the collectives that run, and the numbers of the last ones of each group, to the board."""
+    """Copy the collectives that run, and the numbers of the last ones of each group, to the board.
+
+    Copies nothing if a record has another form, or a group ends meanwhile: without the thread that calls this, the rank
+    would look as if something held its interpreter.
+    """
     record = flight_record()
-    if record is None:
-        return
+    if record is not None:
+        with suppress(LookupError, TypeError, ValueError, RuntimeError):
+            _note(board, record)
+
+
+def _note(board: boards.Board, record: dict[str, Any]) -> None:
     ranks = ranks_by_group_name()
     counts: dict[str, int] = {}
     flights: list[tuple[str, str, int, float]] = []
@@ -34,6 +43,6 @@ def note_flights(board: boards.Board) -> None:
 
 
 def _group_of(entry: dict[str, Any], ranks: dict[str, list[int]]) -> str | None:
-    """The group of a collective on boards. Its numbers are those of torch, so its name is not that of the engine's."""
+    """The group of a collective on boards. torch numbers its collectives, so its name has torch's name, too."""
     name = entry["process_group"][0]
     return f"{boards.group_name(ranks[name])}#{name}" if name in ranks else None

@@ -1,4 +1,4 @@
-"""What the hosts of a job tell each other through the store at which the ranks have met.
+"""What the hosts of a job exchange through the store at which the ranks have met.
 
 One rank of each host publishes what it sees of the ranks there, but only while some rank waits: a job of many hosts
 must not load the store. A store that does not answer blocks its caller, so all calls are in a thread of their own.
@@ -23,7 +23,10 @@ TO_MEET = 3.0
 
 
 class Courier:
-    """The thread of one rank of a host. Ages of what others have published grow while they travel."""
+    """The thread of one rank of a host. Only the courier of the leading rank publishes, the others :meth:`rest`.
+
+    Ages of what others have published grow while they travel.
+    """
 
     def __init__(
         self, store: dist.Store, host: int, ranks: Mapping[int, Sequence[int]], places: Sequence[str]
@@ -43,6 +46,10 @@ class Courier:
 
     def close(self) -> None:
         self._ended.set()
+
+    def rest(self) -> None:
+        """This rank does not lead. Publish nothing, since a host has one key."""
+        self._own, self._asked_at = [], None
 
     def exchange(self, own: list[Seen], suspects: bool) -> list[Seen] | None:
         """Hand over what is seen here. Returns the ranks of all hosts, or None while that is not known.
@@ -98,8 +105,8 @@ class Courier:
                 asked = self._store.add("asks", int(self._asked_at is not None))
                 if asked != asks:
                     asks, rounds = asked, rounds + 1
-                    own = [asdict(each) for each in self._own]
-                    self._store.set(f"host/{self._host}", json.dumps([rounds, own]))
+                    if own := [asdict(each) for each in self._own]:
+                        self._store.set(f"host/{self._host}", json.dumps([rounds, own]))
                     self._hear()
                 if self._verdict is not None:
                     self._store.compare_set("verdict", "", self._verdict)

@@ -61,6 +61,16 @@ def silence(stall_seconds: float) -> float:
     return min(5.0, max(evidence.HELD, stall_seconds / 2))
 
 
+def _open(pid: int) -> Reader | None:
+    """The board of this process; None if it has none yet. A killed one with the same number may have left its own."""
+    with suppress(OSError):
+        reader = Reader(boards.board_of(pid))
+        if reader.is_alive():
+            return reader
+        reader.close()
+    return None
+
+
 class Eyes:
     """The boards of the ranks that this launcher has started, all on this host."""
 
@@ -79,9 +89,8 @@ class Eyes:
         self._next = now + min(EVERY, self.stall_seconds / 4)
         since = self._looks.note()
         for rank, pid in self.pids.items():
-            if rank not in self._readers:
-                with suppress(OSError):
-                    self._readers[rank] = Reader(boards.board_of(pid))
+            if rank not in self._readers and (reader := _open(pid)) is not None:
+                self._readers[rank] = reader
         if len(self._readers) < len(self.pids):
             return None  # they begin
         seen = [

@@ -28,6 +28,8 @@ from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, Rea
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
+#: Characters of a verdict on a board. JSON makes at most twelve bytes of each, and half of a message would end no rank.
+MOST = boards.MESSAGE_SIZE // 12 - 1000
 #: Seconds from a verdict to the end of the processes, in which each rank finds it and prints it.
 TO_SAY = 1.5
 
@@ -100,12 +102,14 @@ class Watcher:
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def _find(self, since: int) -> str:
-        """The message about a hang: that of another rank of this host, or that of this rank if it leads."""
+        """The message about a hang, of another rank of this host, or of this one if it leads. Empty: there is none."""
         for reader in self._readers.values():
             if message := reader.message:
                 return message
         seen = [reader.look(self._host, since, self._within) for reader in self._readers.values()]
         if self._leader(seen) != self._rank:
+            if self._courier is not None:
+                self._courier.rest()
             return ""
         stall = self._settings.stall_seconds
         everyone: list[Seen] | None = seen
@@ -130,6 +134,7 @@ class Watcher:
     def _leave(self, text: str, verdict: Verdict | None, seen: list[Seen]) -> str:
         """Write the files, and leave the message for the other ranks of this host."""
         place = evidence.write(self._settings.folder, self._readers.values(), verdict, seen, self._stacks)
+        text = text[:MOST]
         if place is not None:
             text += f"\nstacks and latest actions of the ranks: {place}"
         if verdict is not None and self._settings.record is not None:

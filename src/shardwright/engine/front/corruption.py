@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.comm.noted import noted
 from shardwright.engine.assembly.states import digest, hash_of, plain_tensors
 from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.engine.tensors.gathering import full_of
@@ -130,12 +131,14 @@ def compare_copies(
     differing = _differing(copies, hashes)
     anywhere = torch.tensor([len(differing)], device=_device_of(None))
     if dist.is_initialized():
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        with noted("all-reduce of a flag"):
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     if not anywhere.item():
         return []
     reports = [(copies[i].key, _ranks_of(copies[i]), hashes[i]) for i in sorted(differing)]
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, reports)
+    with noted("all-gather of hashes"):
+        dist.all_gather_object(everyones, reports)
     truths = _truths(model, everyones)
     return _judged(everyones, truths)
 
@@ -284,7 +287,8 @@ def _differing(copies: list[_Copies], hashes: list[int]) -> set[int]:
 def _ends(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Where the values of the group's ranks differ: their maximum is not their minimum."""
     both = torch.stack([values, ~values])  # ~x falls where x rises, and has no overflow
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    with noted("all-reduce of hashes", group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return both[0] != ~both[1]
 
 
@@ -314,7 +318,8 @@ def _truths(model: nn.Module, everyones: list[list[Any]]) -> list[dict[Key, int]
                 if whole is not None:
                     mine[key] = int(digest(whole.to(p.view.dtype)))
     truths: list[Any] = [None] * len(everyones)
-    dist.all_gather_object(truths, mine)
+    with noted("all-gather of hashes"):
+        dist.all_gather_object(truths, mine)
     return truths
 
 
@@ -429,7 +434,8 @@ def compare_gradients(first: GradientHashes, second: GradientHashes) -> list[Dif
     everyones: list[Any] = [mine]
     if dist.is_initialized():
         everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
+        with noted("all-gather of differences"):
+            dist.all_gather_object(everyones, mine)
     found: dict[Key, list[int]] = {}
     for rank, keys in enumerate(everyones):
         for key in keys:

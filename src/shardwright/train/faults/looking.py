@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
+from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.faults.fault import Action, Fault, is_spike, spike_limit
 from shardwright.train.faults.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
@@ -96,7 +97,8 @@ def fault_of_state(job: Job) -> Fault | None:
     if job.config.fault.verify_every:
         verify_copies(job)
     wrong = is_wrong(job.model, job.optimizer).to(job.world.device, torch.float64)
-    dist.all_reduce(wrong)
+    with noted("all-reduce of a flag"):
+        dist.all_reduce(wrong)
     if not wrong.item():
         return None
     where, _ = first_bad(job.model, job.optimizer, job.world.rank, ("weight", "optimizer"))

@@ -1,0 +1,82 @@
+"""What hosts exchange: each one hears what the leader of another host sees, and nothing of an earlier watch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from shardwright import board as boards
+from shardwright.watching import api, hosts
+from shardwright.watching.hosts import Courier
+from shardwright.watching.reading import RUNS, Reader, Seen
+from shardwright.watching.watcher import Settings, Watcher
+from tests.support import multirank
+
+RANKS = {0: [0, 1], 1: [2, 3]}
+
+
+@contextmanager
+def couriers(*of_hosts: int) -> Iterator[list[Courier]]:
+    store = dist.HashStore()
+    everyone = [Courier(store, host, RANKS, ["a", "b"]) for host in of_hosts]
+    yield everyone
+    for each in everyone:
+        each.close()
+        each._thread.join()
+
+
+def seen(*ranks: int) -> list[Seen]:
+    return [Seen(rank, "", rank, RUNS, True, age=9.0) for rank in ranks]
+
+
+def test_a_rank_that_does_not_lead_publishes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank of host 1 has led for a while, and its courier goes on."""
+    monkeypatch.setattr(hosts, "EVERY", 0.01)
+    with couriers(0, 1, 1) as (asks, leads, rests):
+        rests.exchange(seen(2, 3), suspects=True)
+        rests.rest()
+        heard, deadline = 0, time.monotonic() + 30
+        while heard < 50:
+            assert time.monotonic() < deadline
+            leads.exchange(seen(2, 3), suspects=False)
+            everyone = asks.exchange(seen(0, 1), suspects=True)
+            if everyone is not None:
+                assert [each.rank for each in everyone] == [0, 1, 2, 3]
+                heard += 1
+            time.sleep(0.01)
+
+
+@multirank(2)
+def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    texts: list[str] = []
+    settings = Settings(600.0, tmp_path, ends=False, say=texts.append)
+    with api.start(settings, host=str(rank)) as watch:
+        courier = watch._watcher._courier
+        assert courier is not None
+        assert courier.post("the job hangs", silent=()) == "the job hangs"
+        dist.barrier()
+    texts.clear()
+    with api.start(settings, host=str(rank)):
+        time.sleep(3 * hosts.EVERY)
+        dist.barrier()
+    assert texts == []
+
+
+def test_a_message_that_is_too_long_for_a_board_is_cut(tmp_path: Path) -> None:
+    board = boards.open_board(0, 1, tmp_path)
+    reader = Reader(board)
+    watcher = Watcher(board, {0: reader}, Settings(600.0, tmp_path / "hangs", judges=False))
+    try:
+        watcher._leave("\U0001f6d1" * boards.MESSAGE_SIZE, None, [])
+        assert str(tmp_path / "hangs") in json.loads(reader.message)["text"]
+    finally:
+        watcher.close()
+        boards.close_board()

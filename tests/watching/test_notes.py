@@ -1,0 +1,62 @@
+"""Every collective that may wait is on boards, so that a verdict says who waits and who has not come."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwright
+from shardwright import board as boards
+from shardwright.watching import flights
+from shardwright.watching.reading import Reader
+
+PACKAGE = Path(shardwright.__file__).parent
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list",
+}  # fmt: skip
+#: Where no note is needed, with the reason and the number of calls.
+EXCEPTIONS = {
+    "comm/gradient_hooks.py": ("the caller notes them", 3),
+    "comm/memory.py": ("once, on a GPU, where the engine is built", 1),
+    "train/hosted.py": ("there is no board under another framework", 1),
+    "train/hosts.py": ("before there is a board", 2),
+    "train/launches.py": ("before there is a board", 1),
+    "train/models/styles.py": ("in a compiled graph, which cannot write", 1),
+    "watching/api.py": ("where boards begin", 1),
+}
+
+
+def without_a_note(node: ast.AST, noted: bool = False) -> Iterator[int]:
+    """The lines of collectives outside of any ``with noted(...)``."""
+    if isinstance(node, ast.With):
+        contexts = [each.context_expr for each in node.items]
+        noted = noted or any(ast.unparse(each).startswith("noted(") for each in contexts)
+    if isinstance(node, ast.Call) and not noted:
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        if owner in ("dist", "torch.distributed") and name in COLLECTIVES:
+            yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from without_a_note(child, noted)
+
+
+def test_collectives_have_notes() -> None:
+    counts = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if lines := [*without_a_note(ast.parse(path.read_text(encoding="utf-8")))]:
+            counts[str(path.relative_to(PACKAGE))] = len(lines)
+    assert counts == {name: count for name, (_, count) in EXCEPTIONS.items()}
+
+
+def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = boards.open_board(0, 1, tmp_path)
+    monkeypatch.setattr(flights, "flight_record", lambda: {"entries": [{"process_group": []}]})
+    flights.note_flights(board)
+    assert Reader(board).look().flights == ()
+    boards.close_board()
