@@ -40,7 +40,7 @@ SIZE = RING_AT + SLOTS * _SIZE
 LENGTH = struct.Struct("H")
 _put, _put_word, _now = ENTRY.pack_into, WORD.pack_into, time.monotonic_ns
 #: Places in the integers of an entry. Names have numbers of 16 bits.
-PHASE, PATIENT = 16, 24
+PHASE, PATIENT, AROUND = 16, 24, 32
 GROUP, SUBJECT = 16, 32
 
 #: What a process does, outside of collectives or around them.
@@ -158,8 +158,8 @@ class Board:
     """
 
     __slots__ = (
-        "_begun", "_counts", "_file", "_memory", "_name_end", "_named", "_numbers", "_place", "_places", "_sequence",
-        "_steps", "began", "path", "step",
+        "_around", "_begun", "_counts", "_file", "_memory", "_name_end", "_named", "_numbers", "_place", "_places",
+        "_sequence", "_steps", "began", "path", "step",
     )  # fmt: skip
 
     def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:
@@ -175,6 +175,7 @@ class Board:
         self.step = 1
         self._steps = self._begun = 0  # steps that have ended, and steps that have begun with a number
         self._sequence = 0
+        self._around = OUTSIDE
         self._numbers = {"": 0}
         self._named: dict[tuple[str, str, str], int] = {}  # integers of collectives
         self._places: dict[tuple[int, str], int] = {}  # of phases and units, as long as patience is the same
@@ -217,12 +218,17 @@ class Board:
         """The process is now in a phase, of a unit if there is one, outside of any collective."""
         place = self._places.get((phase, unit))
         if place is None:
-            patient = phase in SLOW_PHASES or self._steps < FIRST_STEPS
-            place = self._number(unit) | phase << PHASE | patient << PATIENT
-            self._places[phase, unit] = place
+            place = self._places[phase, unit] = self._new_place(phase, unit)
         self._place = place
         self._sequence = number = self._sequence + 1
         _put(self._memory, RING_AT + number % SLOTS * _SIZE, _now(), 0, self.step, 0, place, 0, number)
+
+    def _new_place(self, phase: int, unit: str) -> int:
+        around = self._around
+        patient = phase in SLOW_PHASES or around in SLOW_PHASES or self._steps < FIRST_STEPS
+        # In a validation nothing is outside: between the calls of units the validation goes on.
+        shown = around if phase == OUTSIDE else phase
+        return self._number(unit) | shown << PHASE | patient << PATIENT | around << AROUND
 
     def enter(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
         """The process begins a collective of a group, for the unit ``subject``. It may wait for other ranks now."""
@@ -270,19 +276,27 @@ class Board:
         self._count_steps(self._steps + 1)
         self.step += 1
 
+    def end_step(self, following: int) -> None:
+        """A step that began with a number has ended. ``following``: the number of the next one."""
+        self.step = following
+
     def _count_steps(self, steps: int) -> None:
         if self._steps < FIRST_STEPS:
             self._places.clear()  # patience may end
         self._steps = steps
 
-    @property
-    def place(self) -> int:
-        """Phase, unit and patience; for :meth:`go_back`."""
-        return self._place
+    def go_into(self, phase: int) -> tuple[int, int]:
+        """A phase begins that has others inside, as a validation has. Returns the earlier place; for :meth:`go_back`."""
+        before = self._place, self._around
+        self._around = phase
+        self._places.clear()
+        self.at(phase)
+        return before
 
-    def go_back(self, place: int) -> None:
+    def go_back(self, before: tuple[int, int]) -> None:
         """The process is in an earlier phase again."""
-        self._place = place
+        self._place, self._around = before
+        self._places.clear()
         self._write()
 
     def be_patient(self) -> None:
@@ -372,21 +386,24 @@ def begin_step(number: int) -> None:
         current.begin_step(number)
 
 
+def end_step(following: int) -> None:
+    """See :meth:`Board.end_step`."""
+    if current is not None:
+        current.end_step(following)
+
+
 @contextmanager
-def during(phase: int, unit: str = "", patient: bool = False) -> Iterator[None]:
-    """The phase of what is done inside this context; afterwards the earlier one."""
+def during(phase: int) -> Iterator[None]:
+    """The phase of what is done inside this context, also around the phases of units; afterwards the earlier one."""
     board = current
     if board is None:
         yield
         return
-    place = board.place
-    board.at(phase, unit)
-    if patient:
-        board.be_patient()
+    before = board.go_into(phase)
     try:
         yield
     finally:
-        board.go_back(place)
+        board.go_back(before)
 
 
 @contextmanager

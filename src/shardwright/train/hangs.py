@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright import board as boards
@@ -44,8 +45,12 @@ def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iter
     if not config.fault.stall_seconds:
         yield
         return
+
+    def keep(hang: Hang) -> None:
+        record(replace(end_of_hang(hang), done=hang.verdict.done))
+
     try:
-        watch = start(_settings(config, folder, record=lambda hang: record(end_of_hang(hang))))
+        watch = start(_settings(config, folder, record=keep))
     except OSError as error:
         raise UserError(f"{KEY}: {error} 0 is no watch") from error
     _prepare(config)

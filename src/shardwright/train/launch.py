@@ -168,6 +168,8 @@ def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> i
             sessions = sessions_of(folder)
             ending = _launch(config, folder, attempt, signals)
             end = judge(ending)
+            if ending.hang is not None:
+                end = replace(end, done=ending.hang.verdict.done)
             next_ranks, note = 0, ""
             if signals.first is None:
                 step = recorded_step(folder.metrics_file)

@@ -179,6 +179,7 @@ class Trainer:
         boards.at(boards.OUTSIDE)
         if fault is None:
             self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
+        boards.end_step(self.position.step + 1)
         if step == 0:
             self._check_adapters_called()
         return result

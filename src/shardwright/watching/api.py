@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import math
+import numbers
 import os
 import socket
 import tempfile
@@ -19,6 +21,7 @@ from torch import nn
 from shardwright import board as boards
 from shardwright._torch import another_client, default_store
 from shardwright.engine import FSDPModule
+from shardwright.watching import evidence
 from shardwright.watching.hosts import Courier
 from shardwright.watching.reading import Reader
 from shardwright.watching.watcher import Settings, Watcher
@@ -40,25 +43,28 @@ def watch(
 
     Call it once on every rank, after :func:`fully_shard`: the ranks exchange where they are. Each rank then writes
     what it does into a small file of shared memory (docs/hangs.md has the cost), and a thread reads the files. If a
-    rank waits for others longer than ``stall_seconds``, every rank prints the same text to stderr: where each rank
-    is, and which one is behind. Stacks and latest actions go to a folder. The process then ends with status 75.
-    docs/hangs.md shows an output.
+    rank waits for others longer than ``stall_seconds``, one rank of each host prints to stderr where each rank is, and
+    which one is behind. The others print the first line of it. Stacks and latest actions go to a folder. The processes
+    then end with status 75. docs/hangs.md shows an output.
 
     Args:
         model: a model of :func:`fully_shard`, or a module that contains some.
         stall_seconds: how long a rank may wait. Steps in which kernels are compiled, loads and saves may take ten times
             as long. Code between two steps may take any time if no other rank waits for it.
-        folder: for files about a hang. Default: the system's folder for temporary files.
-        on_stall: called with the text, in a thread, instead of printing it and ending the process.
+        folder: for files about a hang. It is made if there is a hang. Default: ``shardwright-hangs-`` and the number
+            of the user, in the system's folder for temporary files.
+        on_stall: called with the text, in a thread, on every rank that can run, instead of printing the text and ending
+            the process. After it returns, the process goes on and is not watched any more. If it raises, the text
+            and the error are printed, and the process ends with status 75.
 
     Returns:
         An object whose ``close()`` ends the watch. It is a context manager.
 
     Raises:
         RuntimeError: this process watches already, or has no process group.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, ``stall_seconds`` no number, ``folder`` no path, or ``on_stall`` no function.
         ValueError: ``model`` has no sharded part, or ``stall_seconds`` is no positive number.
-        OSError: there is no room for the file in shared memory.
+        OSError: on every rank: a rank cannot write in ``folder``, or has no room for the file in shared memory.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sw.watch expects a model (torch.nn.Module), got {type(model).__name__}.")
@@ -67,10 +73,34 @@ def watch(
             f"sw.watch expects a model that fully_shard has sharded, got a {type(model).__name__} without a sharded "
             "part: nothing would say where a rank is. Call it after fully_shard."
         )
+    if not isinstance(stall_seconds, numbers.Real):
+        raise TypeError(f"stall_seconds must be a number of seconds, got {stall_seconds!r}.")
     if isinstance(stall_seconds, bool) or not math.isfinite(stall_seconds) or stall_seconds <= 0:
         raise ValueError(f"stall_seconds must be a positive number of seconds, got {stall_seconds!r}.")
-    place = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / "shardwright-hangs"
-    return start(Settings(float(stall_seconds), place, ends=on_stall is None, say=on_stall))
+    if folder is not None and not isinstance(
+        os.fspath(folder) if hasattr(folder, "__fspath__") else folder, str
+    ):
+        raise TypeError(f"folder must be a path, got {folder!r}.")
+    if on_stall is not None and not callable(on_stall):
+        raise TypeError(f"on_stall must be a function that takes a text, got {on_stall!r}.")
+    _check_process()
+    place = Path(folder) if folder is not None else _default_folder()
+    _together(dist.get_world_size(), lambda: evidence.check_folder(place), "sw.watch: {}".format)
+    return start(Settings(float(stall_seconds), place, say=on_stall))
+
+
+def _default_folder() -> Path:
+    """Each user has one, since nobody else could write into it."""
+    return Path(tempfile.gettempdir()) / f"shardwright-hangs-{os.getuid()}"
+
+
+def _check_process() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "sw.watch needs a process group: call torch.distributed.init_process_group before."
+        )
+    if boards.current is not None:
+        raise RuntimeError("This process watches already. Close the earlier watch before another one begins.")
 
 
 class Watch:
@@ -106,12 +136,7 @@ def start(settings: Settings, host: str | None = None) -> Watch:
 
     ``host``: the name of this host. The default also differs for containers that cannot see each other.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "sw.watch needs a process group: call torch.distributed.init_process_group before."
-        )
-    if boards.current is not None:
-        raise RuntimeError("This process watches already. Close the earlier watch before another one begins.")
+    _check_process()
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = Place(host or _host(), socket.gethostname(), os.getpid(), 0)
     readers: dict[int, Reader] = {}
@@ -128,15 +153,16 @@ def start(settings: Settings, host: str | None = None) -> Watch:
                     raise OSError(f"the board of rank {other} has been replaced by another process")
 
     try:
-        places = _together(size, open_own)
+        places = _together(size, open_own, _no_room)
         # After this each rank has opened the files, so one that leaves at once may remove its own.
-        _together(size, open_others)
+        _together(size, open_others, _no_room)
     except OSError:
         boards.close_board()
         raise
     courier = _courier(places, mine) if settings.judges and len({each.host for each in places}) > 1 else None
     assert boards.current is not None
-    watcher = Watcher(boards.current, readers, settings, courier, mine.name if courier else "")
+    job = hashlib.sha256(repr(places[0]).encode()).hexdigest()[:6]
+    watcher = Watcher(boards.current, readers, settings, courier, mine.name if courier else "", job)
     return Watch(watcher, list(readers.values()))
 
 
@@ -149,8 +175,18 @@ class Place(NamedTuple):
     began: int
 
 
-def _together(size: int, action: Callable[[], T]) -> list[T]:
-    """What this action returns on each rank. Raises OSError on all ranks if it does on one."""
+def _no_room(problem: str) -> str:
+    return (
+        f"The ranks cannot share files in {boards.folder_of_boards()} ({problem}). Make room there, or run without a "
+        "watch."
+    )
+
+
+def _together(size: int, action: Callable[[], T], message: Callable[[str], str]) -> list[T]:
+    """What this action returns on each rank. Raises OSError on all ranks if it does on one.
+
+    ``message``: makes that error's message of the rank and the error.
+    """
     value, error = None, ""
     try:
         value = action()
@@ -160,10 +196,7 @@ def _together(size: int, action: Callable[[], T]) -> list[T]:
     dist.all_gather_object(outcomes, (value, error))
     for _, problem in outcomes:
         if problem:
-            raise OSError(
-                f"The ranks cannot share files in {boards.folder_of_boards()} ({problem}). Make room there, or run "
-                "without a watch."
-            )
+            raise OSError(message(problem))
     return [each for each, _ in outcomes]
 
 

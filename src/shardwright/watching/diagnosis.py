@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright import board as boards
-from shardwright.watching.reading import DISK, ENDED, LEFT, RUNS, SILENT, STOPPED, Seen
+from shardwright.watching.reading import DISK, ENDED, LEFT, RUNS, SILENT, STOPPED, Seen, place_in_words
 
 #: How much longer than others a phase may last that reads or writes files, or compiles.
 PATIENCE = 10
@@ -32,8 +32,11 @@ _WAYS = {
     ENDED: "Look for the out-of-memory killer in the host's log (dmesg), and at the end of that rank's output.",
     LEFT: "Every rank must make the same number of steps: give each the same number of batches.",
     SILENT: "Look whether its host runs, and at the network.",
-    RUNS: "Its stacks show where it is.",
+    RUNS: "",  # only its stacks show more, and whoever writes them says so
 }
+_WAY_HELD = "A call into C or C++ code keeps the interpreter and does not return."
+#: Phases after a step.
+_AFTER = (boards.VALIDATION, boards.SAMPLE, boards.SAVE)
 _WAY_JOINED = (
     "Every rank must call it with the same arguments, such as the source of a broadcast. Else look at the network "
     "between hosts, and at the driver of the devices. If it is only slow, raise {key}."
@@ -52,7 +55,8 @@ class Verdict:
         reason: where each rank is, in one line.
         way: what to do.
         lost: the culprits cannot go on: their processes are stopped, have ended, or do not answer.
-        step: the running step of the culprits, or of the rank that is furthest behind.
+        step: the running step of the culprits, or of the rank that is furthest behind. After a step, the next one.
+        phase: of that rank, or the phase around it.
     """
 
     kind: str
@@ -61,17 +65,28 @@ class Verdict:
     way: str
     lost: bool
     step: int
+    phase: int = boards.OUTSIDE
 
     @property
     def text(self) -> str:
         """Some lines: what is wrong, where each rank is, what to do."""
         parts = self.reason.split("; ")
-        return "\n".join([self.headline, *("  " + part for part in parts), self.way])
+        return "\n".join([self.headline, *("  " + part for part in parts), *([self.way] if self.way else [])])
+
+    @property
+    def done(self) -> int:
+        """The steps that this rank has done."""
+        return max(0, self.step - 1)
 
     @property
     def headline(self) -> str:
         who, several = in_ranks(self.culprits), len(self.culprits) > 1
-        hangs = f"the job hangs in step {self.step}"
+        place = f"in step {self.step}"
+        if self.phase in _AFTER:
+            place = f"in the {boards.PHASES[self.phase]} after step {self.done}"
+        if self.phase == boards.END:
+            place = f"at the end of the job, after step {self.done}"
+        hangs = f"the job hangs {place}"
         if self.kind == BEHIND:
             return f"{hangs}: {who} {'are' if several else 'is'} behind the others"
         if self.kind == OUTSIDE:
@@ -170,8 +185,14 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
         groups.setdefault((host, _doing(each), _state(each), each.step), []).append(each)
     reason = "; ".join(_in_words(each, differ) for each in groups.values())
     lost = bool(culprits) and all(each.is_stuck or each.answers is False for each in culprits)
-    step = min((each.step for each in culprits if each.step), default=min(steps, default=0))
-    return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step)
+    known = [each for each in culprits if each.step] or [each for each in ranks.values() if each.step]
+    behind = min(known, key=lambda each: each.step, default=None)
+    step, phase = (behind.step, _outer(behind)) if behind else (0, boards.OUTSIDE)
+    return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step, phase)
+
+
+def _outer(seen: Seen) -> int:
+    return seen.phase if seen.around == boards.OUTSIDE else seen.around
 
 
 def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
@@ -182,11 +203,13 @@ def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
     first = culprits[0]
     if first.phase == boards.DATA and first.process == RUNS:
         return _WAY_DATA
+    if first.process == RUNS and first.answers is False:
+        return _WAY_HELD
     return _WAYS[first.process]
 
 
 def _doing(seen: Seen) -> str:
-    place = boards.PHASES[seen.phase] + (f" of {seen.unit}" if seen.unit else "")
+    place = place_in_words(seen.phase, seen.unit, seen.around)
     if not seen.collective:
         return place
     return seen.collective + (f" of {seen.subject}" if seen.subject else f" ({place})")
@@ -203,7 +226,7 @@ def _in_words(alike: Sequence[Seen], steps: bool) -> str:
     who, state = in_ranks([each.rank for each in alike]), _state(first)
     if first.process == SILENT:
         return f"{who}: host {first.host} does not answer since {max(each.age for each in alike):.0f} s"
-    since = f" since {max(each.age for each in alike):.0f} s" + (f", step {first.step}" if steps else "")
+    since = f" since {max(each.age for each in alike):.0f} s" + (_step(first) if steps else "")
     if first.collective:
         does = f"{who} {'wait' if len(alike) > 1 else 'waits'} in {_doing(first)}{since}"
     else:
@@ -212,6 +235,10 @@ def _in_words(alike: Sequence[Seen], steps: bool) -> str:
         return does
     places = ", ".join(f"{each.pid}{f' on {each.host}' if each.host else ''}" for each in alike)
     return f"{does}, {state}, pid {places}"
+
+
+def _step(seen: Seen) -> str:
+    return f", after step {seen.step - 1}" if _outer(seen) in _AFTER else f", step {seen.step}"
 
 
 def in_ranks(numbers: Sequence[int]) -> str:

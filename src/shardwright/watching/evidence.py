@@ -8,8 +8,9 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright import board as boards
@@ -49,41 +50,90 @@ class Stacks:
             faulthandler.dump_traceback(file=self._file, all_threads=True)
 
 
+@dataclass(frozen=True)
+class Files:
+    """What was written about a hang.
+
+    Attributes:
+        folder: of the files.
+        stacks: the ranks whose stacks are there.
+        problem: why not all files are there; empty if they are.
+    """
+
+    folder: Path
+    stacks: Collection[int] = ()
+    problem: str = ""
+
+    def in_words(self, culprits: Collection[int]) -> str:
+        """Lines for a user. ``culprits``: the ranks for which the others wait."""
+        if self.problem:
+            return f"stacks and latest actions of the ranks could not be written to {self.folder}: {self.problem}"
+        hint = self._hint(culprits)
+        return f"{hint}{chr(10) if hint else ''}stacks and latest actions of the ranks: {self.folder}"
+
+    def _hint(self, culprits: Collection[int]) -> str:
+        if not culprits or not {*culprits} <= {*self.stacks}:
+            return ""
+        return "Their stacks show where they are." if len(culprits) > 1 else "Its stacks show where it is."
+
+
+def folder_name(job: str = "") -> str:
+    """The name of the folder of a hang that is found now. ``job``: differs for jobs that share the folder around it."""
+    return time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime()) + (f"-{job}" if job else "")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises OSError if this process may not write into the folder, or may not make it. It is not made here."""
+    whole = folder.absolute()
+    place = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+    problem = ""
+    if not place.is_dir():
+        problem = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = f"this process may not write in {place}"
+    if problem:
+        raise OSError(
+            f"folder: expected a folder for files about a hang, got {folder}: {problem}. Give another one."
+        )
+
+
 def write(
     folder: Path,
     readers: Iterable[Reader],
     verdict: Verdict | None,
     seen: Sequence[Seen],
     own: Stacks | None = None,
-) -> Path | None:
-    """Write the files. Returns their folder, or None if it cannot be written: a full disk must not keep a job.
+) -> Files:
+    """Write the files into this folder, which other hosts may use, too. A full disk does not keep a job.
 
     ``own``: the stacks of this process, if it is one of the ranks.
     """
     readers = list(readers)
-    place = folder / time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime())
-    stacks = _stacks_of(readers, own)
+    texts, with_stacks = _stacks_of(readers, own)
+    files = Files(folder, with_stacks)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if verdict is not None:
-            lines = [verdict.text, "", *(_row(each) for each in seen), ""]
-            (place / "diagnosis.txt").write_text("\n".join(lines), encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
         for reader in readers:
             ring = [in_words(entry, reader.began) for entry in reader.entries()]
-            (place / f"rank-{reader.rank}.ring.txt").write_text("\n".join([*ring, ""]), encoding="utf-8")
-            (place / f"rank-{reader.rank}.stacks.txt").write_text(stacks[reader.rank], encoding="utf-8")
-    except OSError:
-        return None
-    return place
+            (folder / f"rank-{reader.rank}.ring.txt").write_text("\n".join([*ring, ""]), encoding="utf-8")
+            (folder / f"rank-{reader.rank}.stacks.txt").write_text(texts[reader.rank], encoding="utf-8")
+        if verdict is not None:
+            lines = [verdict.text, files.in_words(verdict.culprits), "", *(_row(each) for each in seen), ""]
+            (folder / "diagnosis.txt").write_text("\n".join(lines), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        return Files(folder, problem=getattr(error, "strerror", None) or str(error))
+    return files
 
 
 def _row(seen: Seen) -> str:
-    values = " ".join(f"{name}={value!r}" for name, value in vars(seen).items() if name != "phase")
-    return f"phase={boards.PHASES[seen.phase]!r} {values}"
+    numbers = {"phase": seen.phase, "around": seen.around}
+    phases = [f"{name}={boards.PHASES[number]!r}" for name, number in numbers.items()]
+    values = [f"{name}={value!r}" for name, value in vars(seen).items() if name not in numbers]
+    return " ".join([*phases, *values])
 
 
-def _stacks_of(readers: Sequence[Reader], own: Stacks | None) -> dict[int, str]:
-    """The stacks of each process, or why there are none."""
+def _stacks_of(readers: Sequence[Reader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
+    """The stacks of each process, or why there are none, and the ranks that have some."""
     texts, asked = {}, []
     for reader in readers:
         state = reader.process()
@@ -106,12 +156,15 @@ def _stacks_of(readers: Sequence[Reader], own: Stacks | None) -> dict[int, str]:
         before, sizes = sizes, {each.rank: _size(boards.stacks_beside(each.path)) for each in asked}
         if all(sizes.values()) and sizes == before:
             break
+    with_stacks: set[int] = set()
     for reader in asked:
         text = ""
         with suppress(OSError):
             text = boards.stacks_beside(reader.path).read_text(encoding="utf-8", errors="replace")
         texts[reader.rank] = text or f"no stacks: the process did not write them within {PATIENCE} s\n"
-    return {reader.rank: texts.get(reader.rank, "no stacks: the process is gone\n") for reader in readers}
+        with_stacks.update([reader.rank] if text else [])
+    gone = "no stacks: the process is gone\n"
+    return {reader.rank: texts.get(reader.rank, gone) for reader in readers}, with_stacks
 
 
 def _size(path: Path) -> int:

@@ -25,17 +25,16 @@ class Hang:
 
     Attributes:
         verdict: why.
-        folder: of the files about it; None if they could not be written.
+        files: what was written about it.
     """
 
     verdict: Verdict
-    folder: Path | None
+    files: evidence.Files
 
     @property
     def text(self) -> str:
         """Some lines for a user."""
-        place = f"\nstacks and latest actions of the ranks: {self.folder}" if self.folder else ""
-        return self.verdict.text + place
+        return f"{self.verdict.text}\n{self.files.in_words(self.verdict.culprits)}"
 
 
 class Looks:
@@ -99,7 +98,8 @@ class Eyes:
         verdict = judge(seen, self.stall_seconds, self.key, strict=True)
         if verdict is None:
             return None
-        return Hang(verdict, evidence.write(self.folder, self._readers.values(), verdict, seen))
+        folder = self.folder / evidence.folder_name()
+        return Hang(verdict, evidence.write(folder, self._readers.values(), verdict, seen))
 
     def close(self) -> None:
         """Remove what killed ranks have left."""

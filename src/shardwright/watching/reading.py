@@ -39,6 +39,7 @@ class Entry:
         subject: the unit whose weights or gradients it moves.
         phase: one of ``board.PHASES``, by number.
         patient: whether this may last much longer than a step.
+        around: the phase around this one, such as a validation; ``board.OUTSIDE``: none.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Entry:
     subject: str
     phase: int
     patient: bool
+    around: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Seen:
     patient: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     flights: tuple[tuple[str, str, int, float], ...] = ()
+    around: int = boards.OUTSIDE
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Seen:
@@ -165,11 +168,11 @@ class Reader:
 
     def _entry(self, row: tuple[int, ...]) -> Entry:
         at, nbytes, step, count, place, named, number = row
-        phase = min(place >> boards.PHASE & 0xFF, len(boards.PHASES) - 1)
+        phase, around = _phase(place >> boards.PHASE), _phase(place >> boards.AROUND)
         return Entry(
             number, at, nbytes, step, count, self._name(place & 0xFFFF), self._name(named & 0xFFFF),
             self._name(named >> boards.GROUP & 0xFFFF), self._name(named >> boards.SUBJECT & 0xFFFF), phase,
-            bool(place >> boards.PATIENT & 1),
+            bool(place >> boards.PATIENT & 1), around,
         )  # fmt: skip
 
     @property
@@ -229,6 +232,7 @@ class Reader:
         return Seen(
             self.rank, host, self.pid, self.process(), self.answers(within), age, last.step, last.phase, last.unit,
             last.collective, last.group, last.count, last.nbytes, last.subject, last.patient, *self._counts(last.time),
+            last.around,
         )  # fmt: skip
 
     def last(self) -> Entry:
@@ -254,6 +258,16 @@ class Reader:
         return counts, ()
 
 
+def _phase(bits: int) -> int:
+    return min(bits & 0xFF, len(boards.PHASES) - 1)
+
+
+def place_in_words(phase: int, unit: str, around: int) -> str:
+    """Where a process is: "forward of layers.7 in the validation"."""
+    inside = "" if around in (boards.OUTSIDE, phase) else f" in the {boards.PHASES[around]}"
+    return boards.PHASES[phase] + (f" of {unit}" if unit else "") + inside
+
+
 def _letter(pid: int) -> str:
     """The state of a process in the words of the system: one letter. Empty where the system does not say it."""
     with suppress(OSError, IndexError):
@@ -263,9 +277,8 @@ def _letter(pid: int) -> str:
 
 def in_words(entry: Entry, begin: int) -> str:
     """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
-    unit = f" of {entry.unit}" if entry.unit else ""
-    seconds, phase = (entry.time - begin) / 1e9, boards.PHASES[entry.phase]
-    text = f"{entry.number:8d} {seconds:+12.6f} s  step {entry.step}  {phase}{unit}"
+    seconds, place = (entry.time - begin) / 1e9, place_in_words(entry.phase, entry.unit, entry.around)
+    text = f"{entry.number:8d} {seconds:+12.6f} s  step {entry.step}  {place}"
     if entry.collective:
         subject = f" of {entry.subject}" if entry.subject else ""
         text += f"  in {entry.collective}{subject}, number {entry.count} of ranks {entry.group}, {entry.nbytes} bytes"

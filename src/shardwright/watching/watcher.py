@@ -13,10 +13,12 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwright import board as boards
 from shardwright.watching import evidence
@@ -28,8 +30,9 @@ from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, Rea
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
-#: Characters of a verdict on a board. JSON makes at most twelve bytes of each, and half of a message would end no rank.
-MOST = boards.MESSAGE_SIZE // 12 - 1000
+#: Characters of a verdict on a board, and of the lines about files. JSON makes at most twelve bytes of each, and half of
+#: a message would end no rank.
+MOST, MOST_OF_FILES = boards.MESSAGE_SIZE // 12 - 1100, 1000
 #: Seconds from a verdict to the end of the processes, in which each rank finds it and prints it.
 TO_SAY = 1.5
 
@@ -44,8 +47,7 @@ class Settings:
         key: the setting in messages.
         judges: whether this rank judges. A launcher may do so instead.
         strict: see :func:`judge`.
-        ends: whether the process ends after a verdict.
-        say: called with the text about a hang, on every rank, before the end.
+        say: called with the text about a hang, on every rank, in place of printing it and of the end of the process.
         record: called with the verdict, on the rank that leads, before the end.
     """
 
@@ -54,9 +56,22 @@ class Settings:
     key: str = "stall_seconds"
     judges: bool = True
     strict: bool = False
-    ends: bool = True
     say: Callable[[str], None] | None = None
     record: Callable[[Hang], None] | None = None
+
+
+class Finding(NamedTuple):
+    """A hang as all hosts describe it.
+
+    Attributes:
+        text: of the verdict.
+        name: of the folder of its files.
+        culprits: see :class:`Verdict`.
+    """
+
+    text: str
+    name: str
+    culprits: list[int]
 
 
 class Watcher:
@@ -64,11 +79,14 @@ class Watcher:
 
     def __init__(
         self, board: boards.Board, readers: Mapping[int, Reader], settings: Settings, courier: Courier | None = None,
-        host: str = "",
+        host: str = "", job: str = "",
     ) -> None:  # fmt: skip
-        """``readers``: of the ranks of this host, with this one. ``courier``: to other hosts, if there are any."""
+        """``readers``: of the ranks of this host, with this one. ``courier``: to other hosts, if there are any.
+
+        ``job``: differs for jobs that share ``settings.folder``.
+        """
         self._board, self._readers, self._settings = board, dict(readers), settings
-        self._courier, self._host = courier, host
+        self._courier, self._host, self._job = courier, host, job
         self._rank = next(rank for rank, reader in readers.items() if reader.pid == os.getpid())
         self._looks = Looks(settings.stall_seconds)
         self._within = silence(settings.stall_seconds)
@@ -97,7 +115,9 @@ class Watcher:
                 note_flights(self._board)
             if self._settings.judges and (message := self._find(since)):
                 self._end(json.loads(message))
-                return
+                break
+        while not self._closed.wait(interval):
+            self._board.beat()  # a function of the user has the message, and the process goes on
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -116,32 +136,35 @@ class Watcher:
         if self._courier is not None:
             everyone = self._courier.exchange(seen, any(each.age > stall / 2 for each in seen))
             if self._courier.verdict is not None:
-                return self._leave(self._courier.verdict, None, seen)
+                return self._leave(Finding(*json.loads(self._courier.verdict)), None, seen)
         verdict = (
             None if everyone is None else judge(everyone, stall, self._settings.key, self._settings.strict)
         )
         if verdict is None:
             return ""
-        text = verdict.text
+        finding = Finding(verdict.text, evidence.folder_name(self._job), [*verdict.culprits])
         if self._courier is not None:
-            text = self._courier.post(text, [each.rank for each in everyone or () if each.process == SILENT])
-        return self._leave(text, verdict, everyone or seen)
+            silent = [each.rank for each in everyone or () if each.process == SILENT]
+            finding = Finding(*json.loads(self._courier.post(json.dumps(finding), silent)))
+        return self._leave(finding, verdict, everyone or seen)
 
     def _leader(self, seen: list[Seen]) -> int:
         able = [each.rank for each in seen if each.process in (RUNS, DISK) and each.answers is not False]
         return min([self._rank, *able])
 
-    def _leave(self, text: str, verdict: Verdict | None, seen: list[Seen]) -> str:
-        """Write the files, and leave the message for the other ranks of this host."""
-        place = evidence.write(self._settings.folder, self._readers.values(), verdict, seen, self._stacks)
-        text = text[:MOST]
-        if place is not None:
-            text += f"\nstacks and latest actions of the ranks: {place}"
+    def _leave(self, finding: Finding, verdict: Verdict | None, seen: list[Seen]) -> str:
+        """Write the files, print the text, and leave the message for the other ranks of this host."""
+        folder = self._settings.folder / finding.name
+        files = evidence.write(folder, self._readers.values(), verdict, seen, self._stacks)
+        text = f"{finding.text[:MOST]}\n{files.in_words(finding.culprits)[:MOST_OF_FILES]}"
         if verdict is not None and self._settings.record is not None:
-            _within(1.0, lambda: self._settings.record(Hang(verdict, place)))  # type: ignore[misc]
+            _within(1.0, lambda: self._settings.record(Hang(verdict, files)))  # type: ignore[misc]
         if self._courier is not None:
             self._courier.meet(self._board.beat)
-        message = json.dumps({"text": text, "at": time.monotonic_ns() + int(TO_SAY * 1e9)})
+        # Before the message: if nobody reads what this rank prints, each other one prints all of it.
+        printed = self._settings.say is None and _print(f"rank {self._rank}: {text}")
+        at = time.monotonic_ns() + int(TO_SAY * 1e9)
+        message = json.dumps({"text": text, "at": at, "by": self._rank if printed else None})
         self._board.say(message)
         return message
 
@@ -149,11 +172,28 @@ class Watcher:
 
     def _end(self, message: dict[str, object]) -> None:
         """Say it on this rank, and end the process at the moment on which the ranks of this host agree."""
-        text, at = str(message["text"]), int(str(message["at"]))
-        say = self._settings.say or _print
-        _within(TO_SAY, lambda: say(f"rank {self._rank}: {text}"))
-        if not self._settings.ends:
+        text, at, by = f"rank {self._rank}: {message['text']}", int(str(message["at"])), message["by"]
+        if self._settings.say is not None:
+            threading.Thread(target=self._call, args=(self._settings.say, text, at), daemon=True).start()
             return
+        if by is None:
+            _print(text)
+        elif by != self._rank:
+            _print(f"{text.splitlines()[0]} (rank {by} has printed where each rank is)")
+        self._leave_process(at)
+
+    def _call(self, say: Callable[[str], None], text: str, at: int) -> None:
+        """Give the text to a function of the user. If it fails, print the text and end the process, as without it."""
+        try:
+            say(text)
+        except BaseException as error:  # also SystemExit, which ends a thread alone
+            closed = self._closed.is_set()
+            way = "" if closed else ", so this process ends"
+            _print(f"{text}\nrank {self._rank}: on_stall raised {error!r}{way}\n{traceback.format_exc()}")
+            if not closed:
+                self._leave_process(at)
+
+    def _leave_process(self, at: int) -> None:
         while time.monotonic_ns() < at:
             self._board.beat()
             time.sleep(0.05)
@@ -178,9 +218,17 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _print(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+def _print(text: str) -> bool:
+    """Whether it was printed in time."""
+    done = threading.Event()
+
+    def try_it() -> None:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+            done.set()
+
+    _within(TO_SAY, try_it)
+    return done.is_set()
 
 
 def _within(seconds: float, action: Callable[[], None]) -> None:

@@ -122,11 +122,12 @@ def compare_copies(
 
     Raises:
         RuntimeError: the ranks have different tensors.
+        TypeError: ``model`` is no module, or ``optimizers`` are none.
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        optimizers = [optimizers]
+    _check_model("sw.compare_copies", model)
+    optimizers = _listed(optimizers)
     left_out = set(map(id, without))
-    copies = list(_copies(model, list(optimizers), gradients, buffers, left_out))
+    copies = list(_copies(model, optimizers, gradients, buffers, left_out))
     hashes = _numbers([[digest(tensor) for tensor in each.tensors] for each in copies])
     differing = _differing(copies, hashes)
     anywhere = torch.tensor([len(differing)], device=_device_of(None))
@@ -141,6 +142,21 @@ def compare_copies(
         dist.all_gather_object(everyones, reports)
     truths = _truths(model, everyones)
     return _judged(everyones, truths)
+
+
+def _check_model(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} expects a model (torch.nn.Module), got {type(model).__name__}.")
+
+
+def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
+    several = isinstance(optimizers, Iterable)
+    listed = list(optimizers) if several else [optimizers]
+    for each in listed:
+        if not hasattr(each, "state"):
+            kind = f"{type(each).__name__} among them" if several else type(each).__name__
+            raise TypeError(f"sw.compare_copies expects an optimizer or several, got {kind}.")
+    return listed
 
 
 def plain_name(name: str) -> str:
@@ -388,7 +404,11 @@ def hash_gradients(model: nn.Module, own: bool = True) -> Iterator[GradientHashe
         model: a model, sharded or not.
         own: hash each rank's gradients before they are reduced, too. They show which rank computes wrongly. False for a
             step in a CUDA graph, whose replays call no hooks.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    _check_model("sw.hash_gradients", model)
     hashes, handles = GradientHashes(), []
     parts: dict[Key, list[torch.Tensor]] = {}
     names = names_in(model)
@@ -429,7 +449,16 @@ def compare_gradients(first: GradientHashes, second: GradientHashes) -> list[Dif
 
     If a rank computes wrongly, its own gradients differ. After the reduction the gradients of other ranks differ, too,
     so these are listed only where no rank's own gradients differ.
+
+    Raises:
+        TypeError: one of the two is not what :func:`hash_gradients` gives.
     """
+    for each in (first, second):
+        if not isinstance(each, GradientHashes):
+            raise TypeError(
+                "sw.compare_gradients expects two results of sw.hash_gradients (the value after `as`), got "
+                f"{type(each).__name__}."
+            )
     mine: Any = first.differing(second)
     everyones: list[Any] = [mine]
     if dist.is_initialized():
