@@ -286,7 +286,7 @@ class Board:
         self._steps = steps
 
     def go_into(self, phase: int) -> tuple[int, int]:
-        """A phase begins that has others inside, as a validation has. Returns the earlier place; for :meth:`go_back`."""
+        """A phase begins that has others inside, as a validation. Returns the earlier place; for :meth:`go_back`."""
         before = self._place, self._around
         self._around = phase
         self._places.clear()

@@ -67,10 +67,10 @@ def test_ranks_of_torchrun_name_a_rank_that_sleeps(tmp_path: Path) -> None:
     )  # fmt: skip
     assert status != 0
     for rank in range(2):
-        expected = (
-            f"rank {rank}: the job hangs in step 5: rank 1 is behind the others, outside any collective\n"
-        )
-        assert expected in err, err
+        assert (
+            f"rank {rank}: the job hangs in step 5: rank 1 is behind the others, outside any collective"
+            in err
+        ), err
     assert re.search(r"rank 1: optimizer since \d+ s", err)
     end = json.loads((folder / "exit.json").read_text())
     assert end["status"] == 75
@@ -78,12 +78,16 @@ def test_ranks_of_torchrun_name_a_rank_that_sleeps(tmp_path: Path) -> None:
     assert end["reason"].startswith("the job hung: rank 1: optimizer")
 
 
-def test_one_rank_that_sleeps_ends(tmp_path: Path) -> None:
+def test_one_rank_that_sleeps_in_a_validation_ends(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     status, _, err = launch(
-        tmp_path, "train", config, "--nproc", "1", "--run.dir", folder, *ARGUMENTS,
-        environment=faults.environment(tmp_path / "faults", f"0 {STEPS} sleep"),
+        tmp_path, "train", config, "--nproc", "1", *SHARDED, "--run.dir", folder, *ARGUMENTS, "--validation.every", "5",
+        environment=faults.environment(tmp_path / "faults", f"0 {STEPS} validation"),
     )  # fmt: skip
     assert status == 75, err
-    assert "rank 0: the job hangs in step 5: rank 0 does not go on, outside any collective" in err
-    assert json.loads((folder / "exit.json").read_text())["status"] == 75
+    assert (
+        "the job hangs in the validation after step 5: rank 0 does not go on, outside any collective" in err
+    )
+    assert re.search(r"rank 0: forward of \w+ in the validation since \d+ s\n", err), err
+    end = json.loads((folder / "exit.json").read_text())
+    assert (end["status"], end["step"], end["saved"]) == (75, 5, 3)

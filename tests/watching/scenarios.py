@@ -115,7 +115,7 @@ def _pair() -> Any:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the culprit does, and where. ``text``: what every rank says of it."""
+    """What the culprit does, and where. ``text``: what some rank of each host says of it."""
 
     where: str
     what: Callable[[], None]
@@ -294,6 +294,7 @@ class Run:
             "statuses": self.statuses,
             "texts": {rank: (self.folder / f"rank-{rank}.txt").read_text() for rank in self.pids},
             "evidence": evidence,
+            "folders": [path.name for path in self.folder.glob("evidence/*")],
             "stacks": stacks,
             "left": [
                 pid

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
 from shardwright import board as boards
-from shardwright.watching import diagnosis
+from shardwright.watching import diagnosis, evidence
 from tests.support import multirank, world_mesh
 
 PAGE = Path(__file__).parents[2] / "docs" / "hangs.md"
@@ -40,6 +41,17 @@ def test_wrong_use_is_refused(rank: int, world_size: int) -> None:
     for seconds in (0, -1, float("nan"), float("inf"), True):
         with pytest.raises(ValueError, match="positive number of seconds"):
             sw.watch(model, seconds)
+    for wrong in ("10", None):
+        with pytest.raises(TypeError, match=f"stall_seconds must be a number of seconds, got {wrong!r}"):
+            sw.watch(model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="folder must be a path, got 3"):
+        sw.watch(model, folder=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="on_stall must be a function that takes a text, got 3"):
+        sw.watch(model, on_stall=3)  # type: ignore[arg-type]
+    for folder in (__file__, Path(__file__) / "inside"):
+        # On one rank alone, as where hosts have other disks: the others must not wait for it.
+        with pytest.raises(OSError, match=rf"rank 1: folder: expected .*: {__file__} is no folder"):
+            sw.watch(model, folder=folder if rank else None)
     with sw.watch(model), pytest.raises(RuntimeError, match="watches already"):
         sw.watch(model)
     assert boards.current is None
@@ -82,6 +94,21 @@ def test_on_stall_gets_the_message_and_the_job_goes_on(rank: int, world_size: in
         assert any("rank 1 is behind the others" in each for each in messages), messages
         assert any("rank 1: outside the model since" in each for each in messages), messages
     assert [*tmp_path.glob("hangs/*/diagnosis.txt")]
+
+
+@multirank(2)
+def test_ranks_agree_on_one_folder_that_other_jobs_do_not_use(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model, jobs = sharded(2), []
+    for _ in range(2):  # in one second
+        with sw.watch(model, folder=tmp_path / "hangs") as watch:
+            names: list[str | None] = [None, None]
+            dist.all_gather_object(names, watch._watcher._job)
+            assert names[0] == names[1]
+            jobs.append(evidence.folder_name(watch._watcher._job))
+    assert len(set(jobs)) == 2
+    assert not (tmp_path / "hangs").exists()
 
 
 @multirank(2)

@@ -14,7 +14,7 @@ import pytest
 
 from shardwright import board as boards
 from shardwright.watching import launched
-from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, Reader
+from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, Reader, in_words
 
 
 @pytest.fixture
@@ -81,6 +81,24 @@ def test_contexts_return_to_the_earlier_place(board: boards.Board) -> None:
     assert (seen.phase, seen.unit, seen.collective) == (boards.FORWARD, "a", "")
 
 
+def test_a_phase_around_units_stays(board: boards.Board) -> None:
+    """A unit's forward in a validation, and what comes after it."""
+    board.at(boards.FORWARD, "a")
+    board.at(boards.OUTSIDE)
+    with boards.during(boards.VALIDATION):
+        board.at(boards.FORWARD, "a")
+        seen = Reader(board).look()
+        assert (seen.phase, seen.unit, seen.around) == (boards.FORWARD, "a", boards.VALIDATION)
+        assert in_words(Reader(board).last(), 0).endswith("forward of a in the validation")
+        board.at(boards.OUTSIDE)
+        seen = Reader(board).look()
+        assert (seen.phase, seen.around) == (boards.VALIDATION, boards.VALIDATION)
+    board.at(boards.FORWARD, "a")
+    assert Reader(board).look().around == boards.OUTSIDE
+    board.at(boards.OUTSIDE)
+    assert Reader(board).look().phase == boards.OUTSIDE
+
+
 def test_first_steps_and_slow_phases_get_patience(board: boards.Board) -> None:
     def patient(phase: int) -> bool:
         board.at(phase)
@@ -91,6 +109,9 @@ def test_first_steps_and_slow_phases_get_patience(board: boards.Board) -> None:
         assert patient(boards.FORWARD)
     board.begin_step(1002)
     assert not patient(boards.FORWARD) and patient(boards.SAVE)
+    with boards.during(boards.SAMPLE):
+        assert patient(boards.FORWARD)
+    assert not patient(boards.FORWARD)
     board.at(boards.FORWARD)
     board.be_patient()
     assert Reader(board).look().patient

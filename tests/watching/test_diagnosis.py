@@ -109,6 +109,51 @@ def test_a_job_without_waiting_ranks() -> None:
     assert verdict.headline == "the job hangs in step 5: rank 0 does not go on, outside any collective"
 
 
+@pytest.mark.parametrize(
+    ("around", "place"),
+    [
+        (boards.VALIDATION, "in the validation after step 4"),
+        (boards.SAMPLE, "in the sample after step 4"),
+        (boards.SAVE, "in the save after step 4"),
+        (boards.OUTSIDE, "in step 5"),
+    ],
+)
+def test_a_hang_between_steps_is_not_in_the_next_one(around: int, place: str) -> None:
+    verdict = judge([*THREE, computing(2, 31, around=around, phase=boards.FORWARD)], STALL)
+    assert verdict is not None
+    assert verdict.headline.startswith(f"the job hangs {place}: rank 2 is behind")
+    assert verdict.done == 4
+    inside = f" in the {place.split()[2]}" if around != boards.OUTSIDE else ""
+    assert verdict.reason.startswith(f"rank 2: forward of layers.7{inside} since 31 s; ")
+
+
+def test_ranks_after_different_steps_say_which() -> None:
+    late = computing(2, 31, around=boards.VALIDATION, phase=boards.VALIDATION, unit="", step=4)
+    verdict = judge([*THREE, late], STALL)
+    assert verdict is not None
+    assert verdict.reason == (
+        "rank 2: validation since 31 s, after step 3; "
+        "ranks 0, 1, 3 wait in reduce-scatter of layers.9 since 31 s, step 5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("culprit", "way"),
+    [
+        (computing(2, 31), []),
+        (
+            computing(2, 31, answers=False),
+            ["A call into C or C++ code keeps the interpreter and does not return."],
+        ),
+    ],
+)
+def test_a_verdict_promises_no_stacks(culprit: Seen, way: list[str]) -> None:
+    """Whoever writes them says so."""
+    verdict = judge([*THREE, culprit], STALL)
+    assert verdict is not None
+    assert verdict.text.splitlines()[3:] == way and "stacks" not in verdict.text
+
+
 def test_collectives_of_the_flight_recorder_count() -> None:
     """A barrier of a user is on no board."""
     outside = {"phase": boards.OUTSIDE, "unit": ""}

@@ -1,4 +1,4 @@
-"""Every way of hanging ends soon, and every rank that can still speak says which rank is behind and where it is."""
+"""Every way of hanging ends soon, and some rank of each host says which rank is behind and where it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.watching.scenarios import LIMIT, SCENARIOS, STALL
+from tests.watching.scenarios import LIMIT, SCENARIOS, STALL, Scenario
 
 ROOT = Path(__file__).parents[2]
 #: Scenarios in which the culprit can still speak and end by itself.
@@ -32,6 +32,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+def hosts(scenario: Scenario) -> list[list[int]]:
+    """The ranks of each host, without a culprit that is alone on its host and cannot speak."""
+    each = scenario.ranks // scenario.hosts
+    groups = [[*range(first, first + each)] for first in range(0, scenario.ranks, each)]
+    return [ranks for ranks in groups if ranks != [scenario.culprit]]
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_hang_names_the_rank_and_its_place(results: dict[str, Any], name: str) -> None:
     scenario, result = SCENARIOS[name], results[name]
@@ -45,8 +52,11 @@ def test_hang_names_the_rank_and_its_place(results: dict[str, Any], name: str) -
         assert result["seconds"][rank] < STALL + 10 < LIMIT
         if rank != str(scenario.culprit) or speaks:
             assert result["statuses"][rank] == 75, result["texts"]
-            assert re.search(expected, result["texts"][rank]), result["texts"][rank]
-            assert f"rank {rank}: the job hangs in step" in result["texts"][rank]
+            assert f"rank {rank}: the job hangs in " in result["texts"][rank]
+    for ranks in hosts(scenario):
+        # At least one rank of each host prints all of it. On a busy machine two may do so.
+        assert any(re.search(expected, result["texts"][str(rank)]) for rank in ranks), result["texts"]
+    assert len(list(result["folders"])) == 1
     gone = {scenario.culprit} if "gone" in name else set()
     ranks = {*range(scenario.ranks)} - gone
     files = {f"rank-{rank}.{kind}.txt" for rank in ranks for kind in ("ring", "stacks")}

@@ -15,7 +15,7 @@ from shardwright import board as boards
 from shardwright.watching import api, hosts
 from shardwright.watching.hosts import Courier
 from shardwright.watching.reading import RUNS, Reader, Seen
-from shardwright.watching.watcher import Settings, Watcher
+from shardwright.watching.watcher import Finding, Settings, Watcher
 from tests.support import multirank
 
 RANKS = {0: [0, 1], 1: [2, 3]}
@@ -57,11 +57,12 @@ def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     texts: list[str] = []
-    settings = Settings(600.0, tmp_path, ends=False, say=texts.append)
+    settings = Settings(600.0, tmp_path, say=texts.append)
+    posted = json.dumps(Finding("the job hangs", "hang-1", [1]))
     with api.start(settings, host=str(rank)) as watch:
         courier = watch._watcher._courier
         assert courier is not None
-        assert courier.post("the job hangs", silent=()) == "the job hangs"
+        assert courier.post(posted, silent=()) == posted
         dist.barrier()
     texts.clear()
     with api.start(settings, host=str(rank)):
@@ -75,8 +76,8 @@ def test_a_message_that_is_too_long_for_a_board_is_cut(tmp_path: Path) -> None:
     reader = Reader(board)
     watcher = Watcher(board, {0: reader}, Settings(600.0, tmp_path / "hangs", judges=False))
     try:
-        watcher._leave("\U0001f6d1" * boards.MESSAGE_SIZE, None, [])
-        assert str(tmp_path / "hangs") in json.loads(reader.message)["text"]
+        watcher._leave(Finding("\U0001f6d1" * boards.MESSAGE_SIZE, "hang-1", []), None, [])
+        assert str(tmp_path / "hangs" / "hang-1") in json.loads(reader.message)["text"]
     finally:
         watcher.close()
         boards.close_board()

@@ -77,9 +77,7 @@ def watch(
         raise TypeError(f"stall_seconds must be a number of seconds, got {stall_seconds!r}.")
     if isinstance(stall_seconds, bool) or not math.isfinite(stall_seconds) or stall_seconds <= 0:
         raise ValueError(f"stall_seconds must be a positive number of seconds, got {stall_seconds!r}.")
-    if folder is not None and not isinstance(
-        os.fspath(folder) if hasattr(folder, "__fspath__") else folder, str
-    ):
+    if folder is not None and not isinstance(folder, str | os.PathLike):
         raise TypeError(f"folder must be a path, got {folder!r}.")
     if on_stall is not None and not callable(on_stall):
         raise TypeError(f"on_stall must be a function that takes a text, got {on_stall!r}.")

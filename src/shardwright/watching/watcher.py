@@ -30,8 +30,8 @@ from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, Rea
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
-#: Characters of a verdict on a board, and of the lines about files. JSON makes at most twelve bytes of each, and half of
-#: a message would end no rank.
+#: Characters of a verdict on a board, and of the lines about files. JSON makes at most twelve bytes of each, and half
+#: of a message would end no rank.
 MOST, MOST_OF_FILES = boards.MESSAGE_SIZE // 12 - 1100, 1000
 #: Seconds from a verdict to the end of the processes, in which each rank finds it and prints it.
 TO_SAY = 1.5

@@ -1,6 +1,7 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". A kind is `error`, `exit`, `sleep`, or the name of a signal that the rank sends to itself.
+A line is "RANK STEP KIND". A kind is `error`, `exit`, `sleep`, `validation` (sleep in the next
+forward in eval mode), or the name of a signal that the rank sends to itself.
 """
 
 from __future__ import annotations
@@ -50,9 +51,17 @@ def _fail(step: int) -> None:
             raise RuntimeError(f"planned at {id(folder):#x}")
         if kind == "sleep":
             time.sleep(600)
+        if kind == "validation":
+            torch.nn.modules.module.register_module_forward_pre_hook(_sleep_in_eval)
+            continue
         if kind == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.Signals[kind])
+
+
+def _sleep_in_eval(module: torch.nn.Module, args: Any) -> None:
+    if not module.training:
+        time.sleep(600)
 
 
 def _make(decayed: Any, others: Any, settings: OptimizerSettings) -> torch.optim.Optimizer:
