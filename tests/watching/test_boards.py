@@ -89,7 +89,7 @@ def test_a_phase_around_units_stays(board: boards.Board) -> None:
         board.at(boards.FORWARD, "a")
         seen = Reader(board).look()
         assert (seen.phase, seen.unit, seen.around) == (boards.FORWARD, "a", boards.VALIDATION)
-        assert in_words(Reader(board).last(), 0).endswith("forward of a in the validation")
+        assert in_words(Reader(board).last(), 0).endswith("after step 0  forward of a in the validation")
         board.at(boards.OUTSIDE)
         seen = Reader(board).look()
         assert (seen.phase, seen.around) == (boards.VALIDATION, boards.VALIDATION)

@@ -6,7 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright import board as boards
-from shardwright.watching.reading import DISK, ENDED, LEFT, RUNS, SILENT, STOPPED, Seen, place_in_words
+from shardwright.watching.reading import (
+    BETWEEN_STEPS,
+    DISK,
+    ENDED,
+    LEFT,
+    RUNS,
+    SILENT,
+    STOPPED,
+    Seen,
+    outer_phase,
+    place_in_words,
+    step_in_words,
+)
 
 #: How much longer than others a phase may last that reads or writes files, or compiles.
 PATIENCE = 10
@@ -35,8 +47,6 @@ _WAYS = {
     RUNS: "",  # only its stacks show more, and whoever writes them says so
 }
 _WAY_HELD = "A call into C or C++ code keeps the interpreter and does not return."
-#: Phases after a step.
-_AFTER = (boards.VALIDATION, boards.SAMPLE, boards.SAVE)
 _WAY_JOINED = (
     "Every rank must call it with the same arguments, such as the source of a broadcast. Else look at the network "
     "between hosts, and at the driver of the devices. If it is only slow, raise {key}."
@@ -55,8 +65,8 @@ class Verdict:
         reason: where each rank is, in one line.
         way: what to do.
         lost: the culprits cannot go on: their processes are stopped, have ended, or do not answer.
-        step: the running step of the culprits, or of the rank that is furthest behind. After a step, the next one.
-        phase: of that rank, or the phase around it.
+        step: the running step of the culprits, or of the rank that is furthest behind. Between two steps, the next one.
+        phase: of that rank, or the phase around it, one of ``board.PHASES`` by number.
     """
 
     kind: str
@@ -82,7 +92,7 @@ class Verdict:
     def headline(self) -> str:
         who, several = in_ranks(self.culprits), len(self.culprits) > 1
         place = f"in step {self.step}"
-        if self.phase in _AFTER:
+        if self.phase in BETWEEN_STEPS:
             place = f"in the {boards.PHASES[self.phase]} after step {self.done}"
         if self.phase == boards.END:
             place = f"at the end of the job, after step {self.done}"
@@ -187,12 +197,8 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
     lost = bool(culprits) and all(each.is_stuck or each.answers is False for each in culprits)
     known = [each for each in culprits if each.step] or [each for each in ranks.values() if each.step]
     behind = min(known, key=lambda each: each.step, default=None)
-    step, phase = (behind.step, _outer(behind)) if behind else (0, boards.OUTSIDE)
+    step, phase = (behind.step, outer_phase(behind.phase, behind.around)) if behind else (0, boards.OUTSIDE)
     return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step, phase)
-
-
-def _outer(seen: Seen) -> int:
-    return seen.phase if seen.around == boards.OUTSIDE else seen.around
 
 
 def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
@@ -226,7 +232,9 @@ def _in_words(alike: Sequence[Seen], steps: bool) -> str:
     who, state = in_ranks([each.rank for each in alike]), _state(first)
     if first.process == SILENT:
         return f"{who}: host {first.host} does not answer since {max(each.age for each in alike):.0f} s"
-    since = f" since {max(each.age for each in alike):.0f} s" + (_step(first) if steps else "")
+    since = f" since {max(each.age for each in alike):.0f} s" + (
+        f", {step_in_words(first.step, first.phase, first.around)}" if steps else ""
+    )
     if first.collective:
         does = f"{who} {'wait' if len(alike) > 1 else 'waits'} in {_doing(first)}{since}"
     else:
@@ -235,10 +243,6 @@ def _in_words(alike: Sequence[Seen], steps: bool) -> str:
         return does
     places = ", ".join(f"{each.pid}{f' on {each.host}' if each.host else ''}" for each in alike)
     return f"{does}, {state}, pid {places}"
-
-
-def _step(seen: Seen) -> str:
-    return f", after step {seen.step - 1}" if _outer(seen) in _AFTER else f", step {seen.step}"
 
 
 def in_ranks(numbers: Sequence[int]) -> str:

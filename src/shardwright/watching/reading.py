@@ -19,6 +19,8 @@ from shardwright.board import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WOR
 
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
+#: Phases between two steps.
+BETWEEN_STEPS = (boards.VALIDATION, boards.SAMPLE, boards.SAVE)
 #: What the system says of a process: letters of /proc/PID/stat.
 _STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
 
@@ -268,6 +270,15 @@ def place_in_words(phase: int, unit: str, around: int) -> str:
     return boards.PHASES[phase] + (f" of {unit}" if unit else "") + inside
 
 
+def outer_phase(phase: int, around: int) -> int:
+    return phase if around == boards.OUTSIDE else around
+
+
+def step_in_words(step: int, phase: int, around: int) -> str:
+    """Where a process is: "step 5" or "after step 4"."""
+    return f"after step {step - 1}" if outer_phase(phase, around) in BETWEEN_STEPS else f"step {step}"
+
+
 def _letter(pid: int) -> str:
     """The state of a process in the words of the system: one letter. Empty where the system does not say it."""
     with suppress(OSError, IndexError):
@@ -278,7 +289,8 @@ def _letter(pid: int) -> str:
 def in_words(entry: Entry, begin: int) -> str:
     """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
     seconds, place = (entry.time - begin) / 1e9, place_in_words(entry.phase, entry.unit, entry.around)
-    text = f"{entry.number:8d} {seconds:+12.6f} s  step {entry.step}  {place}"
+    step = step_in_words(entry.step, entry.phase, entry.around)
+    text = f"{entry.number:8d} {seconds:+12.6f} s  {step}  {place}"
     if entry.collective:
         subject = f" of {entry.subject}" if entry.subject else ""
         text += f"  in {entry.collective}{subject}, number {entry.count} of ranks {entry.group}, {entry.nbytes} bytes"

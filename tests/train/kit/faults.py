@@ -60,7 +60,7 @@ def _fail(step: int) -> None:
 
 
 def _sleep_in_eval(module: torch.nn.Module, args: Any) -> None:
-    if not module.training:
+    if not module.training and isinstance(module, torch.nn.Linear):  # inside a unit
         time.sleep(600)
 
 
