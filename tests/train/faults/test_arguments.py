@@ -30,9 +30,9 @@ MODEL = nn.Linear(2, 2)
             "_GeneratorContextManager.",
         ),
         (lambda: sw.compare_copies(3), "sw.compare_copies expects a model (torch.nn.Module), got int."),  # type: ignore[arg-type]
-        (lambda: sw.compare_copies(MODEL, 3), "sw.compare_copies expects an optimizer or several, got int."),  # type: ignore[call-overload]
+        (lambda: sw.compare_copies(MODEL, 3), "sw.compare_copies expects an optimizer or several, got int."),  # type: ignore[arg-type]
         (
-            lambda: sw.compare_copies(MODEL, [3]),  # type: ignore[list-item]
+            lambda: sw.compare_copies(MODEL, [3]),  # type: ignore[arg-type]
             "sw.compare_copies expects an optimizer or several, got int among them.",
         ),
     ],
