@@ -85,5 +85,6 @@ def test_one_rank_that_sleeps_ends(tmp_path: Path) -> None:
         environment=faults.environment(tmp_path / "faults", f"0 {STEPS} sleep"),
     )  # fmt: skip
     assert status == 75, err
-    assert "rank 0: the job hangs in step 5: rank 0 does not go on, outside any collective" in err
+    assert "\nerror: the job hangs in step 5: rank 0 does not go on, outside any collective" in f"\n{err}"
+    assert "\nthe job has ended\nstep 3 is saved; to continue:\n" in err
     assert json.loads((folder / "exit.json").read_text())["status"] == 75

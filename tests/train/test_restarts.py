@@ -173,7 +173,7 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
         tmp_path, "train", config_file(tmp_path), *arguments, *options, environment=faults
     )
     assert status == 1 and "restart 3" not in out
-    assert "; starting from the beginning, since nothing is saved on 1 rank (log: " in out
+    assert "; starting from the beginning on 1 rank, since nothing is saved (log: " in out
     assert err.startswith("error: rank 0 of 1 failed with RuntimeError: planned at 0x")
     assert "; the job has ended: the same error came twice after step 2, so it does not start again" in err
     assert sessions(folder) == [(1, 2, 0, 1, "failed"), (2, 1, 0, 2, "failed"), (3, 1, 0, 2, "failed")]

@@ -6,15 +6,20 @@ Our launcher judges the ranks that it has started. Without it each rank has a th
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright import board as boards
 from shardwright._torch import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.ending import end_of_hang
+from shardwright.train.environment import rank_and_size
 from shardwright.train.errors import UserError
+from shardwright.train.resuming import to_continue
+from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End
 from shardwright.watching.api import start
 from shardwright.watching.launched import Hang
@@ -45,12 +50,23 @@ def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iter
         yield
         return
     try:
-        watch = start(_settings(config, folder, record=lambda hang: record(end_of_hang(hang))))
+        settings = _settings(config, folder, record=lambda hang: record(end_of_hang(hang)))
+        watch = start(replace(settings, say=lambda text: _say(RunFolder(folder), text)))
     except OSError as error:
         raise UserError(f"{KEY}: {error} 0 is no watch") from error
     _prepare(config)
     with watch:
         yield
+
+
+def _say(folder: RunFolder, text: str) -> None:
+    """Print what our launcher prints about a hang. Each rank prints it, and the first one how to continue."""
+    rank, size = rank_and_size()
+    lines = [f"error: {text if size > 1 else text.removeprefix('rank 0: ')}"]
+    if not rank:
+        lines += ["the job has ended", *to_continue(folder, size)]
+    with suppress(OSError, ValueError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _opened(rank: int, size: int) -> boards.Board:
