@@ -85,9 +85,9 @@ def test_one_rank_that_sleeps_in_a_validation_ends(tmp_path: Path) -> None:
         environment=faults.environment(tmp_path / "faults", f"0 {STEPS} validation"),
     )  # fmt: skip
     assert status == 75, err
-    assert (
-        "the job hangs in the validation after step 5: rank 0 does not go on, outside any collective" in err
-    )
+    headline = "the job hangs in the validation after step 5: rank 0 does not go on, outside any collective"
+    assert f"\nerror: {headline}" in f"\n{err}"
     assert re.search(r"rank 0: forward of [\w.]+ in the validation since \d+ s\n", err), err
+    assert "\nthe job has ended\nstep 3 is saved; to continue:\n" in err
     end = json.loads((folder / "exit.json").read_text())
     assert (end["status"], end["step"], end["saved"]) == (75, 5, 3)

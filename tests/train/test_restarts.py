@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardwright import cli
 from shardwright.train.fresh_store import fresh_store
 from shardwright.train.launches import GivenUpError, Launch
 from shardwright.train.restarts import Attempt, Restarts, without_numbers
@@ -173,7 +174,7 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
         tmp_path, "train", config_file(tmp_path), *arguments, *options, environment=faults
     )
     assert status == 1 and "restart 3" not in out
-    assert "; starting from the beginning, since nothing is saved on 1 rank (log: " in out
+    assert "; starting from the beginning on 1 rank, since nothing is saved (log: " in out
     assert err.startswith("error: rank 0 of 1 failed with RuntimeError: planned at 0x")
     assert "; the job has ended: the same error came twice after step 2, so it does not start again" in err
     assert sessions(folder) == [(1, 2, 0, 1, "failed"), (2, 1, 0, 2, "failed"), (3, 1, 0, 2, "failed")]
@@ -216,6 +217,26 @@ def test_a_mistake_in_a_job_that_goes_on_is_in_exit_json(tmp_path: Path) -> None
     )  # fmt: skip
     assert (status, ended(folder)["status"]) == (2, 2), err
     assert "none.txt" in ended(folder)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--fault.least_ranks", "5"), "fault.least_ranks: expected at most 2, the number of ranks, found 5"),
+        (
+            ("--fault.rewind_steps", "8", "--fault.on_spike", "rewind"),
+            "fault.rewind_steps: expected less than train.steps = 8 with fault.on_spike = 'rewind', found 8",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    arguments = ("--nproc", "2", *SHARDED, "--run.dir", str(tmp_path / "run"), *options)
+    assert cli.main(["train", str(config_file(tmp_path)), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown and shown.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def restarts(most: int, least_ranks: int = 0) -> Restarts:

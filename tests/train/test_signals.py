@@ -28,14 +28,18 @@ from shardwright.train.config import load_config
 from shardwright.train.ending import Complaint, Ending, conclude, judge
 from shardwright.train.environment import FOLDER_VARIABLE
 from shardwright.train.lock import claim
-from shardwright.train.record import RunRecord
+from shardwright.train.record import RunRecord, close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.statuses import End, is_saved, read_exit, remove_exit, write_exit
 from shardwright.train.steps import recorded_step
-from shardwright.train.stop import SIGNALS, StopRequest, status_of_signal
+from shardwright.train.stop import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.trainer import Trainer
 from tests.train.jobs import config_file, ranks, records, train_here
+from tests.train.kit.faults import environment
+from tests.train.kit.forked import launch
+
+SOURCE = Path(__file__).parents[2]
 
 
 class Left(Exception):
@@ -209,6 +213,10 @@ def saved_run(folder: Path, step: int, saved: int) -> None:
     (folder / "run.json").write_text("{}")
 
 
+ERROR = Complaint(0, 1, "error", "OSError: no\n  space", "")
+LOST = Complaint(0, 1, "lost contact", "RuntimeError: rank 1 did not come", "")
+
+
 @pytest.mark.parametrize(
     ("statuses", "known", "status", "words"),
     [
@@ -219,6 +227,13 @@ def saved_run(folder: Path, step: int, saved: int) -> None:
         ({0: -9, 1: 1}, {}, 75, "rank 0 of 2 was killed by SIGKILL"),
         ({0: -11, 1: 1}, {}, 1, "rank 0 of 2 was killed by SIGSEGV"),
         ({0: 1, 1: 2}, {"complaints": [Complaint(1, 1, "user", "wrong", "")]}, 2, "wrong"),
+        ({0: 143, 1: 143}, {"session": {"ended_by": "stopped by SIGUSR1 without saving: a second signal"}}, 143, "SIGUSR1"),
+        ({0: 0, 1: -15}, {"first_signal": 15, "session": {"status": "finished"}}, 0, "done"),
+        ({0: -9, 1: -9}, {"killed": {0, 1}, "hurried": "late", "first_signal": 15, "session": {"status": "finished"}}, 0, "done"),
+        ({0: 1, 1: 0}, {"complaints": [ERROR], "session": {"status": "finished"}}, 1, "rank 0 of 2 failed with OSError: no space"),
+        ({0: 1, 1: 0}, {"complaints": [LOST]}, 1, "rank 1 of 2 ended in the middle of the run with status 0"),
+        ({0: -6, 1: 0}, {}, 1, "rank 1 of 2 ended in the middle of the run with status 0"),
+        ({0: -9, 1: 0}, {}, 75, "rank 0 of 2 was killed by SIGKILL"),
     ],
 )  # fmt: skip
 def test_the_status_of_a_job(
@@ -238,6 +253,83 @@ def test_ranks_that_saved_and_left(tmp_path: Path, capsys: pytest.CaptureFixture
     assert conclude(left, end, debug=False) == 143
     shown = capsys.readouterr()
     assert shown.out == shown.err == ""
+
+
+def test_a_long_error_is_one_line_of_limited_length() -> None:
+    complaint = Complaint(0, 1, "error", "ValueError: one\n  two\n" + "x" * 9999, "")
+    assert complaint.in_short.startswith("ValueError: one two xxx") and complaint.in_short.endswith("x ...")
+    assert len(complaint.in_short) < 500
+
+
+@pytest.mark.parametrize(
+    "torchrun", [None, ("--standalone", "--nproc-per-node", "2")], ids=["launcher", "torchrun"]
+)
+def test_a_signal_after_all_is_done_changes_nothing(tmp_path: Path, torchrun: tuple[str, ...] | None) -> None:
+    folder, nproc = tmp_path / "run", () if torchrun else ("--nproc", "2", "--max-restarts", "1")
+    status, out, err = launch(
+        tmp_path, "train", config_file(tmp_path), "--parallel.engine", "shardwright", "--run.dir", folder, *nproc,
+        "--train.steps", "2", torchrun=torchrun, imports="tests.train.kit.late_signals",
+        environment={"PYTHONPATH": os.pathsep.join([str(SOURCE / "src"), str(SOURCE)])},
+    )  # fmt: skip
+    assert status == 0, out + err
+    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    assert content is not None and (content["status"], content["reason"]) == (0, "done")
+    assert record["status"] == "finished" and "ended_by" not in record["sessions"][-1]
+
+
+def test_handlers_are_those_of_before_in_a_process_that_goes_on() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopRequest():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        with StopRequest() as stop:  # of another run in this process
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            assert stop.signal_number == signal.SIGTERM
+    finally:
+        restore_handlers()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(Left), StopRequest():
+        raise Left
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_to_one_rank_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    status, out, err = launch(
+        tmp_path, "train", config_file(tmp_path), "--parallel.engine", "shardwright", "--run.dir", folder,
+        "--nproc", "2", "--optimizer.name", "tests.train.kit.faults:ADAMW",
+        environment=environment(tmp_path / "faults", "1 4 SIGUSR1"),
+    )  # fmt: skip
+    assert status == 143, out + err
+    assert "\nSIGUSR1 received by another rank; saving\n" in out
+    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    reason = "stopped by SIGUSR1; the state is saved"
+    assert content is not None and (content["reason"], content["saved"]) == (reason, content["step"])
+    assert (record["status"], record["sessions"][-1]["ended_by"]) == ("interrupted", reason)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(End(143, "of a signal"), "interrupted"), (End(75, "late"), "failed"), (End(1, "bad"), "failed")],
+)
+def test_run_json_agrees_with_the_status(tmp_path: Path, plain_run: Path, end: End, status: str) -> None:
+    record = json.loads((plain_run / "run.json").read_text())
+    for before in ("running", "failed"):
+        record["status"] = record["sessions"][0]["status"] = before
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        close_session(RunFolder(tmp_path), end, sessions_before=0)
+        found = RunFolder(tmp_path).record()
+        assert found["status"] == found["sessions"][0]["status"] == status
+        assert found["sessions"][0]["ended_by"] == end.reason
+
+
+def test_a_second_signal_after_the_save_of_the_last_step(tmp_path: Path, plain_run: Path) -> None:
+    """The launcher ended the ranks; the newest checkpoint is of the last step."""
+    saved_run(tmp_path, step=7, saved=7)
+    left = ending(tmp_path, {0: -9, 1: -9}, first_signal=15, killed={0, 1}, hurried="a second signal")
+    assert judge(left) == End(143, "stopped by SIGTERM; the state is saved")
 
 
 def test_exit_json(tmp_path: Path) -> None:

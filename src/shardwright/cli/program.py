@@ -29,6 +29,7 @@ from shardwright.cli.command import Call
 from shardwright.cli.parsing import Parser, split_overrides, unknown_argument, wants_traceback
 from shardwright.train.errors import UserError
 from shardwright.train.relay import note_mistake
+from shardwright.train.stop import restore_handlers
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
@@ -55,8 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done; 1: the program failed; 2: the user made a mistake; 130: interrupted; 141: the reader of stdout has gone.
     An error is one line on stderr. With `--debug` a traceback comes before it.
+
+    Without `argv` the process ends now. Signals that come after a run has ended well are ignored then.
     """
     status = _status_of(list(sys.argv[1:] if argv is None else argv))
+    if argv is not None:
+        restore_handlers()
     note_mistake(status)
     if argv is None and (sink_thread := sys.modules.get("shardwright.train.sink_thread")):
         sink_thread.leave_if_stuck(status)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from shardwright.train.config import Config
 from shardwright.train.environment import LAUNCHER_VARIABLE
 from shardwright.train.launches import record_end
-from shardwright.train.record import close_session
+from shardwright.train.record import close_session, is_finished
 from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
-from shardwright.train.statuses import TRY_AGAIN, End, is_saved, write_exit
+from shardwright.train.statuses import DONE, TRY_AGAIN, End, is_saved, write_exit
 from shardwright.train.stop import StopRequest, status_of_signal
 from shardwright.train.world import World
 
@@ -51,24 +51,34 @@ class Answers:
 
     def _leave(self, number: int | None) -> None:
         """End the process: `number` is a second signal, None if the time to save has passed."""
-        if self._launched:
-            os._exit(status_of_signal(number or self._number))
-        if not self.world.is_first:
+        if not self.world.is_first and not self._launched:
             time.sleep(SECONDS_FOR_FIRST)
-            os._exit(TRY_AGAIN)
-        status = TRY_AGAIN
+            os._exit(DONE if self._is_done() else TRY_AGAIN)
+        status = status_of_signal(number or self._number) if self._launched else TRY_AGAIN
         try:
-            end = self._end(number)
-            status = end.status
-            close_session(self.folder, end.reason)
-            record_end(self.folder, end)
-            write_exit(self.folder, end, self.attempt)
-            lines = [end.reason, *to_continue(self.folder, self.world.size)]
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            if self.world.is_first:
+                status = self._record(self._end(number))
         finally:
             os._exit(status)  # also if the terminal has gone, for example
 
+    def _record(self, end: End) -> int:
+        """Record the end, as far as our launcher does not, and return its status."""
+        close_session(self.folder, end)
+        if not self._launched:
+            record_end(self.folder, end)
+            write_exit(self.folder, end, self.attempt)
+        if not self._launched and end.status != DONE:
+            lines = [end.reason, *to_continue(self.folder, self.world.size)]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        return end.status
+
+    def _is_done(self) -> bool:
+        """Whether this session has written that it is finished."""
+        return not self.saves and is_finished(self.folder)
+
     def _end(self, number: int | None) -> End:
+        if self._is_done():
+            return End(DONE, "done")
         status = status_of_signal(self._number)
         if is_saved(self.folder):
             return End(status, f"stopped by {self._number.name}; the state is saved")

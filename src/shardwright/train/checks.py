@@ -92,6 +92,14 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
     check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
 
 
+def check_least_ranks(config: Config, ranks: int) -> None:
+    """Refuse a smallest number of ranks that this job does not have. A launcher calls it before its first attempt."""
+    if config.fault.least_ranks > ranks:
+        raise UserError(
+            f"fault.least_ranks: expected at most {ranks}, the number of ranks, found {config.fault.least_ranks}"
+        )
+
+
 def check_files(config: Config) -> None:
     """Refuse local data that is missing. Files on other machines are looked up when they are read."""
     data = config.data

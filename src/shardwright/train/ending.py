@@ -10,9 +10,9 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,6 +25,8 @@ from shardwright.watching.launched import Hang
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
+LONGEST = 400
+"""Characters of an error in a line that says more than the error."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Complaint:
     @property
     def in_line(self) -> str:
         return " ".join(self.message.split())
+
+    @property
+    def in_short(self) -> str:
+        text = self.in_line
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Ending:
     """It killed them because `fault.save_seconds` had passed."""
     hang: Hang | None = None
     """It killed them because they did not go on."""
+    session: Mapping[str, Any] = field(default_factory=dict)
+    """What run.json has of this start of the ranks; empty if they did not come so far."""
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
@@ -71,16 +80,18 @@ def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
 
 def judge(ending: Ending) -> End:
     """The status, and the reason in one line."""
-    if all(status == DONE for status in ending.statuses.values()):
+    if all(status == DONE for status in ending.statuses.values()) or _is_finished(ending):
         return End(DONE, "done")
     number = ending.first_signal
     if _have_stopped(ending):
         status = max(ending.statuses.values())
         asked = "a signal" if number is None else signal.Signals(number).name
-        if ranks_have_said_it(ending):
-            return End(status, f"stopped by {asked}; the state is saved")
-        # A second signal came to the ranks, but not to the launcher.
-        return End(status, f"stopped by {asked} without saving: a second signal")
+        reason = f"stopped by {asked}; the state is saved"
+        if not ranks_have_said_it(ending):
+            # A second signal came to the ranks, but not to the launcher.
+            reason = f"stopped by {asked} without saving: a second signal"
+        known = str(ending.session.get("ended_by", ""))  # also of a signal that only a rank got
+        return End(status, known if number is None and known.startswith("stopped by ") else reason)
     if ending.hang is not None:
         return end_of_hang(ending.hang)
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
@@ -96,6 +107,18 @@ def judge(ending: Ending) -> End:
         return End(FAILED, nonfinite.message)
     culprit_rank, how, status, lost = culprit(ending)
     return End(status, f"rank {culprit_rank} of {len(ending.statuses)} {how}", culprit_rank, lost)
+
+
+def _is_finished(ending: Ending) -> bool:
+    """Whether all was done and written before ranks were killed, lost contact or hung. An error counts."""
+    lost = {each.rank for each in ending.complaints if each.kind in ("lost contact", "interrupted")}
+    return (
+        ending.session.get("status") == "finished"
+        and len(lost) == len(ending.complaints)
+        and all(
+            status <= DONE or status in STOPPED or rank in lost for rank, status in ending.statuses.items()
+        )
+    )
 
 
 def end_of_hang(hang: Hang) -> End:
@@ -142,7 +165,10 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
         if debug:
             print(next(each.trace for each in ending.complaints if each.kind == "user"), file=sys.stderr)
         raise UserError(end.reason)
-    if end.status == DONE or ranks_have_said_it(ending):
+    if end.status == DONE:
+        _warn_of_end(ending)
+        return end.status
+    if ranks_have_said_it(ending):
         return end.status
     if ending.hang is not None:
         lines = [
@@ -162,6 +188,15 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     else:
         print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
     return end.status
+
+
+def _warn_of_end(ending: Ending) -> None:
+    """Say that ranks did not end by themselves after all was done."""
+    ranks = [rank for rank, status in ending.statuses.items() if status != DONE]
+    if ranks:
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        text = f"warning: the run is done; {which} of {len(ending.statuses)} did not end by itself after that"
+        print(text if len(ranks) == 1 else text.replace("itself", "themselves"), file=sys.stderr, flush=True)
 
 
 def _all_interrupted(ending: Ending) -> bool:
@@ -206,11 +241,16 @@ CRASHES = (
 
 
 def culprit(ending: Ending) -> Culprit:
-    """One rank that died, else the first with an error of its own, else one that stopped answering."""
+    """One rank that died, else the first with an error of its own, else one that left, else one that stopped answering.
+
+    A rank that left without an error was the first one: the others have not done all, or they would have left, too.
+    """
+    complained = {complaint.rank for complaint in ending.complaints}
+    left = [rank for rank, status in ending.statuses.items() if status == DONE and rank not in complained]
     died = [
         (rank, -status)
         for rank, status in ending.statuses.items()
-        if status < 0 and rank not in ending.killed
+        if status < 0 and rank not in ending.killed and not (left and status == -signal.SIGABRT)
     ]
     # A rank that aborts may do so because another one is gone: NCCL's watchdog ends it.
     for rank, number in sorted(died, key=lambda each: each[1] == signal.SIGABRT):
@@ -222,15 +262,16 @@ def culprit(ending: Ending) -> Culprit:
         return Culprit(rank, how, FAILED if crashed else TRY_AGAIN, not crashed)
     for complaint in ending.complaints:
         if complaint.kind == "error":
-            return Culprit(complaint.rank, f"failed with {complaint.message.splitlines()[0]}", FAILED, False)
-    complained = {complaint.rank for complaint in ending.complaints}
+            return Culprit(complaint.rank, f"failed with {complaint.in_short}", FAILED, False)
     for rank, status in ending.statuses.items():
         if rank not in complained and rank not in ending.killed and status > 0:
             return Culprit(rank, f"exited with status {status}", FAILED, False)
+    if left:
+        return Culprit(left[0], "ended in the middle of the run with status 0", FAILED, False)
     for rank in sorted(ending.killed - complained):
         return Culprit(rank, "did not answer the other ranks and was killed", TRY_AGAIN, True)
     first = ending.complaints[0]
-    how = f"lost contact with the other ranks: {first.message.splitlines()[0]}"
+    how = f"lost contact with the other ranks: {first.in_short}"
     return Culprit(first.rank, how, TRY_AGAIN, False)
 
 

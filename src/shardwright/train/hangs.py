@@ -15,7 +15,10 @@ from shardwright import board as boards
 from shardwright._torch import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.ending import end_of_hang
+from shardwright.train.environment import rank_and_size
 from shardwright.train.errors import UserError
+from shardwright.train.resuming import to_continue
+from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End
 from shardwright.watching.api import start
 from shardwright.watching.launched import Hang
@@ -50,12 +53,20 @@ def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iter
         record(replace(end_of_hang(hang), done=hang.verdict.done))
 
     try:
-        watch = start(_settings(config, folder, record=keep))
+        settings = _settings(config, folder, record=keep)
+        watch = start(replace(settings, frame=lambda text: _framed(RunFolder(folder), text)))
     except OSError as error:
         raise UserError(f"{KEY}: {error} 0 is no watch") from error
     _prepare(config)
     with watch:
         yield
+
+
+def _framed(folder: RunFolder, text: str) -> str:
+    """What our launcher prints about a hang: an error, and how to continue."""
+    _, size = rank_and_size()
+    text = text if size > 1 else text.removeprefix("rank 0: ")
+    return "\n".join([f"error: {text}", "the job has ended", *to_continue(folder, size)])
 
 
 def _opened(rank: int, size: int) -> boards.Board:

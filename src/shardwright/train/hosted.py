@@ -24,6 +24,7 @@ from shardwright.train.mistakes import in_one_line
 from shardwright.train.rank import Place, check_place, end_of, start_together
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End, remove_exit, write_exit
+from shardwright.train.stop import restore_handlers
 from shardwright.train.world import World, join_world
 
 
@@ -63,6 +64,8 @@ def train_in_group(
                 if world.is_first:
                     write_exit(place.folder, end_of(error, rank), place.attempt)
                 raise
+            finally:
+                restore_handlers()
             if world.is_first:
                 write_exit(place.folder, end, place.attempt)
     return end

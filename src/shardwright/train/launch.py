@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 import shardwright
-from shardwright.train.checks import check_device, check_files, check_ranks, check_steps
+from shardwright.train.checks import check_device, check_files, check_least_ranks, check_ranks, check_steps
 from shardwright.train.config import Config
 from shardwright.train.ending import Ending, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.environment import (
@@ -38,10 +38,10 @@ from shardwright.train.environment import (
     choose_device,
     under_launcher,
 )
-from shardwright.train.errors import UserError, counted
+from shardwright.train.errors import UserError
 from shardwright.train.hosts import INTERFACE_VARIABLE, loopback
 from shardwright.train.launches import open_or_reopen
-from shardwright.train.record import close_session, repair_record, sessions_of
+from shardwright.train.record import close_session, repair_record, session_after, sessions_of
 from shardwright.train.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.runs import CONTINUE, RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.sinks import check_packages
@@ -69,6 +69,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     ranks = _number_of_ranks(config, nproc)
     START.doing("checking the configuration")
     check_ranks(config, ranks, resume is not None)
+    check_least_ranks(config, ranks)
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.
     alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
@@ -166,7 +167,7 @@ def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> i
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
-            ending = _launch(config, folder, attempt, signals)
+            ending = _launch(config, folder, attempt, signals, sessions)
             end = judge(ending)
             if ending.hang is not None:
                 end = replace(end, done=ending.hang.verdict.done)
@@ -175,14 +176,14 @@ def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> i
                 step = recorded_step(folder.metrics_file)
                 next_ranks, note = restarts.after(end, step, attempt.ranks)
             if end.status != DONE:
-                close_session(folder, end.reason, sessions)
+                close_session(folder, end, sessions)
             if not next_ranks:
                 write_exit(folder, replace(end, reason=end.reason + note), attempt.number)
                 return conclude(ending, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
-                f"{place_in_words(folder)} on {counted(next_ranks, 'rank')} (log: {ending.logs})",
+                f"{place_in_words(folder, next_ranks)} (log: {ending.logs})",
                 flush=True,
             )
 
@@ -195,8 +196,10 @@ def _can_run(config: Config, ranks: int) -> bool:
     return True
 
 
-def _launch(config: Config, folder: RunFolder, attempt: Attempt, signals: Signals) -> Ending:
-    """Start the ranks and wait for their end."""
+def _launch(
+    config: Config, folder: RunFolder, attempt: Attempt, signals: Signals, sessions_before: int
+) -> Ending:
+    """Start the ranks and wait for their end. `sessions_before`: in run.json."""
     ranks = attempt.ranks
     START.doing(f"starting {ranks} ranks")
     logs = folder.logs / now().replace(":", "")
@@ -236,6 +239,7 @@ def _launch(config: Config, folder: RunFolder, attempt: Attempt, signals: Signal
         watch.hurried,
         watch.late,
         watch.hang,
+        session_after(folder, sessions_before),
     )
 
 

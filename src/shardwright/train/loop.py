@@ -113,9 +113,7 @@ def _train(
     with answers.request() as stop, ExitStack() as stack:
         record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
-            reporter = (
-                Reporter([]) if record is None else open_reporter(config, folder, done, record, attempt)
-            )
+            reporter = Reporter([]) if record is None else open_reporter(trainer, folder, record, attempt)
             stack.enter_context(reporter)
             stack.callback(trainer.close)
             answers.say = reporter.answer
@@ -156,6 +154,9 @@ def run_steps(
         START.end()
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
+        if result.stop and stop.signal_number is None:
+            doing = "the run is at its end" if step == config.train.steps else "saving"
+            reporter.answer(f"{signal.Signals(result.stop).name} received by another rank; {doing}")
         validates = due(step, config.validation.every) or (
             step == config.train.steps and config.validation.every > 0
         )
@@ -270,17 +271,16 @@ def step_record(
     )
 
 
-def open_reporter(
-    config: Config, folder: RunFolder, steps_done: int, record: RunRecord, attempt: int
-) -> Reporter:
+def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attempt: int) -> Reporter:
     """The first rank's: the run's own files and terminal, and the sinks of `[log] sinks`."""
+    config, steps_done, past = trainer.config, trainer.position.step, trainer.position.past
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
     site = RunSite(folder.path.absolute(), config, steps_done, record.facts, attempt)
     sinks: list[metrics.Sink] = [
-        metrics.JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file)
+        metrics.JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file, past.left_out)
     ]
     added = {}
     for name in config.log.sinks:

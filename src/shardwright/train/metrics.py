@@ -9,7 +9,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.text import Text
 
 from shardwright.train.errors import UserError
+from shardwright.train.steps import INCIDENT
 from shardwright.train.writing import writing
 
 
@@ -142,8 +143,6 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
 
 SAVE_FAILURE = "save_failure"
 """The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
-INCIDENT = "incident"
-"""The second key of a line of metrics.jsonl about samples that were left out."""
 EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
 
 
@@ -174,14 +173,22 @@ class Incident:
 
 
 class JsonLines:
-    """metrics.jsonl: every step, floats in full precision, and every checkpoint that could not be written."""
+    """metrics.jsonl: every step, floats in full precision, every checkpoint that could not be written, incidents."""
 
-    def __init__(self, path: Path, steps_done: int, dropped: Path) -> None:
-        """Lines of steps after `steps_done` go to the end of the file `dropped`."""
+    def __init__(
+        self, path: Path, steps_done: int, dropped: Path, left_out: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Lines of steps after `steps_done` go to the end of the file `dropped`, without the incidents before the
+        checkpoint, which has the samples `left_out`."""
         self.path, self._dropped = path, dropped
+
+        def came_before(incident: Mapping[str, Any]) -> bool:
+            first, stop = incident["samples"]
+            return any(start <= first and stop <= end for start, end in left_out)
+
         with writing(path):
             if os.path.isfile(path):  # not a device: a new run does not look for earlier lines
-                drop_after(path, steps_done, dropped)
+                drop_after(path, steps_done, dropped, came_before)
             self.stream: TextIO = path.open("a" if steps_done else "w", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
@@ -197,10 +204,10 @@ class JsonLines:
         self._write({"step": incident.step, INCIDENT: content})
 
     def rewind(self, step: int) -> None:
-        """Move the lines of later steps away, because the run repeats these steps."""
+        """Move the lines of later steps away, because the run repeats these steps. Those of rewinds stay."""
         with writing(self.path):
             self.stream.close()
-            drop_after(self.path, step, self._dropped)
+            drop_after(self.path, step, self._dropped, lambda incident: incident["action"] == "rewind")
             self.stream = self.path.open("a", encoding="utf-8")
 
     def _write(self, content: Mapping[str, Any]) -> None:
@@ -216,16 +223,22 @@ class JsonLines:
             self.stream.close()
 
 
-def drop_after(path: Path, steps_done: int, dropped: Path) -> None:
-    """Move records of steps after `steps_done` to the end of another file, because the run repeats these steps."""
+def drop_after(
+    path: Path, steps_done: int, dropped: Path, keeps: Callable[[Mapping[str, Any]], bool] = lambda _: False
+) -> None:
+    """Move records of steps after `steps_done` to the end of another file, because the run repeats these steps.
+
+    `keeps` gets the content of each line about an incident of such a step, and says whether it stays.
+    """
     if steps_done < 0:
         raise ValueError(f"expected steps_done >= 0, found {steps_done}")
     if steps_done:
-        lines = _lines(path)
-        kept, gone = (
-            "".join(json.dumps(line) + "\n" for line in lines if (line["step"] <= steps_done) is keep)
-            for keep in (True, False)
-        )
+        kept, gone = "", ""
+        for line in _lines(path):
+            if line["step"] <= steps_done or (INCIDENT in line and keeps(line[INCIDENT])):
+                kept += json.dumps(line) + "\n"
+            else:
+                gone += json.dumps(line) + "\n"
     else:
         kept, gone = "", path.read_text(encoding="utf-8", errors="replace")
     if gone:

@@ -128,8 +128,9 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
                 _record_mistake(_folder_to_resume(configured, resume), _end_of(complaint))
             elif place is not None and _is_to_record(complaint, store, place):
-                close_session(place.folder, complaint.in_line)
-                _record(place, _end_of(complaint))
+                end = _end_of(complaint)
+                close_session(place.folder, end)
+                _record(place, end)
         if launcher or debug:  # Of our launcher stderr is a log.
             traceback.print_exc()
         sys.stdout.flush()
@@ -148,7 +149,7 @@ def _watched(
         return nullcontext()
 
     def record(end: End) -> None:
-        close_session(place.folder, end.reason)
+        close_session(place.folder, end)
         _record(place, end)
 
     return watched(config, place.folder.path, record)
@@ -385,7 +386,7 @@ def _leave_with(launcher: int) -> None:
                 RunFolder(Path(os.environ[FOLDER_VARIABLE])),
                 End(TRY_AGAIN, "the launcher was killed"),
             )
-            close_session(folder, end.reason)
+            close_session(folder, end)
             write_exit(folder, end, attempt_of_launcher())
         else:
             time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.

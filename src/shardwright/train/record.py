@@ -13,6 +13,7 @@ from typing import Any
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, Session, now
+from shardwright.train.statuses import STOPPED, End
 from shardwright.train.steps import recorded_step
 from shardwright.train.writing import write_json, write_text
 
@@ -70,10 +71,28 @@ def sessions_of(folder: RunFolder) -> int:
         return 0
 
 
-def close_session(folder: RunFolder, reason: str, sessions_before: int | None = None) -> None:
-    """Write into run.json that the last session failed, if it is still "running" there, and why.
+def session_after(folder: RunFolder, sessions_before: int) -> Mapping[str, Any]:
+    """The last session in run.json, if there are more than so many; else empty."""
+    try:
+        sessions = folder.record()["sessions"]
+    except UserError:
+        return {}
+    return sessions[-1] if len(sessions) > sessions_before else {}
 
-    With `sessions_before` the caller knows that a later session is its own. Its `reason` then replaces a rank's.
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether run.json says that all steps are done and the results written."""
+    try:
+        return folder.record().get("status") == "finished"
+    except UserError:
+        return False
+
+
+def close_session(folder: RunFolder, end: End, sessions_before: int | None = None) -> None:
+    """Write into run.json how the last session ended, if it is still "running" there: interrupted, if a signal ended
+    it, else failed.
+
+    With `sessions_before` the caller knows that a later session is its own. Its end then replaces a rank's.
     """
     try:
         record = folder.record()
@@ -81,10 +100,11 @@ def close_session(folder: RunFolder, reason: str, sessions_before: int | None = 
         is_own = sessions_before is not None and len(record["sessions"]) > sessions_before
         if not is_own and record.get("status") != "running":
             return
-        session["ended_by"] = reason
+        session["ended_by"] = end.reason
         if record.get("status") == "running":
-            record["status"] = session["status"] = "failed"
             session.update(end=now(), to_step=recorded_step(folder.metrics_file))
+        if record.get("status") in ("running", "failed"):
+            record["status"] = session["status"] = "interrupted" if end.status in STOPPED else "failed"
         write_json(folder.record_file, record)
     except (UserError, LookupError, TypeError):
         pass  # No record exists yet, or the disk is full. The user needs the error that ended the job, not this one.

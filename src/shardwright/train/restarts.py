@@ -64,17 +64,16 @@ def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]
     return arguments
 
 
-def place_in_words(folder: RunFolder) -> str:
-    """Where a restart goes on."""
+def place_in_words(folder: RunFolder, ranks: int) -> str:
+    """Where a restart goes on, with how many ranks."""
+    on = f"on {counted(ranks, 'rank')}"
     try:
         step = newest_saved(folder)
     except OSError:
-        return "resuming"
-    return (
-        "starting from the beginning, since nothing is saved"
-        if step is None
-        else f"resuming from step {step}"
-    )
+        return f"resuming {on}"
+    if step is None:
+        return f"starting from the beginning {on}, since nothing is saved"
+    return f"resuming from step {step} {on}"
 
 
 def goes_on(folder: RunFolder) -> bool:

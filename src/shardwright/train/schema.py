@@ -158,6 +158,11 @@ class Config(Section):
                     f"fault.{key}: expected another value than 'rewind' with checkpoint.every = 0; there is no "
                     "checkpoint to go back to"
                 )
+            if getattr(self.fault, key) == "rewind" and self.fault.rewind_steps >= self.train.steps:
+                raise ValueError(
+                    f"fault.rewind_steps: expected less than train.steps = {self.train.steps} with fault.{key} = "
+                    f"'rewind', found {self.fault.rewind_steps}; no checkpoint would be old enough"
+                )
             if getattr(self.fault, key) == "skip" and self.optimizer.in_backward:
                 raise ValueError(
                     f"fault.{key}: expected 'rewind' or the default with optimizer.in_backward, found 'skip'; the "

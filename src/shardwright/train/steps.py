@@ -16,6 +16,8 @@ from shardwright.train.faults.past import NOTHING, Past
 from shardwright.train.writing import may_pass
 
 Place = Path | str  #: a folder here, or a URL
+INCIDENT = "incident"
+"""The second key of a line of metrics.jsonl about samples that were left out. Its step is the one that comes next."""
 LAST_BYTES = 1 << 16
 """The end of a file of metrics that certainly has a whole line."""
 
@@ -78,7 +80,7 @@ def recorded_step(metrics_file: Path) -> int:
 
 
 def last_record(metrics_file: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl that has a step. Empty if there is none."""
+    """The last whole line of metrics.jsonl about a step that was done. Empty if there is none."""
     if not os.path.isfile(metrics_file):
         return {}
     try:
@@ -93,7 +95,7 @@ def last_record(metrics_file: Path) -> dict[str, Any]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        if isinstance(record, dict) and type(record.get("step")) is int and INCIDENT not in record:
             return record
     return {}
 

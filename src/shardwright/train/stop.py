@@ -36,12 +36,37 @@ def status_of_signal(number: int) -> int:
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
+_before_end: dict[int, Any] = {}
+"""The handlers of before a run that has ended well. Its signals are ignored until `restore_handlers`."""
+
+
+def _leave_to_rest(before: dict[int, Any], ended_well: bool) -> None:
+    """Ignore signals from here to the end of the process if the run has `ended_well`, else handle them as `before`.
+
+    Nothing is left then that a signal could stop, and it would kill a process that has done all.
+    """
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_IGN if ended_well else handler)
+        if ended_well:
+            _before_end.setdefault(number, handler)
+
+
+def restore_handlers() -> None:
+    """Handle signals as before the run, in a process that goes on after it."""
+    while _before_end and threading.current_thread() is threading.main_thread():
+        number, handler = _before_end.popitem()
+        signal.signal(number, handler)
+
+
 def _exit(number: int | None) -> None:
     os._exit(status_of_signal(number or signal.SIGTERM))
 
 
 class Signals:
-    """The signals that a launcher gets, over all attempts of its job. A handler only stores them."""
+    """The signals that a launcher gets, over all attempts of its job. A handler only stores them.
+
+    After the context they are ignored, unless an error flies.
+    """
 
     def __init__(self) -> None:
         self.received: list[tuple[int, float]] = []  #: number and time of each
@@ -62,6 +87,7 @@ class Signals:
         self.received.append((number, time.monotonic()))
 
     def __enter__(self) -> Signals:
+        restore_handlers()
         for number in catchable():
             self._before[number] = signal.signal(number, self._store)
         return self
@@ -69,12 +95,13 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _leave_to_rest(self._before, kind is None)
 
 
 class StopRequest:
     """Stores the first signal, which the loop reads between steps.
+
+    After the context signals are ignored, unless an error flies: `restore_handlers` is for a process that goes on.
 
     Args:
         noted: gets the first signal, at once, in a thread of its own.
@@ -100,6 +127,7 @@ class StopRequest:
             return (
                 self  # only the main thread may have handlers; the framework that runs this one has its own
             )
+        restore_handlers()
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -113,8 +141,7 @@ class StopRequest:
     ) -> None:
         if self._pipe is None:
             return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _leave_to_rest(self._before, kind is None)
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._pipe[1])  # ends the thread
         self._pipe = None

@@ -159,8 +159,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         boards.at(boards.MODEL)
+        tensors = self.losses.weights(counts), *tensors_of(batches)
         with parallel.parallel_loss(self.config.parallel):
-            loss_sums = self._work(self.losses.weights(counts), *tensors_of(batches))
+            loss_sums = self._work(*tensors)
         boards.at(boards.CLIP)
         norm = parallel.clip_gradients(self.model, self.config)
         shares = loss_sums / counts
@@ -169,7 +170,8 @@ class Trainer:
         )
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
-        fault = looking.fault_of_step(self, loss, grad_norm, flags, shares)
+        with parallel.parallel_loss(self.config.parallel):
+            fault = looking.fault_of_step(self, loss, grad_norm, flags, shares, partial(self.work, *tensors))
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault)
         if fault is None or norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)

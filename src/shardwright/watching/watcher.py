@@ -48,6 +48,7 @@ class Settings:
         judges: whether this rank judges. A launcher may do so instead.
         strict: see :func:`judge`.
         say: called with the text about a hang, on every rank, in place of printing it and of the end of the process.
+        frame: makes what is printed from this text, where all of it is printed.
         record: called with the verdict, on the rank that leads, before the end.
     """
 
@@ -57,6 +58,7 @@ class Settings:
     judges: bool = True
     strict: bool = False
     say: Callable[[str], None] | None = None
+    frame: Callable[[str], str] = str
     record: Callable[[Hang], None] | None = None
 
 
@@ -162,7 +164,7 @@ class Watcher:
         if self._courier is not None:
             self._courier.meet(self._board.beat)
         # Before the message: if nobody reads what this rank prints, each other one prints all of it.
-        printed = self._settings.say is None and _print(f"rank {self._rank}: {text}")
+        printed = self._settings.say is None and self._print(f"rank {self._rank}: {text}")
         at = time.monotonic_ns() + int(TO_SAY * 1e9)
         message = json.dumps({"text": text, "at": at, "by": self._rank if printed else None})
         self._board.say(message)
@@ -177,10 +179,13 @@ class Watcher:
             threading.Thread(target=self._call, args=(self._settings.say, text, at), daemon=True).start()
             return
         if by is None:
-            _print(text)
+            self._print(text)
         elif by != self._rank:
             _print(f"{text.splitlines()[0]} (rank {by} has printed where each rank is)")
         self._leave_process(at)
+
+    def _print(self, text: str) -> bool:
+        return _print(text, self._settings.frame)
 
     def _call(self, say: Callable[[str], None], text: str, at: int) -> None:
         """Give the text to a function of the user. If it fails, print the text and end the process, as without it."""
@@ -218,13 +223,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _print(text: str) -> bool:
+def _print(text: str, frame: Callable[[str], str] = str) -> bool:
     """Whether it was printed in time."""
     done = threading.Event()
 
     def try_it() -> None:
         with suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+            print(frame(text), file=sys.stderr, flush=True)
             done.set()
 
     _within(TO_SAY, try_it)

@@ -89,7 +89,8 @@ class Run:
         done = self.trainer.position.step
         if self.is_first:
             self.folder.path.mkdir(exist_ok=True)
-            files = JsonLines(self.folder.metrics_file, done, self.folder.dropped_metrics_file)
+            left_out = self.trainer.position.past.left_out
+            files = JsonLines(self.folder.metrics_file, done, self.folder.dropped_metrics_file, left_out)
             reporter = Reporter([files, Said(self.lines)])
         stop = StopRequest()  # not entered: no handlers in the pool's workers
         try:

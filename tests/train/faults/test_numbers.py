@@ -26,8 +26,9 @@ from shardwright.train import parallel
 from shardwright.train.checkpoint import saved_steps
 from shardwright.train.faults.fault import NonFiniteError, is_spike
 from shardwright.train.faults.past import Past
+from shardwright.train.metrics import read_records
 from shardwright.train.sections.fault import FaultConfig
-from shardwright.train.steps import Position
+from shardwright.train.steps import Position, recorded_step
 from shardwright.train.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
@@ -138,7 +139,12 @@ def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int
             words = {"weight": f"weight {WEIGHT} .*on rank {last} .*newest checkpoint is of step 2"}
             saved = "after step 3 is saved"
             words["loss"] = f"loss of rank {last} is not finite.*{saved}"
-            words["gradients"] = f"gradient of output.weight.* the first one in .*{saved}"
+            name = config.parallel.engine
+            rank_in_words = (
+                "computed it is not known" if name == "fsdp2" else f"on rank {last}, which computed it"
+            )
+            rank_in_words = rank_in_words if world_size > 1 else "on rank 0"
+            words["gradients"] = f"gradient of output.weight.* the first one in .*{rank_in_words}.*{saved}"
             assert re.search(f"step 4: .*{words[kind]}", str(error.value)), f"{where}: {error.value}"
             firsts, newest, past = [0, 1, 2], 2 if kind == "weight" else 3, Past()
         assert replace(run.trainer.position.past, losses=()) == past, where
@@ -183,8 +189,8 @@ def in_gradient(job: Trainer, value: float) -> None:
 
 @multirank(2)
 def test_the_gradient_and_its_rank_are_named(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Of the last rank, and too large for the norm; clipping leaves what is to be named."""
-    first = r"the first one in .* 1 value on rank 0"
+    """The rank that computed it, not the one that stores its part; also too large for the norm. Clipping leaves it."""
+    first = "the first one in the order of backward, is not finite on rank 1, which computed it"
     for number, engine in enumerate([{"engine": "ddp"}, {"strategy": "zero3"}, {"layout": "ragged"}]):
         name = WEIGHT if "engine" in engine else rf"{WEIGHT} \(unit layers.0\)"
         for place, (value, words) in enumerate(
@@ -193,7 +199,8 @@ def test_the_gradient_and_its_rank_are_named(rank: int, world_size: int, tmp_pat
                 (math.inf, rf"norm (inf|nan); gradient of {name}, {first}"),
                 (
                     1e30,
-                    rf"norm inf; all gradients are finite; the largest, .*e\+\d\d, is in {name} on rank 0",
+                    "norm inf; computed again, all gradients are finite on all ranks before they are reduced; the "
+                    rf"largest, .*e\+\d\d, is the gradient of {name} on rank 1",
                 ),
             )
         ):
@@ -285,20 +292,37 @@ def from_sample(first: int) -> Plant:
 def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_path: Path) -> None:
     config = job(fault={"on_non_finite": "skip", "max_skips": 3})
     run = Run(tmp_path / "skips", config, rank, world_size, from_sample(2 * G))
-    with pytest.raises(NonFiniteError, match=r"3 steps before it were skipped, too.*after step 2 is saved"):
+    words = r"3 steps before it were skipped, too.*after step 2 is saved.*with a larger fault.max_skips$"
+    with pytest.raises(NonFiniteError, match=words):
         run.go()
     assert run.trainer.position == Position(2, 5 * G, Past(((2 * G, 5 * G),), 3, 3))
     again = Run(tmp_path / "skips", config, rank, world_size, from_sample(2 * G)).resume()
     assert again.trainer.position == run.trainer.position
     with pytest.raises(NonFiniteError, match="3 steps before it"):  # a restart is not a way around
         again.go()
+    if rank == 0:
+        assert [line["step"] for line in lines_of(again)] == [1, 2]
+        assert [line["incident"]["samples"] for line in lines_of(again, event=True)] == [
+            [n * G, (n + 1) * G] for n in (2, 3, 4)
+        ]
     config = job(fault={"on_non_finite": "rewind", "max_rewinds": 2})
     run = Run(tmp_path / "rewinds", config, rank, world_size, from_sample(3 * G))
-    with pytest.raises(NonFiniteError, match=r"the run has gone back 2 times already.*after step 2 is saved"):
+    words = r"the run has gone back 2 times already.*after step 2 is saved.*fault.max_rewinds more often$"
+    with pytest.raises(NonFiniteError, match=words):
         run.go()
     assert run.trainer.position.past.rewinds == 2
+    if rank == 0:  # each rewind keeps the line of the one before
+        assert [line["incident"]["from_step"] for line in lines_of(run, event=True)] == [3, 2]
+        assert recorded_step(run.folder.metrics_file) == 2
+    again = Run(tmp_path / "rewinds", config, rank, world_size, from_sample(9 * G)).resume()
+    assert again.go() == [5 * G, 6 * G]
+    if rank == 0:
+        assert [line["step"] for line in lines_of(again)] == [1, 2, 3, 4]
+        assert len(lines_of(again, event=True)) == 2
+        assert len(read_records(run.folder.metrics_file)) == 4
     run = Run(tmp_path / "early", config, rank, world_size, from_sample(G))
-    with pytest.raises(NonFiniteError, match=r"no checkpoint of step 1 or before .*after step 1 is saved"):
+    words = r"no checkpoint of step 1 or before .*after step 1 is saved.*with a smaller checkpoint.every$"
+    with pytest.raises(NonFiniteError, match=words):
         run.go()
 
 

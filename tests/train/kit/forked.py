@@ -59,7 +59,8 @@ def _launcher(
     importlib.import_module(imports)
     SubprocessHandler._popen = _forked  # type: ignore[method-assign,assignment]
     if torchrun is None:
-        sys.exit(main(arguments))
+        sys.argv = ["shardwright", *arguments]  # as a process of its own, which ends after it
+        sys.exit(main())
     from torch.distributed.run import main as torchrun_main
 
     torchrun_main([*torchrun, "-m", "shardwright", *arguments])
@@ -101,8 +102,9 @@ def _rank(arguments: list[str], variables: dict[str, str], out: IO[str] | None, 
     from shardwright.train import starting
 
     starting.START.__init__()  # type: ignore[misc]  # the launcher's has begun
+    sys.argv = ["shardwright", *arguments]
     try:
-        status: Any = main(arguments)
+        status: Any = main()
     except SystemExit as end:
         status = end.code
     sys.stdout.flush()

@@ -14,10 +14,8 @@ from shardwright.train.saves import Saves
 from shardwright.train.steps import answering, saved_steps
 from shardwright.train.trainer import Trainer
 
-ADVICE = (
-    "Try a lower optimizer.lr or a longer optimizer.warmup_steps; with fault.on_non_finite = 'skip' or 'rewind' the "
-    "run leaves such samples out by itself"
-)
+ADVICE = "Try a lower optimizer.lr or a longer optimizer.warmup_steps"
+"""What may help against any fault. More of it depends on the settings."""
 
 
 def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
@@ -30,16 +28,26 @@ def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> 
     if fault.action == "skip":
         if past.skips_in_a_row == settings.max_skips:
             why = f"{counted(past.skips_in_a_row, 'step')} before it were skipped, too (fault.max_skips)"
-            _stop(fault, why, trainer, saves)
+            _stop(
+                fault, why, "; more steps in a row are skipped with a larger fault.max_skips", trainer, saves
+            )
         trainer.skip()
         reporter.incident(Incident("skip", trainer.position.step + 1, fault.reason, fault.samples))
     elif fault.action == "rewind":
         if past.rewinds == settings.max_rewinds:
             why = f"the run has gone back {counted(past.rewinds, 'time')} already (fault.max_rewinds)"
-            _stop(fault, why, trainer, saves)
+            more = "; a larger fault.rewind_steps goes back further, and fault.max_rewinds more often"
+            _stop(fault, why, more, trainer, saves)
         _rewind(fault, trainer, saves, reporter)
     else:
-        _stop(fault, "", trainer, saves)
+        _stop(fault, "", _other_action(fault, trainer), trainer, saves)
+
+
+def _other_action(fault: Fault, trainer: Trainer) -> str:
+    """The values of `fault.on_non_finite` with which the run would go on by itself, as the rest of the advice."""
+    skips = fault.state_is_good and not trainer.config.optimizer.in_backward
+    values = "'skip' or 'rewind'" if skips else "'rewind'"
+    return f"; with fault.on_non_finite = {values} the run leaves such samples out by itself"
 
 
 def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
@@ -50,9 +58,9 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
     with answering():
         steps = Ranks().by_first(lambda: saved_steps(saves.checkpoints))
     if not any(step <= latest for step in steps):
-        _stop(
-            fault, f"there is no checkpoint of step {max(latest, 0)} or before to go back to", trainer, saves
-        )
+        why = f"there is no checkpoint of step {max(latest, 0)} or before to go back to"
+        smaller = " or fault.rewind_steps" if trainer.config.fault.rewind_steps else ""
+        _stop(fault, why, f"; there would be one with a smaller checkpoint.every{smaller}", trainer, saves)
     trainer.rewind(saves.checkpoints, reporter, latest, stop)
     saves.forget_after(trainer.position.step)
     first = trainer.position.past.left_out[-1][0]
@@ -62,10 +70,10 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
     trainer.continue_generators(reporter)
 
 
-def _stop(fault: Fault, why: str, trainer: Trainer, saves: Saves) -> NoReturn:
-    raise NonFiniteError(
-        ". ".join([f"{fault.reason}; {why}" if why else fault.reason, _saved(fault, trainer, saves), ADVICE])
-    )
+def _stop(fault: Fault, why: str, more: str, trainer: Trainer, saves: Saves) -> NoReturn:
+    """Save and end. `why` says about a limit that was reached, `more` is the rest of the advice."""
+    found = f"{fault.reason}; {why}" if why else fault.reason
+    raise NonFiniteError(". ".join([found, _saved(fault, trainer, saves), ADVICE + more]))
 
 
 def _saved(fault: Fault, trainer: Trainer, saves: Saves) -> str:

@@ -6,6 +6,7 @@ A step without a fault has no collective and no wait for the device for this. Wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
+from shardwright.train.faults.blaming import computed_by
 from shardwright.train.faults.fault import Action, Fault, is_spike, spike_limit
 from shardwright.train.faults.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
 from shardwright.train.faults.verifying import verify_copies
@@ -43,15 +45,21 @@ def flag(job: Job, norm: Tensor | None) -> Tensor:
     return (~norm.isfinite()).to(job.world.device, torch.float64, non_blocking=True)[None]
 
 
-def fault_of_step(job: Job, loss: float, norm: float | None, flags: float, shares: Tensor) -> Fault | None:
-    """The fault of the step whose gradients are here, or None. `flags`: of all ranks. `shares`: of the losses."""
+def fault_of_step(
+    job: Job, loss: float, norm: float | None, flags: float, shares: Tensor, work: Callable[[], Tensor]
+) -> Fault | None:
+    """The fault of the step whose gradients are here, or None. `flags`: of all ranks. `shares`: of the losses.
+
+    `work` does forward and backward of the step again, to find the rank that computed a wrong gradient. The gradients
+    are lost then.
+    """
     settings, position = job.config.fault, job.position
     samples = position.samples, position.samples + job.config.train.global_batch
     head = f"step {position.step + 1}"
     if not math.isfinite(loss) or flags:
         shown = "not known" if norm is None else norm
         text = f"{head}: expected a finite loss and gradient norm, found loss {loss}, norm {shown}"
-        where, kinds = _where(job, loss, shares)
+        where, kinds = _where(job, loss, shares, work)
         good = norm is not None and not kinds & {"weight", "optimizer"}
         action = settings.on_non_finite
         if action == "skip" and not good:
@@ -68,7 +76,7 @@ def fault_of_step(job: Job, loss: float, norm: float | None, flags: float, share
     return None
 
 
-def _where(job: Job, loss: float, shares: Tensor) -> tuple[str, set[str]]:
+def _where(job: Job, loss: float, shares: Tensor, work: Callable[[], Tensor]) -> tuple[str, set[str]]:
     """In words what is not finite, and the kinds of tensors that have such values."""
     kinds = ("weight", "optimizer", "buffer", "gradient")
     scaled = isinstance(job.model, FSDP1)  # which makes all gradients nan
@@ -77,9 +85,22 @@ def _where(job: Job, loss: float, shares: Tensor) -> tuple[str, set[str]]:
     if not math.isfinite(loss) and not wrong & {"weight", "buffer"}:
         ranks = ranks_with_bad_loss(shares)
         parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite, with finite weights")
-    if not parts and not scaled:
-        parts.append(largest_gradient(job.model, job.world.rank))
+    elif not wrong - {"gradient"} and not scaled:
+        parts = [*parts, largest_gradient(job.model, job.world.rank)][:1]
+        if job.world.size == 1:
+            parts = [parts[0].removeprefix("reduced ")]
+        else:
+            parts = _with_rank(parts[0], wrong, computed_by(job, work, job.world.rank))
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
+
+
+def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
+    """What is known of gradients after the reduction (`text`) and before it, if that could be seen."""
+    if computed is None:
+        return [text, "the rank that computed it is not known"]
+    if computed.startswith("gradient "):
+        return [computed]
+    return [text, computed] if wrong else [computed]
 
 
 def ranks_in_words(ranks: list[int]) -> str:

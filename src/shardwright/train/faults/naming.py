@@ -109,7 +109,7 @@ def first_bad(
 def _in_words(named: Named, count: int, rank: int) -> str:
     what = {
         "weight": "weight",
-        "gradient": "gradient of",
+        "gradient": "reduced gradient of",
         "buffer": "buffer",
         "optimizer": f"optimizer state {named.key!r} of",
     }[named.kind]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint.generators import generator_states, set_generator_states
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.engine.front.corruption import OWN, Key, state_hashes
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.faults.replaying import replay
 from shardwright.train.steps import Position
 
 SHOWN = 3
@@ -95,18 +95,11 @@ def _hashed(job: Job, trial: Work, moving: set[str] | None = None) -> sw.Gradien
     """The hashes of a trial. It leaves no gradient, and generators and buffers as they were.
 
     `moving` gets the names of the buffers that it has changed."""
-    generators = generator_states()
-    buffers = [(name, each, each.detach().clone()) for name, each in job.model.named_buffers()]
-    with sw.hash_gradients(job.model, own=not job.config.train.cuda_graph) as hashes:
+    with (
+        replay(job, moving),
+        sw.hash_gradients(job.model, own=not job.config.train.cuda_graph) as hashes,
+    ):
         trial()
-    job.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, buffer, values in buffers:
-            if not torch.equal(buffer, values):
-                buffer.copy_(values)
-                if moving is not None:
-                    moving.add(name)
-    set_generator_states(generators)
     return hashes
 
 
