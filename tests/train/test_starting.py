@@ -31,8 +31,8 @@ from shardwright.train.starting import Start
 from tests.train.jobs import TINY, config_file, losses, ranks, run, tiny, train_here
 
 
-def answers(*statements: Statement | None) -> list[str]:
-    """What each rank is answered; None is a rank that never comes."""
+def answers(*statements: Statement | None, status: int = UserError.MISTAKE) -> list[str]:
+    """What each rank is answered, with this status; None is a rank that never comes."""
     store = dist.HashStore()
     found = ["?"] * len(statements)
 
@@ -41,7 +41,7 @@ def answers(*statements: Statement | None) -> list[str]:
             agree(store, rank, len(statements), statement, collective_timeout())
             found[rank] = ""
         except UserError as error:
-            found[rank] = str(error)
+            found[rank] = str(error) if error.status == status else f"with status {error.status}: {error}"
 
     threads = [
         threading.Thread(target=ask, args=(rank, statement))
@@ -99,7 +99,10 @@ def test_a_mistake_of_one_rank_reaches_all() -> None:
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
-    assert answers(stated(), None)[0].startswith("expected 2 ranks to start, got no answer from rank 1;")
+    answer = answers(stated(), None, status=UserError.PASSING)[0]
+    assert answer.startswith("expected 2 ranks to start, got no answer from rank 1;")
+    mistake = Statement({}, "x.toml: expected a configuration file, found nothing there")
+    assert answers(mistake, None)[0] == f"rank 0: {mistake.mistake}"  # another start would end like this
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -159,20 +159,24 @@ def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout
     """Return if all ranks state the same. Called by every rank. The wait for a rank that does not answer ends after
     `timeout` without a sign of progress of any rank.
 
-    Raises UserError, the same one on every rank, which names the ranks and the first key that differs.
+    Raises UserError, the same one on every rank, which names the ranks and the first key that differs. It passes if
+    ranks have not answered: they may have been killed.
     """
     timeout = max(timeout, PATIENCE)
     store.set(f"start/{rank}", json.dumps([statement.facts, statement.mistake]))
     if statement.mistake is not None:
         store.set("start/mistake", "")
     if rank == 0:
-        store.set("start/verdict", _verdict(_statements(store, size, timeout)))
+        statements = _statements(store, size, timeout)
+        if None in statements and not any(each and each.mistake is not None for each in statements):
+            store.set("start/passes", "")
+        store.set("start/verdict", _verdict(statements))
     _wait_for_verdict(
         store, timeout + PATIENCE
     )  # The first rank gives up after `timeout`; its answer needs a moment.
     verdict = store.get("start/verdict").decode()
     if verdict:
-        raise UserError(verdict)
+        raise UserError(verdict, passes=store.check(["start/passes"]))
 
 
 def _wait_for_verdict(store: dist.Store, timeout: timedelta) -> None:
