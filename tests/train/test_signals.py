@@ -214,6 +214,7 @@ def saved_run(folder: Path, step: int, saved: int) -> None:
 
 
 ERROR = Complaint(0, 1, "error", "OSError: no\n  space", "")
+FINISHED = {"status": "finished"}
 LOST = Complaint(0, 1, "lost contact", "RuntimeError: rank 1 did not come", "")
 
 
@@ -227,10 +228,10 @@ LOST = Complaint(0, 1, "lost contact", "RuntimeError: rank 1 did not come", "")
         ({0: -9, 1: 1}, {}, 75, "rank 0 of 2 was killed by SIGKILL"),
         ({0: -11, 1: 1}, {}, 1, "rank 0 of 2 was killed by SIGSEGV"),
         ({0: 1, 1: 2}, {"complaints": [Complaint(1, 1, "user", "wrong", "")]}, 2, "wrong"),
-        ({0: 143, 1: 143}, {"session": {"ended_by": "stopped by SIGUSR1 without saving: a second signal"}}, 143, "SIGUSR1"),
-        ({0: 0, 1: -15}, {"first_signal": 15, "session": {"status": "finished"}}, 0, "done"),
-        ({0: -9, 1: -9}, {"killed": {0, 1}, "hurried": "late", "first_signal": 15, "session": {"status": "finished"}}, 0, "done"),
-        ({0: 1, 1: 0}, {"complaints": [ERROR], "session": {"status": "finished"}}, 1, "rank 0 of 2 failed with OSError: no space"),
+        ({0: 143, 1: 143}, {"session": {"ended_by": "stopped by SIGUSR1 without saving: why"}}, 143, "SIGUSR1 without"),
+        ({0: 0, 1: -15}, {"first_signal": 15, "session": FINISHED}, 0, "done"),
+        ({0: -9, 1: -9}, {"killed": {0, 1}, "hurried": "x", "first_signal": 15, "session": FINISHED}, 0, "done"),
+        ({0: 1, 1: 0}, {"complaints": [ERROR], "session": FINISHED}, 1, "failed with OSError: no space"),
         ({0: 1, 1: 0}, {"complaints": [LOST]}, 1, "rank 1 of 2 ended in the middle of the run with status 0"),
         ({0: -6, 1: 0}, {}, 1, "rank 1 of 2 ended in the middle of the run with status 0"),
         ({0: -9, 1: 0}, {}, 75, "rank 0 of 2 was killed by SIGKILL"),
@@ -271,7 +272,7 @@ def test_a_signal_after_all_is_done_changes_nothing(tmp_path: Path, torchrun: tu
         "--train.steps", "2", torchrun=torchrun, imports="tests.train.kit.late_signals",
         environment={"PYTHONPATH": os.pathsep.join([str(SOURCE / "src"), str(SOURCE)])},
     )  # fmt: skip
-    assert status == 0, out + err
+    assert status == 0 and "warning" not in err, out + err
     content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
     assert content is not None and (content["status"], content["reason"]) == (0, "done")
     assert record["status"] == "finished" and "ended_by" not in record["sessions"][-1]

@@ -98,9 +98,9 @@ def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
     """What is known of gradients after the reduction (`text`) and before it, if that could be seen."""
     if computed is None:
         return [text, "the rank that computed it is not known"]
-    if computed.startswith("gradient "):
+    if computed.startswith("gradient ") or not wrong:
         return [computed]
-    return [text, computed] if wrong else [computed]
+    return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
 
 
 def ranks_in_words(ranks: list[int]) -> str:
