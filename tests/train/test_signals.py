@@ -281,7 +281,7 @@ def test_a_signal_after_all_is_done_changes_nothing(tmp_path: Path, torchrun: tu
 def test_handlers_are_those_of_before_in_a_process_that_goes_on() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with StopRequest():
+        with StopRequest(ignores_later=True):
             pass
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         with StopRequest() as stop:  # of another run in this process
@@ -291,7 +291,7 @@ def test_handlers_are_those_of_before_in_a_process_that_goes_on() -> None:
     finally:
         restore_handlers()
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(Left), StopRequest():
+    with pytest.raises(Left), StopRequest(ignores_later=True):
         raise Left
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -426,6 +426,7 @@ def test_the_last_step_in_the_metrics(tmp_path: Path) -> None:
         ('{"step": 3}', 0),  # half a line
         ('{"step": 3}\n{"step": 4', 3),
         ('{"step": 3}\n{"step": 4, "save_failure": "full"}\n', 4),
+        ('{"step": 3}\n{"step": 4, "incident": {}}\n', 3),
         ('{"step": 3}\n[]\n\0\0\n', 3),
         ('{"step": 1}\n' * 9000 + '{"step": 9}\n', 9),
     ):

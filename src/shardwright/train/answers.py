@@ -38,7 +38,7 @@ class Answers:
         self._number = signal.SIGTERM
 
     def request(self) -> StopRequest:
-        return StopRequest(self._noted, self._leave, self._seconds)
+        return StopRequest(self._noted, self._leave, self._seconds, ignores_later=True)
 
     def _noted(self, number: int) -> None:
         self._number = signal.Signals(number)

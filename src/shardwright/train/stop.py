@@ -101,12 +101,12 @@ class Signals:
 class StopRequest:
     """Stores the first signal, which the loop reads between steps.
 
-    After the context signals are ignored, unless an error flies: `restore_handlers` is for a process that goes on.
-
     Args:
         noted: gets the first signal, at once, in a thread of its own.
         leave: gets a second signal, or None when `save_seconds` have passed since the first one. It ends the process.
         save_seconds: 0 for no limit.
+        ignores_later: ignore signals after the context, unless an error flies. `restore_handlers` is for a process that
+            goes on.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class StopRequest:
         noted: Callable[[int], None] | None = None,
         leave: Callable[[int | None], None] = _exit,
         save_seconds: float = 0.0,
+        ignores_later: bool = False,
     ) -> None:
+        self._ignores_later = ignores_later
         self.signal_number: int | None = None
         self._noted, self._leave, self._save_seconds = noted, leave, save_seconds
         self._first = 0.0
@@ -141,7 +143,7 @@ class StopRequest:
     ) -> None:
         if self._pipe is None:
             return
-        _leave_to_rest(self._before, kind is None)
+        _leave_to_rest(self._before, self._ignores_later and kind is None)
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._pipe[1])  # ends the thread
         self._pipe = None
