@@ -169,7 +169,8 @@ def test_restarts_behind_a_url(tmp_path: Path, plain_run: Path) -> None:
     arguments = ("train", config, "--run.dir", run, *where, "--nproc", "1", "--max-restarts", "2")
     status, out, err = launch(tmp_path, *arguments, environment=faults, imports="tests.checkpoint.fake_store")
     assert (status, err) == (0, "")
-    assert "starting from the beginning, since nothing is saved" in out and "; resuming from step 3 on" in out
+    assert "starting from the beginning on 1 rank, since nothing is saved" in out
+    assert "; resuming from step 3 on 1 rank" in out
     assert losses(run) == losses(plain_run)
     content = read_exit(RunFolder(run))
     assert content is not None and (content["saved"], content["attempt"]) == (8, 3)
@@ -189,4 +190,4 @@ def test_a_restart_does_not_begin_again_if_the_store_is_silent(
     assert attempt.after(end, 2, folder, began=True).arguments == ("train", str(folder.config_file))
     monkeypatch.setattr("shardwright.train.restarts.newest_saved", silent)
     assert attempt.after(end, 2, folder, began=True).arguments == ("train", "--resume", str(tmp_path))
-    assert place_in_words(folder) == "resuming"
+    assert place_in_words(folder, 2) == "resuming on 2 ranks"
