@@ -219,15 +219,51 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
         place,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    state = Path(f"/proc/{int(done.stdout)}/stat")
-    deadline = time.monotonic() + 10
-    while state.exists() and ") Z " not in state.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_the_end_of(int(done.stdout))
     assert number_in(place) == 1
     assert len(list(tmp_path.iterdir())) == 2  # with what it has begun
     save_state(place, values(3), Ranks(), overwrite=True)
     assert number_in(place) == 3 and [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_a_killed_trainer_takes_a_writer_along_that_still_imports_torch(tmp_path: Path, thread: str) -> None:
+    (tmp_path / "torch.py").write_text(
+        f"import time\nopen({str(tmp_path / 'imports')!r}, 'w')\ntime.sleep(100)\n"
+    )
+    done = run(
+        """
+        import threading, time
+        from shardwright.checkpoint.writer_process import WriterProcess
+        sys.path.insert(0, sys.argv[1])
+        def start():
+            global writer
+            writer = WriterProcess(os.memfd_create("jobs"))
+        if sys.argv[2] == "main":
+            start()
+        else:
+            threading.Thread(target=start).start()
+        while not os.path.exists(sys.argv[1] + "/imports"):
+            time.sleep(0.01)
+        os.kill(writer.pid, signal.SIGTERM)  # a scheduler's, to all processes of the job
+        time.sleep(0.2)
+        assert writer.lives
+        print(writer.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+        thread,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_for_the_end_of(int(done.stdout))
+
+
+def wait_for_the_end_of(process: int) -> None:
+    state = Path(f"/proc/{process}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and ") Z " not in state.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_end_of_the_interpreter_and_an_interrupt_lose_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shardwright.checkpoint.index import INDEX
 from shardwright.train.steps import recorded_step, saved_steps
 from tools.faults.campaign import Setting, digest_of
 from tools.faults.history import History, Place
-from tools.faults.points import WRITER, Fault, writers_of
+from tools.faults.points import Fault, is_writer, writers_of
 
 LONGEST_SECONDS = 120.0
 KILLS = 4  #: of a run
@@ -144,7 +144,7 @@ class Command:
             with contextlib.suppress(psutil.Error, ValueError):
                 variables = process.environ()
                 is_ours = variables.get("FAULTS_FOLDER") == str(self.folder) and "RANK" in variables
-                if is_ours and WRITER not in process.cmdline():
+                if is_ours and not is_writer(process.cmdline()):
                     found[int(variables["RANK"])] = process
         return [found[rank] for rank in sorted(found)]
 

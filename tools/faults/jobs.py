@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwright import cli
 from tools.faults.history import History
 from tools.faults.planting import plant
-from tools.faults.points import WRITER, Fault, Plan
+from tools.faults.points import Fault, Plan, is_writer
 
 GRACE_SECONDS = 15.0
 """From the first rank that failed to the killing of the others: a rank that takes longer waits without end."""
@@ -161,11 +161,9 @@ def _orphans(history: History, job: Job) -> int:
 def _writers(job: Job) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        try:
-            if WRITER in (process.info["cmdline"] or []) and process.environ().get("FAULTS_FOLDER") == str(
+        with contextlib.suppress(psutil.Error):
+            if is_writer(process.info["cmdline"]) and process.environ().get("FAULTS_FOLDER") == str(
                 job.folder
             ):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found

@@ -19,8 +19,8 @@ from tools.faults.history import History
 
 PHASES = ("data", "forward", "backward", "clip", "reduce", "optimizer", "after", "validate", "conclude")
 """Phases of a step, in their order, apart from those of a save; ``conclude`` is after the last step."""
-WRITER = "shardwright.checkpoint.background"
-"""The program of a writer process."""
+WRITER = "writer_program.py"
+"""The name of the program that a writer process runs."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,17 @@ def fail(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_writer(command: list[str] | None) -> bool:
+    """Whether a process with this command line writes checkpoints; None is one that cannot be read."""
+    return any(os.path.basename(each) == WRITER for each in command or ())
+
+
 def writers_of(rank: int) -> list[psutil.Process]:
     """The writer processes of a rank's process."""
     found = []
     for child in psutil.Process(rank).children():
         try:
-            if WRITER in child.cmdline():
+            if is_writer(child.cmdline()):
                 found.append(child)
         except psutil.Error:
             continue

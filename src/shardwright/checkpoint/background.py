@@ -1,4 +1,4 @@
-"""The writer process of an asynchronous save: ``python -m shardwright.checkpoint.background``, started by a trainer.
+"""What the writer process of an asynchronous save does, which ``writer_program.py`` starts.
 
 It gets jobs through a pipe, writes the rank's file from shared memory, and leaves a note beside it. The first rank's
 writer waits for the notes of all ranks, describes and commits the checkpoint. Writers share only the file system or
@@ -8,12 +8,6 @@ store. A writer ends when its trainer ends, however that happens, so nothing is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import select
-import signal
-import sys
-import threading
 import time
 from typing import Any
 
@@ -33,14 +27,6 @@ _LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = (
     0.25,
     2.0,
 )  #: seconds between looks; those at a store are paid for
-_IGNORED = (
-    "SIGINT",
-    "SIGTERM",
-    "SIGHUP",
-    "SIGUSR1",
-    "SIGUSR2",
-)  #: that schedulers send to all processes of a job
-_PR_SET_PDEATHSIG = 1
 
 
 class Writer:
@@ -147,38 +133,3 @@ class Writer:
             if self._commands.ended:
                 time.sleep(pause)
             pause = min(pause * 1.5, longest_pause)
-
-
-def live_with(trainer: int, descriptor: int, is_main_thread: bool) -> None:
-    """End this process as soon as the trainer ends.
-
-    The system's own signal is for the end of the thread that has started this process, so it is used only for a main
-    thread. ``descriptor`` (a pidfd, or -1) wakes the thread here; without it, it looks twice a second.
-    """
-    if is_main_thread:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        # A trainer that ended before the call above has another process as its child's parent already.
-        while os.getppid() == trainer:
-            poller = select.poll()
-            if descriptor >= 0:
-                poller.register(descriptor, select.POLLIN)
-            if poller.poll(500):
-                break
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def main(arguments: list[str]) -> None:
-    """``arguments``: the trainer's process, whether its main thread called, and descriptors: see :class:`Writer`."""
-    trainer, is_main_thread, commands, results, memory, pidfd = map(int, arguments)
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    live_with(trainer, pidfd, bool(is_main_thread))
-    Writer(Lines(commands), results, memory).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

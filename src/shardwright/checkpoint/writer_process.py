@@ -1,6 +1,6 @@
 """A trainer's handle of its writer process: started, given jobs, heard, and found dead.
 
-The program of the process is ``background.py``. Nothing here communicates with other ranks.
+The process runs ``writer_program.py``. Nothing here communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwright.checkpoint.pipes import Lines, send
 
+PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it
 
 
@@ -42,7 +43,7 @@ class WriterProcess:
         try:
             # A session of its own: a terminal's signals, and those to the trainer's process group, are for the trainer.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "shardwright.checkpoint.background", *map(str, numbers)],
+                [sys.executable, "-P", str(PROGRAM), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[*theirs, memory],

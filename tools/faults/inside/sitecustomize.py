@@ -9,7 +9,7 @@ import sys
 
 _FAULT = os.environ.get("FAULT_IN_WRITER")
 
-if _FAULT and "shardwright.checkpoint.background" in sys.orig_argv:
+if _FAULT and any(os.path.basename(each) == "writer_program.py" for each in sys.orig_argv):
     _facts = json.loads(_FAULT)
     sys.path.append(_facts["source"])
 
