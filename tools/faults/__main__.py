@@ -1,19 +1,27 @@
 """Kills a training job in many ways and checks from its history that nothing is lost.
 
-``make faults`` runs this: at least 200 faults, drawn from a seed, over 1 to 4 ranks. Ranks are forked from this
-process; 20 kills meet the real command. The table goes to benchmarks/results.
+``make faults`` runs this: at least 200 faults, drawn from a seed, over 1 to 4 ranks. Ranks are forked from a process
+that has imported torch; 20 kills meet the real command. The table goes to benchmarks/results.
+
+Most of a run is waiting, so several lanes run at the same time: each is a process with its part of the faults, and
+what it draws depends on the seed and the number of lanes alone. All lanes write one history.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +38,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="faults of forked ranks (%(default)s)")
     parser.add_argument("--commands", type=int, default=20, help="kills of the real command (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--lanes", type=int, choices=(1, 2, 4), default=2, help="forked jobs at the same time (%(default)s)"
+    )
     parser.add_argument("--minutes", type=float, default=28.0, help="no run begins after them (%(default)s)")
     parser.add_argument(
         "--keep", type=Path, help="a folder that does not exist, for the runs and the history"
@@ -42,7 +53,7 @@ def main() -> int:
     history, began = folder / "history.jsonl", time.monotonic()
     history.touch()
     try:
-        _run(folder, history, options.kills, options.commands, options.seed, began + 60 * options.minutes)
+        _run(folder, history, options)
         verdicts, problems = check(read(history))
         if len(verdicts) < options.kills + options.commands:
             problems.append(
@@ -63,22 +74,81 @@ def main() -> int:
     return 1 if found else 0
 
 
-def _run(folder: Path, history: Path, kills: int, commands: int, seed: int, deadline: float) -> None:
+class Interrupted(RuntimeError):
+    """A lane has not come to its end."""
+
+
+def _run(folder: Path, history: Path, options: argparse.Namespace) -> None:
+    """Run all lanes to their ends.
+
+    Raises:
+        Interrupted: one of them has failed. The others are ended.
+    """
+    deadline = time.monotonic() + 60 * options.minutes
+    lanes = (
+        {_forked(_commands, folder, history, options, deadline): "of the command"} if options.commands else {}
+    )
+    for lane in range(options.lanes):
+        lanes[_forked(_kills, folder, history, options, deadline, lane)] = str(lane)
+    try:
+        while lanes:
+            process, status = os.wait()
+            lane = lanes.pop(process)
+            if status:
+                raise Interrupted(f"the lane {lane} ended with status {os.waitstatus_to_exitcode(status)}")
+    finally:
+        for process in lanes:
+            os.kill(process, signal.SIGTERM)
+        for process in lanes:
+            os.waitpid(process, 0)
+
+
+def _forked(run: Callable[..., None], *arguments: Any) -> int:
+    """Run a lane in a process, whose id this returns."""
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+        run(*arguments)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _kills(folder: Path, history: Path, options: argparse.Namespace, deadline: float, lane: int) -> None:
+    """Runs of forked ranks: those whose number leaves the lane's number, divided by the number of lanes."""
+    kills = len(range(lane, options.kills, options.lanes))
     with store() as port:
-        campaign = Campaign(folder, history, seed, port)
-        met = number = 0
+        campaign = Campaign(folder, history, options.seed, port)
+        met, number = 0, lane
         while met < kills and time.monotonic() < deadline:
             met += campaign.run(number, kills - met)
-            number += 1
-            print(f"{met} faults of {kills}, {number} runs", file=sys.stderr, flush=True)
+            _say(f"lane {lane}: run {number} is over, {met} faults of {kills}")
+            number += options.lanes
+
+
+def _commands(folder: Path, history: Path, options: argparse.Namespace, deadline: float) -> None:
+    """Runs of the real command, with their references from forked ranks."""
+    with store() as port:
+        campaign = Campaign(folder, history, options.seed, port)
         met = number = 0
-        while met < commands and time.monotonic() < deadline:
+        while met < options.commands and time.monotonic() < deadline:
             setting = SETTINGS[number % len(SETTINGS)]
             campaign.reference(setting)
             command = Command(setting, folder / f"command-{number}", history, f"command {number}")
-            met += command.with_kills(random.Random(f"{seed} command {number}"), min(KILLS, commands - met))
+            kills = min(KILLS, options.commands - met)
+            met += command.with_kills(random.Random(f"{options.seed} command {number}"), kills)
             number += 1
-            print(f"{met} kills of the command of {commands}", file=sys.stderr, flush=True)
+            _say(f"the command: {met} kills of {options.commands}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def table(verdicts: list[Verdict], problems: list[str], seed: int, seconds: float) -> str:

@@ -66,10 +66,30 @@ def run_attempt(job: Job, ranks: int, fault: Fault | None, history: History, por
     running: dict[int, int] = {}
     for rank in range(ranks):
         running[_forked(job, rank, ranks, fault, history, port, next(iter(running), 0))] = rank
-    processes = {pid: psutil.Process(pid) for pid in running}
     statuses: dict[int, int] = {}
-    killed: list[int] = []
     deadline = began + (ALONE_SECONDS if ranks == 1 and stalls(fault) else LONGEST_SECONDS)
+    try:
+        killed = _watch(running, statuses, deadline)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+    history.add(
+        "ended",
+        statuses=[statuses[rank] for rank in range(ranks)],
+        killed=killed,
+        seconds=time.monotonic() - began,
+        orphans=_orphans(history, job),
+    )
+    return not any(statuses.values())
+
+
+def _watch(running: dict[int, int], statuses: dict[int, int], deadline: float) -> list[int]:
+    """Wait until no process in ``running`` (ranks by process) is left; returns the ranks that had to be killed.
+
+    A rank that ends leaves ``running``, and ``statuses`` gets its status. ``deadline`` is a time of ``monotonic``.
+    """
+    processes = {pid: psutil.Process(pid) for pid in running}
+    killed: list[int] = []
     while running:
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -84,14 +104,7 @@ def run_attempt(job: Job, ranks: int, fault: Fault | None, history: History, por
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    history.add(
-        "ended",
-        statuses=[statuses[rank] for rank in range(ranks)],
-        killed=killed,
-        seconds=time.monotonic() - began,
-        orphans=_orphans(history, job),
-    )
-    return not any(statuses.values())
+    return killed
 
 
 def stalls(fault: Fault | None) -> bool:
