@@ -52,6 +52,37 @@ def test_a_rank_that_does_not_lead_publishes_nothing(monkeypatch: pytest.MonkeyP
             time.sleep(0.01)
 
 
+def test_only_a_rank_that_leads_calls_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks outnumber hosts, and one store serves them all."""
+    monkeypatch.setattr(hosts, "EVERY", 0.01)
+
+    class Counting(dist.HashStore):  # type: ignore[misc]
+        calls = 0
+
+        def add(self, key: str, amount: int) -> int:
+            self.calls += 1
+            return int(super().add(key, amount))
+
+    store = Counting()
+    courier = Courier(store, 0, RANKS, ["a", "b"])
+    try:
+        time.sleep(0.1)
+        assert store.calls == 0
+        courier.exchange(seen(0, 1), suspects=False)
+        deadline = time.monotonic() + 30
+        while not store.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        courier.rest()
+        time.sleep(0.1)
+        calls = store.calls
+        time.sleep(0.1)
+        assert store.calls == calls
+    finally:
+        courier.close()
+        courier._thread.join()
+
+
 @multirank(2)
 def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
     rank: int, world_size: int, tmp_path: Path

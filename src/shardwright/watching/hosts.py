@@ -23,7 +23,7 @@ TO_MEET = 3.0
 
 
 class Courier:
-    """The thread of one rank of a host. Only the courier of the leading rank publishes, the others :meth:`rest`.
+    """The thread of one rank of a host. Only the courier of the leading rank calls the store, the others :meth:`rest`.
 
     Ages of what others have published grow while they travel.
     """
@@ -39,6 +39,7 @@ class Courier:
         self._verdict: str | None = None  #: to post
         self._expected = len(ranks)  #: hosts that can end their ranks
         self._is_ready = self._met = False
+        self._rests = True
         self.verdict: str | None = None  #: of whichever host was first
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright-courier", daemon=True)
@@ -48,15 +49,15 @@ class Courier:
         self._ended.set()
 
     def rest(self) -> None:
-        """This rank does not lead. Publish nothing, since a host has one key."""
-        self._own, self._asked_at = [], None
+        """This rank does not lead. Leave the store alone: it serves all hosts, and a host has one key."""
+        self._rests, self._own, self._asked_at = True, [], None
 
     def exchange(self, own: list[Seen], suspects: bool) -> list[Seen] | None:
         """Hand over what is seen here. Returns the ranks of all hosts, or None while that is not known.
 
         ``suspects``: a rank of this host waits long.
         """
-        self._own = own
+        self._rests, self._own = False, own
         now = time.monotonic()
         if not suspects:
             self._asked_at = None
@@ -98,15 +99,16 @@ class Courier:
             time.sleep(0.05)
 
     def _run(self) -> None:
-        asks = rounds = 0
-        counted = False
+        asks, counted = 0, False
         while not self._ended.wait(0.1 if counted else EVERY):
+            if self._rests:
+                continue
             try:
                 asked = self._store.add("asks", int(self._asked_at is not None))
                 if asked != asks:
-                    asks, rounds = asked, rounds + 1
+                    asks = asked
                     if own := [asdict(each) for each in self._own]:
-                        self._store.set(f"host/{self._host}", json.dumps([rounds, own]))
+                        self._store.set(f"host/{self._host}", json.dumps([time.time_ns(), own]))
                     self._hear()
                 if self._verdict is not None:
                     self._store.compare_set("verdict", "", self._verdict)
@@ -123,6 +125,6 @@ class Courier:
             key = f"host/{host}"
             if host == self._host or not self._store.check([key]):
                 continue
-            number, theirs = json.loads(self._store.get(key))
-            if number != self._heard.get(host, (0.0, 0, []))[1]:
-                self._heard[host] = (time.monotonic(), number, [Seen.of(each) for each in theirs])
+            published, theirs = json.loads(self._store.get(key))
+            if published != self._heard.get(host, (0.0, 0, []))[1]:
+                self._heard[host] = (time.monotonic(), published, [Seen.of(each) for each in theirs])
