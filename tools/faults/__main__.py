@@ -10,6 +10,7 @@ what it draws depends on the seed and the number of lanes alone. All lanes write
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -121,15 +122,15 @@ def _forked(run: Callable[..., None], *arguments: Any) -> int:
 
 
 def _kills(folder: Path, history: Path, options: argparse.Namespace, deadline: float, lane: int) -> None:
-    """Runs of forked ranks: those whose number leaves the lane's number, divided by the number of lanes."""
+    """Runs of forked ranks: each other pair of them if there are two lanes. A pair saves in two ways, see SETTINGS."""
+    numbers = (number for number in itertools.count() if number // 2 % options.lanes == lane)
     kills = len(range(lane, options.kills, options.lanes))
     with store() as port:
         campaign = Campaign(folder, history, options.seed, port)
-        met, number = 0, lane
+        met = 0
         while met < kills and time.monotonic() < deadline:
-            met += campaign.run(number, kills - met)
+            met += campaign.run(number := next(numbers), kills - met)
             _say(f"lane {lane}: run {number} is over, {met} faults of {kills}")
-            number += options.lanes
 
 
 def _commands(folder: Path, history: Path, options: argparse.Namespace, deadline: float) -> None:

@@ -101,7 +101,8 @@ class Campaign:
 
     def __init__(self, folder: Path, history: Path, seed: int, port: int) -> None:
         self.folder, self.history, self.seed, self.port = folder, history, seed, port
-        self._calls: dict[Setting, dict[int, int]] = {}  #: by rank, the system calls of a save
+        #: The system calls of a save, by setting, then by step and rank.
+        self._calls: dict[Setting, dict[tuple[int, int], int]] = {}
 
     def reference(self, setting: Setting) -> None:
         """Run a job that nobody disturbs, once."""
@@ -112,7 +113,9 @@ class Campaign:
                 raise RuntimeError(f"{name}: failed, see {job.log}")
             self._final(setting, job, history)
             self._calls[setting] = {
-                line["rank"]: line["calls"] for line in self._lines(name) if line["event"] == "calls"
+                (line["step"], line["rank"]): line["calls"]
+                for line in self._lines(name)
+                if line["event"] == "calls"
             }
 
     def run(self, number: int, faults: int) -> int:
@@ -168,14 +171,14 @@ class Campaign:
                 step = generator.randint(reached + PATIENT_STEPS, setting.steps - 1)
         elif attempt > 1 and reached >= setting.every and generator.random() < 0.1 and victim != "writer":
             return Fault(kind, victim, rank, 0, generator.choice(("load", "loaded")))
-        calls = self._calls[setting].get(rank, min(self._calls[setting].values()))
         if victim == "writer" and generator.random() < 0.5:
             return Fault(kind, victim, rank, step, "write", generator.randint(1, 200))
         phase, number = generator.choice(_points(step, setting)), 0
         if phase in ("forward", "backward"):
             number = generator.randrange(BLOCKS)
         if phase == "call":
-            number = generator.randint(1, calls)
+            calls = self._calls[setting]
+            number = generator.randint(1, calls.get((step, rank), calls[step, 0]))
         if victim == "writer" and phase == "call":
             phase, number = "after", 0
         return Fault(kind, victim, rank, step, phase, number)

@@ -48,6 +48,12 @@ class Command:
 
     def with_kills(self, generator: random.Random, kills: int) -> int:
         """Run the job to its end with at most so many kills; returns their number."""
+        try:
+            return self._run(generator, kills)
+        finally:
+            self._process.kill()  # and its ranks notice that
+
+    def _run(self, generator: random.Random, kills: int) -> int:
         restarts = ("--max-restarts", str(2 * KILLS))
         count = ("--nproc", str(self.setting.ranks))
         process = self._start("train", str(self.config), "--run.dir", str(self.folder), *count, *restarts)
@@ -88,11 +94,12 @@ class Command:
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         with open(self.log, "ab") as log:
-            return subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardwright", *arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, "FAULTS_FOLDER": str(self.folder), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
+        return self._process
 
     def _begin(self) -> None:
         self._attempt, self._began = self._attempt + 1, time.monotonic()

@@ -78,7 +78,7 @@ def run_attempt(job: Job, ranks: int, fault: Fault | None, history: History, por
         statuses=[statuses[rank] for rank in range(ranks)],
         killed=killed,
         seconds=time.monotonic() - began,
-        orphans=_orphans(history, job),
+        orphans=_orphans(job),
     )
     return not any(statuses.values())
 
@@ -161,7 +161,7 @@ def _rank(job: Job, rank: int, ranks: int, fault: Fault | None, history: History
     sys.exit(status)
 
 
-def _orphans(history: History, job: Job) -> int:
+def _orphans(job: Job) -> int:
     """Writer processes that live on 5 seconds after their trainers."""
     deadline = time.monotonic() + 5.0
     while (found := _writers(job)) and time.monotonic() < deadline:
