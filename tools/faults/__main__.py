@@ -49,8 +49,10 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="a file for the table, beside the terminal")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.keep is not None and options.keep.exists():
+        parser.error(f"--keep: expected a folder that does not exist, found {options.keep}; give another one")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="shardwright-faults-"))
-    folder.mkdir(parents=True, exist_ok=options.keep is None)
+    folder.mkdir(parents=True, exist_ok=True)
     history, began = folder / "history.jsonl", time.monotonic()
     history.touch()
     try:
