@@ -7,18 +7,22 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright import cli
 from shardwright.train.checkpoint import saved_steps, what_is_missing
 from shardwright.train.ending import Complaint, Ending, culprit
-from shardwright.train.record import repair_record
+from shardwright.train.errors import UserError
+from shardwright.train.record import RunRecord, repair_record
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import read_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.trainer import Trainer
+from shardwright.train.writing import write_text
 from tests.train.jobs import (
     config_file,
     finish,
@@ -110,6 +114,30 @@ def test_a_failure_before_the_run_begins_leaves_no_folder(
     assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run") == 1
     assert "error: RuntimeError: of the machine (add --debug" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_is_reported_although_the_record_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Trainer, *arguments: Any) -> None:
+        raise RuntimeError("of the machine")
+
+    def cannot_write(self: RunRecord, *arguments: Any) -> None:
+        raise UserError("run.json: cannot write: no space left")
+
+    monkeypatch.setattr(Trainer, "train_step", fails)
+    monkeypatch.setattr(RunRecord, "close", cannot_write)
+    assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run") == 1
+    assert "error: RuntimeError: of the machine" in capsys.readouterr().err
+
+
+def test_ranks_may_replace_a_file_at_the_same_time(tmp_path: Path) -> None:
+    """As run.json, when ranks of a job fail at one moment."""
+    path, texts = tmp_path / "run.json", [str(number) * 100_000 for number in range(4)]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(lambda text: [write_text(path, text) for _ in range(50)], texts))
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -131,7 +131,8 @@ def _train(
             if record is not None:
                 cause = read_exit(folder)  # of another rank, which this one waited for in vain
                 reason = cause["reason"] if cause else " ".join(in_words(error).split())
-                record.close("failed", recorded_step(folder.metrics_file), {}, reason)
+                with suppress(UserError):  # The user needs the error that ended the run, not this one.
+                    record.close("failed", recorded_step(folder.metrics_file), {}, reason)
             raise
         return conclude(trainer, folder, record, ended_by, reporter)
 

@@ -15,7 +15,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, Session, now
 from shardwright.train.statuses import STOPPED, End
 from shardwright.train.steps import recorded_step
-from shardwright.train.writing import write_json, write_text
+from shardwright.train.writing import remove_unfinished, write_json, write_text
 
 
 class RunRecord:
@@ -119,6 +119,7 @@ def repair_record(folder: RunFolder) -> None:
 
     The session ended when its last step was recorded, as far as anybody can know.
     """
+    remove_unfinished(folder.path)
     record = folder.record()
     session = record["sessions"][-1]
     if record.get("status") != "running" and session.get("status") != "running":

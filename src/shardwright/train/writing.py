@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shardwright.train.errors import UserError
+
+_NEW = ".new"
 
 
 @contextmanager
@@ -54,11 +57,26 @@ def _is_any(error: BaseException, *numbers: int) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path`. Readers see the old text or the new text, never a part."""
+    """Replace the file at `path`. Readers see the old text or the new text, never a part.
+
+    Several processes may do so at the same time, as ranks whose job fails. The last one's text stays.
+    """
     with writing(path):
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(3)}{_NEW}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what processes have left here that were killed inside :func:`write_text`. Nobody else may write."""
+    for temporary in folder.glob(f"*.??????{_NEW}"):
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
