@@ -392,6 +392,12 @@ def end_step(following: int) -> None:
         current.end_step(following)
 
 
+def be_patient() -> None:
+    """See :meth:`Board.be_patient`."""
+    if current is not None:
+        current.be_patient()
+
+
 @contextmanager
 def during(phase: int) -> Iterator[None]:
     """The phase of what is done inside this context, also around the phases of units; afterwards the earlier one."""

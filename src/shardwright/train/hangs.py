@@ -90,9 +90,4 @@ def _settings(
 def _prepare(config: Config) -> None:
     """Let compilation take its time: later steps may compile again."""
     if config.train.compile != "none":
-        call_before_compiling(_be_patient)
-
-
-def _be_patient() -> None:
-    if boards.current is not None:
-        boards.current.be_patient()
+        call_before_compiling(boards.be_patient)

@@ -203,6 +203,7 @@ def memory_history(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
+        boards.be_patient()
         with writing(path):
             path.parent.mkdir(exist_ok=True)
             dump_memory_history(str(path))
@@ -215,6 +216,7 @@ REPORTED = 3
 
 def report_memory(trainer: Trainer, folder: RunFolder) -> str:
     """Write the memory report of this rank, and the plan if there is one, into the folder. Return lines to print."""
+    boards.be_patient()  # The other ranks begin the next step, and to import what draws the picture may take long.
     memory = sw.memory_report(trainer.model, trainer.optimizer)
     write_text(folder.memory_file, f"{memory}\n")
     parts = {"shards of parameters": memory.shards, "parameters not sharded": memory.rest}
