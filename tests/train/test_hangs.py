@@ -6,7 +6,12 @@ import json
 import re
 from pathlib import Path
 
-from tests.train.jobs import config_file
+import pytest
+
+from shardwright import board as boards
+from shardwright.train import plan_picture
+from shardwright.watching.reading import Reader
+from tests.train.jobs import config_file, train_here
 from tests.train.kit import faults
 from tests.train.kit.forked import launch
 
@@ -91,3 +96,18 @@ def test_one_rank_that_sleeps_in_a_validation_ends(tmp_path: Path) -> None:
     assert "\nthe job has ended\nstep 3 is saved; to continue:\n" in err
     end = json.loads((folder / "exit.json").read_text())
     assert (end["status"], end["step"], end["saved"]) == (75, 5, 3)
+
+
+def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait in the next step while the first one imports matplotlib."""
+    patient = []
+
+    def draw(*arguments: object) -> None:
+        assert boards.current is not None
+        patient.append(Reader(boards.current).last().patient)
+
+    monkeypatch.setattr(plan_picture, "draw", draw)
+    config = config_file(tmp_path)
+    arguments = (*SHARDED, "--parallel.memory", "arena", "--run.dir", tmp_path / "run", "--train.steps", "4")
+    assert train_here(config, *arguments) == 0
+    assert patient == [True]
