@@ -6,7 +6,7 @@
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
-# make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 20 minutes
+# make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 16 minutes
 # make clusters                          jobs on hosts made of namespaces, under SLURM and Ray; skips what is missing
 # make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
 # make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
