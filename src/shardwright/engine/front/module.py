@@ -38,7 +38,7 @@ from shardwright.engine.front.resizing import resizes
 from shardwright.engine.front.state_hooks import AtRest, CutToShards, Loaded, as_dtensors
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of
-from shardwright.engine.unit.owning import settle, units_of
+from shardwright.engine.unit.owning import scale_direct_gradients, settle, units_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
     check_codec,
@@ -413,6 +413,8 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
         for unit in self._fsdp_units(recurse=False):
             unit.change(divide_by=float(factor))
+            for p in unit.parameters:
+                scale_direct_gradients(unit, p.sharded)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""

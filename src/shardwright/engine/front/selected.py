@@ -1,7 +1,7 @@
 """Backward to selected parameters: ``backward(inputs=...)`` and ``torch.autograd.grad``.
 
-Graphs use full parameters, but users select sharded ones. Autograd runs no node and no hook for a tensor that is in no
-graph. So this file replaces the selection before autograd sees it.
+Modules compute with full parameters, but users select sharded ones. So this file adds the full parameters to the
+selection before autograd sees it. The sharded ones stay: a penalty uses them directly.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from shardwright._torch import (
 )
 from shardwright.engine.model.root import Root, backward_failed, selecting
 from shardwright.engine.tensors.parameter import Managed, unit_of
+from shardwright.engine.tensors.ragged_numbers import Number, read_number
+from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
 
@@ -38,6 +40,7 @@ def hook_backward() -> None:
 
 def _run(original: Run, *args: Any, **options: Any) -> Any:
     try:
+        _average_roots(args[0])
         if not args[4]:  # inputs
             return original(*args, **options)
         with selecting():
@@ -53,13 +56,10 @@ def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
     targets = _targets(selected)
     if not targets:
         return original(*args, **options)
-    exchanged = tuple(
-        targets[id(p)][1] if id(p) in targets else each for p, each in zip(selected, inputs, strict=True)
-    )
-    run = functools.partial(original, outputs, gradients, retain, create, exchanged)
+    run = functools.partial(original, outputs, gradients, retain, create)
     if options.get("accumulate_grad"):
         with _ending(targets):
-            return run(*rest, **options)
+            return run((*inputs, *(full for _, full in targets.values())), *rest, **options)
     if any(map(is_transformed, gradients)):
         raise RuntimeError(
             "torch.autograd.grad with is_grads_batched=True got sharded parameters, but gradients are reduced over "
@@ -67,7 +67,16 @@ def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
         )
     allow_unused = rest[0] if rest else options.pop("allow_unreachable")
     with _ending(targets):
-        return _gradients(functools.partial(run, True, **options), selected, targets, allow_unused)
+        return _gradients(functools.partial(run, **options), inputs, selected, targets, allow_unused)
+
+
+def _average_roots(outputs: Sequence[Any]) -> None:
+    """Average the gradients of numbers (penalties) from which a backward starts: the user may weigh each rank's."""
+    for output in outputs:
+        if isinstance(output, ShardedTensor) and not output.dim() and is_real(output):
+            average_number(output)
+        elif isinstance(output, Number):
+            read_number(output)
 
 
 @contextmanager
@@ -107,9 +116,13 @@ def _targets(selected: Sequence[torch.Tensor | None]) -> dict[int, Target]:
 
 
 def _gradients(
-    run: Run, selected: Sequence[torch.Tensor | None], targets: dict[int, Target], allow_unused: bool
+    run: Run,
+    inputs: Sequence[Any],
+    selected: Sequence[torch.Tensor | None],
+    targets: dict[int, Target],
+    allow_unused: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The reduced gradients of selected parameters, and the gradients of the other tensors."""
+    """The gradients of the selected tensors. Those of a parameter through modules are reduced, and then added."""
     units = {id(unit): unit for unit, _ in targets.values()}
     for unit in units.values():
         _refuse_unreduced(unit)
@@ -117,7 +130,7 @@ def _gradients(
     with _set_aside(list(parameters.values())):
         handles = [full.register_hook(_keep(unit, full)) for unit, full in targets.values()]
         try:
-            results = list(run())
+            results = list(run((*inputs, *(full for _, full in targets.values())), True))[: len(inputs)]
         finally:
             for handle in handles:
                 handle.remove()
@@ -125,13 +138,19 @@ def _gradients(
             complete(unit)
         for i, p in enumerate(selected):
             if id(p) in parameters:
-                results[i] = parameters[id(p)].grad
+                results[i] = _added(results[i], parameters[id(p)].grad)
     if not allow_unused and any(result is None for result in results):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
             "this is the desired behavior."
         )
     return tuple(results)
+
+
+def _added(direct: torch.Tensor | None, reduced: torch.Tensor | None) -> torch.Tensor | None:
+    if direct is None or reduced is None:
+        return reduced if direct is None else direct
+    return reduced + direct
 
 
 def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:

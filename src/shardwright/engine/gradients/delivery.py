@@ -22,7 +22,7 @@ from shardwright.engine.gradients.packer import Packer
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.summed import only_cut
+from shardwright.engine.tensors.summed import EngineHook, only_engine_hooks
 from shardwright.layout import Packing
 from shardwright.memory import Owner, Slab
 
@@ -178,7 +178,7 @@ class OnDevice:
         with quick_attributes():
             hooked = any(map(gradient_hooks, self._packer.shardeds))
             listeners = list(map(post_accumulate_grad_hooks, self._packer.shardeds))
-        if hooked and not all(only_cut(gradient_hooks(p)) for p in self._packer.shardeds):
+        if hooked and not all(only_engine_hooks(gradient_hooks(p)) for p in self._packer.shardeds):
             self._add_one_by_one(output, used)
         elif result.fresh and self._has_no_gradients():
             with quick_attributes():
@@ -244,7 +244,7 @@ class OnDevice:
                 dtype = self._packer.packing.spans[part.span].grad_dtype
                 new: torch.Tensor = parameter.cut.wrap(local.to(dtype, copy=True, memory_format=form))
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
-                    changed = hook(new)
+                    changed = None if isinstance(hook, EngineHook) else hook(new)
                     new = new if changed is None else changed
                 old = parameter.sharded.grad
                 if old is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardwright.comm import LEFT, Communicator, notices
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.reading import FULL, READ, refuse_divergence
+from shardwright.engine.tensors.reading import KINDS, READ, refuse_divergence
 from shardwright.engine.unit.unit import Unit
 
 #: Next actions in the records that ranks exchange. The texts appear in errors.
@@ -160,10 +160,8 @@ class Model:
 
     def _describe(self, rank: int, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
         """The next action of a rank in words, in the singular and in the plural, and its object."""
-        if record.event == READ and record.number == FULL:
-            return ("gathers", "gather"), "full parameters (unsharded)"
         if record.event == READ:
-            return DOING[READ], "a sharded tensor (norm, sum, item, float)"
+            return KINDS[record.number].verbs, KINDS[record.number].thing
         models, ages = ({r[place] for r in among if r.event != READ} for place in (-2, -1))
         places, sizes = {(r.event, r.number, r.model) for r in among}, {r.nbytes for r in among}
         model = next((m for m in _models if m._is(record.model, self)), self)

@@ -28,7 +28,7 @@ from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.sharded_tensor import EDITED, ShardedCopy, ShardedTensor, as_class
-from shardwright.engine.tensors.summed import forget_cut
+from shardwright.engine.tensors.summed import forget_hooks
 from shardwright.engine.tensors.unset import unmark
 
 #: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
@@ -142,7 +142,7 @@ def become(sharded: Any, new: Any) -> None:
         sharded.become(new)
     else:
         if new.placements != sharded.placements:
-            forget_cut(sharded)
+            forget_hooks(sharded)
         rebind(sharded, new)
 
 
@@ -387,7 +387,7 @@ def build(
         become(original, sharded)
         sharded = original
     else:
-        forget_cut(original)  # it cut gradients as the old form was sharded
+        forget_hooks(original)  # it cut gradients as the old form was sharded
         share_gradient_hooks(original, sharded)
     sharded.__class__ = kind
     if is_extended(local):  # this object, or its class, of which making a parameter takes an alias

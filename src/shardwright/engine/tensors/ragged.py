@@ -7,6 +7,7 @@ result for only the local part. This file knows no units, slabs or optimizers.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,14 +17,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
 from shardwright.comm.noted import noted
+from shardwright.engine.tensors.averaging import (
+    average,
+    average_gradient,
+    groups_of,
+    is_own,
+    mark_own,
+    note_recipe,
+    recipe_of,
+    tracked,
+)
 from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
 from shardwright.engine.tensors.gathering import free, full_of
 from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.ragged_numbers import (
+    Number,
+    agree_on_factors,
+    as_number,
+    is_sum_of_numbers,
+    plain_of,
+    read_number,
+)
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
 from shardwright.engine.tensors.unset import begin_edit, unmark
 
 if TYPE_CHECKING:
@@ -84,11 +104,19 @@ class RaggedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
-        result = HANDLERS.get(func, _refused)(func, args, kwargs)
-        for local in edited:
-            unmark(local)
-        return result
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        ragged = [t for t in tensors if isinstance(t, RaggedTensor)]
+        run = functools.partial(_run, func, tree_map(plain_of, args), tree_map(plain_of, kwargs))
+        if not tracked(ragged) or any(is_traced(t._local_tensor) for t in ragged):
+            return run()
+        if all(not t.dim() for t in ragged) and not is_sum_of_numbers(func, args, kwargs, RaggedTensor):
+            return _read_numbers(func, args, kwargs, tensors, run)
+        spec = ragged[0].spec
+        agree_on_factors(tensors, spec)
+        result = run()
+        if isinstance(result, (list, tuple)):
+            return [_as_number(each, func, args, kwargs, spec) for each in result]
+        return _as_number(result, func, args, kwargs, spec)
 
     @classmethod
     def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
@@ -109,9 +137,22 @@ class RaggedTensor(torch.Tensor):
         """This rank's elements. Not a copy: writes into them change this tensor."""
         return self._local_tensor
 
-    @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, without graph, on this one's device. Every rank of the mesh must call it."""
+        """The whole tensor, with graph, on this one's device. Every rank of the mesh must call it.
+
+        The gradient of the result is averaged over the ranks.
+        """
+        if not tracked([self]):
+            return self._whole()
+        result: torch.Tensor = _Whole.apply(self)
+        if not is_own(self):
+            mesh, recipe = self.spec.mesh, recipe_of(self)
+            groups, device = groups_of(mesh), torch.device(mesh.device_type)
+            average_gradient(result, functools.partial(average, groups=groups, device=device, recipe=recipe))
+        return result
+
+    @torch.no_grad()
+    def _whole(self) -> torch.Tensor:
         spec = self.spec
         if self._local_tensor.is_meta:
             return self._local_tensor.new_empty(spec.global_shape)
@@ -290,6 +331,17 @@ class RaggedTensor(torch.Tensor):
             f"Rank {self.spec.rank} has no part of {index.fqn!r} at offset {index.offset}; its parts are "
             f"{self.spec.boxes}."
         )
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.spec = tensor.spec
+        return tensor._whole()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> RaggedTensor:  # type: ignore[override]
+        return RaggedTensor.from_full(gradient, ctx.spec)
 
 
 class RaggedDTensor(DTensor):
@@ -512,6 +564,56 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         result = func.decompose(*args, **kwargs)
     return result if result is not NotImplemented else refuse(func, (args, kwargs))
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+    result = HANDLERS.get(func, _refused)(func, args, kwargs)
+    for local in edited:
+        unmark(local)
+    return result
+
+
+def _as_number(result: Any, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> Any:
+    """The result of an operation that autograd records: a plain number becomes a :class:`Number`."""
+    if type(result) is torch.Tensor and not result.dim() and result.dtype.is_floating_point:
+        return as_number(result, func, args, kwargs, spec)
+    note_recipe(func, args, kwargs, result)
+    return result
+
+
+def _read_numbers(
+    func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], run: Callable[[], Any]
+) -> Any:
+    """An operation on ragged tensors that have no dimensions. With a plain loss its result is plain."""
+    numbers = [t for t in tensors if isinstance(t, RaggedTensor)]
+    plain = [t for t in tensors if not isinstance(t, RaggedTensor)]
+    into_plain = func._schema.is_mutable and any(args[0] is t for t in plain)
+    losses = [t for t in plain if t.requires_grad or t.dim()]
+    if losses and func._schema.is_mutable and not into_plain:
+        refuse_loss_in_place(func)
+    for number in tensors:
+        if isinstance(number, (RaggedTensor, Number)):
+            read_number(number)
+    if not losses and not into_plain:
+        return mark_own(run())
+    for number in numbers:
+        cut_gradient(number, functools.partial(cut_again, number.spec))
+    whole = functools.partial(tree_map, lambda t: t._local_tensor if isinstance(t, RaggedTensor) else plain_of(t))
+    return func(*whole(args), **whole(kwargs))
+
+
+def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient of a tensor that was summed or added to a plain loss."""
+    if isinstance(gradient, RaggedTensor):
+        return gradient
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        raise NotImplementedError(
+            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph "
+            "itself (create_graph=True), which is not supported. Compute with the full parameters inside `with "
+            'shardwright.unsharded(model):`, or shard with layout="per_parameter".'
+        )
+    return RaggedTensor.from_full(gradient, spec)
 
 
 def _from_owners(local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:

@@ -27,6 +27,7 @@ from shardwright.engine.tensors.ragged import (
     HANDLERS,
     Handler,
     RaggedTensor,
+    cut_again,
     described,
     device_of,
     part_of,
@@ -34,7 +35,7 @@ from shardwright.engine.tensors.ragged import (
 )
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient, joins_loss
+from shardwright.engine.tensors.summed import cut_gradient
 from shardwright.engine.tensors.through_whole import BY_POSITION, edit
 
 aten = torch.ops.aten
@@ -107,19 +108,6 @@ def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
     _edited([target])
     return target
-
-
-def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Addition and subtraction. A plain loss plus a ragged tensor without dimensions is a plain loss."""
-    traced = any(is_traced(t._local_tensor) for t in args if isinstance(t, RaggedTensor))
-    if not traced and joins_loss(func, args):
-        return func(*[_number_of(t) if isinstance(t, RaggedTensor) else t for t in args], **kwargs)
-    return (_pointwise_into if func._schema.is_mutable else _pointwise)(func, args, kwargs)
-
-
-def _number_of(tensor: RaggedTensor) -> torch.Tensor:
-    cut_gradient(tensor, functools.partial(_cut_again, tensor.spec))
-    return tensor.full_tensor()
 
 
 def _edited(targets: Sequence[Any]) -> None:
@@ -245,24 +233,11 @@ def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
     return tensor
 
 
-def _cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient of a tensor that was summed or added to a plain loss."""
-    if isinstance(gradient, RaggedTensor):
-        return gradient
-    if torch.is_grad_enabled() and gradient.requires_grad:
-        raise NotImplementedError(
-            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph "
-            "itself (create_graph=True), which is not supported. Compute with the full parameters inside `with "
-            'shardwright.unsharded(model):`, or shard with layout="per_parameter".'
-        )
-    return RaggedTensor.from_full(gradient, spec)
-
-
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor = _everything(func, args, kwargs)
     local = tensor._local_tensor
     if not is_traced(local):
-        cut_gradient(tensor, functools.partial(_cut_again, tensor.spec))
+        cut_gradient(tensor, functools.partial(cut_again, tensor.spec))
     floating = local.dtype.is_floating_point or local.dtype.is_complex
     dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
@@ -424,7 +399,6 @@ def _table() -> dict[Any, Handler]:
             table[func] = _foreach
     for name in _FUSED.split():
         table.update(dict.fromkeys(_overloads(name), _foreach))
-    table.update(dict.fromkeys(_SUMS | {aten.sub.Tensor, aten.sub_.Tensor}, _add))
     table.pop(aten.where.default, None)  # this one gives indices
     for packet in BY_POSITION:
         places = [getattr(packet, overload) for overload in packet.overloads()]

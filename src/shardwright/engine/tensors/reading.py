@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,42 @@ from shardwright.comm import Communicator, Unreached
 LIMIT = timedelta(seconds=30)
 #: The event in the record of a rank that reads. Events of ``model/divergence.py`` are smaller numbers.
 READ = 7
-#: The kind of read, in place of a unit's number: a number of a tensor, or the full parameters of a model.
-NUMBER, FULL = range(2)
+#: The kind of read, in place of a unit's number: a number of a tensor, the full parameters of a model, the gradient of
+#: a value that was read, or a value that is joined with a tensor.
+NUMBER, FULL, GRADIENT, VALUE = range(4)
 #: How long a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
 LIMIT_OF_FULL = timedelta(minutes=2)
-_TEXTS = (
-    (
-        "a number (norm, sum, item, float) of a tensor that is sharded",
+
+
+class Kind(NamedTuple):
+    """The words for a kind of read in errors."""
+
+    verbs: tuple[str, str]  #: in the singular and in the plural
+    thing: str
+    way_out: str
+
+
+KINDS = (
+    Kind(
+        ("reads", "read"),
+        "a number of a sharded tensor (norm, sum, item, float)",
         "Read it on every rank, and print it on one.",
     ),
-    (
-        "the full parameters (sw.unsharded, sw.stream_weights) of a model that is sharded",
+    Kind(
+        ("gathers", "gather"),
+        "full parameters (unsharded, stream_weights)",
         "Enter unsharded on every rank, or ask for the next bucket on every rank.",
+    ),
+    Kind(
+        ("averages", "average"),
+        "the gradient of a value computed from sharded parameters outside forward (a penalty)",
+        "Every rank must compute the same penalties of the same parameters in the same order. A rank may multiply the "
+        "sum or norm of a parameter by its own factor, which may be 0, but not the parameter itself.",
+    ),
+    Kind(
+        ("joins", "join"),
+        "a value and a sharded parameter outside forward",
+        "The value must be equal on every rank. To weigh a penalty by a rank's own factor, multiply its sum.",
     ),
 )
 
@@ -54,7 +79,7 @@ def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, wha
 
 
 def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
-    """Meet the ranks of ``comm`` to read a NUMBER or FULL parameters. Raises as :func:`agree_to_read`."""
+    """Meet the ranks of ``comm`` for one of the :data:`KINDS` of reads. Raises as :func:`agree_to_read`."""
     if not comm.exchanges:
         return
     try:
@@ -62,29 +87,30 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
             records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
     except Unreached as error:
         raise RuntimeError(
-            f"Rank {comm.ranks[comm.rank]} reads {_TEXTS[kind][0]} over ranks {comm.ranks}, but another of these "
-            f"ranks did not come: it has ended, waits in another collective, or comes later. {way_out(kind)} "
+            f"Rank {comm.ranks[comm.rank]} {KINDS[kind].verbs[0]} {KINDS[kind].thing} over ranks {comm.ranks}, but "
+            f"another of these ranks did not come: it has ended, waits in another collective, or comes later. "
+            f"{way_out(kind)} "
             f"({type(error).__name__}: {error})"
         ) from error
     if records is None:
         return
-    readers = [rank for rank, record in zip(comm.ranks, records, strict=True) if record[0] == READ]
-    if readers != comm.ranks:
+    if any(record[0] != READ for record in records):
         for refuse in refuse_divergence:
             refuse(comm, records)
-    others = [rank for rank in comm.ranks if rank not in readers]
-    rest = f"ranks {others} run a unit of a model" if others else "not all the same"
-    raise RuntimeError(
-        f"The ranks have diverged: ranks {readers} of {comm.ranks} read a number of a sharded tensor (norm, sum, "
-        f"item, float) or full parameters (unsharded), and {rest}. Every rank must read the same values in the same "
-        "order."
-    )
+    texts = {number: f"{KINDS[number].verbs[1]} {KINDS[number].thing}" for number in range(len(KINDS))}
+    actions: dict[str, list[int]] = {}
+    for rank, (event, number, *_) in zip(comm.ranks, records, strict=True):
+        action = texts.get(number, "") if event == READ else "run a unit of a model"
+        actions.setdefault(action, []).append(rank)
+    doing = "; ".join(f"ranks {ranks} {action}" for action, ranks in actions.items())
+    same = ", but these are not all the same" if len(actions) == 1 else ""
+    raise RuntimeError(f"The ranks have diverged: {doing}{same}. {KINDS[kind].way_out}")
 
 
 def way_out(kind: int) -> str:
     """Advice for users after a rank has waited without success."""
     return (
-        f"{_TEXTS[kind][1]} If one rank may come more than {_limit(kind).total_seconds():.0f} s after another, as "
+        f"{KINDS[kind].way_out} If one rank may come more than {_limit(kind).total_seconds():.0f} s after another, as "
         "after work on one rank alone, call torch.distributed.barrier() before."
     )
 

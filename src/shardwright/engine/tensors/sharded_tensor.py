@@ -21,14 +21,26 @@ from shardwright._torch import (
     dtensor_of,
     increment_version,
     local_of,
+    rebind,
     storage_key,
     subclasses_dispatch,
     waited,
 )
+from shardwright.engine.tensors.averaging import (
+    agree_on_value,
+    average,
+    average_gradient,
+    groups_of,
+    is_own,
+    mark_own,
+    note_recipe,
+    recipe_of,
+    tracked,
+)
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient, joins_loss
+from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
 from shardwright.engine.tensors.through_whole import (
     BY_POSITION,
     Step,
@@ -59,7 +71,9 @@ _LINEAR = {
     _aten.full_like,
 }  # fmt: skip
 
+#: Their result is Partial if both numbers are, and its gradient is that of each, or the negative of it.
 _SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+_STARTS = {_aten.add.Tensor, _aten.sub.Tensor}
 #: Autograd makes their gradients from a number, which is equal on every rank.
 _SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
 #: torch would add the ranks' parts of norms and extremes that are not reduced yet, which is wrong.
@@ -98,16 +112,30 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return _whole(args[0]).item()
-        if (
-            func in _SUMS
-            and all(_real(t) for t in args[:2] if isinstance(t, DTensor))
-            and joins_loss(func, args)
-        ):
-            return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        sharded = [t for t in tensors if isinstance(t, DTensor)]
+        if not all(map(is_real, sharded)):
+            return cls._run(func, types, args, kwargs)
+        if not _reads_numbers(func, args, kwargs, sharded):
+            result = cls._run(func, types, args, kwargs)
+            if tracked(sharded):
+                _agree_on_factors(sharded, tensors)
+                note_recipe(func, args, kwargs, result)
+            return result
+        if _is_plain(func, args, tensors):
+            return func(*tree_map(_number_of, args), **tree_map(_number_of, kwargs))
+        read = functools.partial(_read, func._schema.is_mutable)
+        result = cls._run(func, types, tree_map(read, args), tree_map(read, kwargs))
+        return result if func._schema.is_mutable and not tracked(sharded) else mark_own(result)
+
+    @classmethod
+    def _run(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _STARTS and type(args[1]) is int and args[1] == 0 and not args[0].dim():
+            return as_sharded(args[0]._as_dtensor(clone=True))  # the first number of Python's ``sum``: it stays Partial
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
-        elif func.overloadpacket in BY_POSITION and _real(args[0]):
+        elif func.overloadpacket in BY_POSITION and is_real(args[0]):
             result = _edit_by_position(func, args, kwargs)
         elif "out" in kwargs and not any(isinstance(t, DTensor) for t in tree_leaves(args)):
             result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
@@ -121,7 +149,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args):
             _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
-        if func in _SUMMED and _real(args[0]):
+        if func in _SUMMED and is_real(args[0]):
             _cut_gradient(args[0])
         if func is _detach and any(p.is_partial() for p in args[0].placements):
             return _detached(args[0])
@@ -139,11 +167,11 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         try:
             result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
         except (RuntimeError, NotImplementedError) as error:
-            is_real = args and isinstance(args[0], ShardedTensor) and _real(args[0])
+            holds_values = args and isinstance(args[0], ShardedTensor) and is_real(args[0])
             # For example with parts of different sizes, or with plain tensors of the whole shape.
-            if is_real and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
+            if holds_values and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
                 result = _of_whole(func, args, kwargs)
-            elif is_real and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+            elif holds_values and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
                 return _edit_by_position(func, args, kwargs)
             elif "mixed torch.Tensor and DTensor" in str(error):
                 _refuse_mixed(func, tree_leaves((args, kwargs)), error)
@@ -170,9 +198,18 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
-        if grad_placements is None and gathers_plainly(self):
-            return whole(self)
-        return super().full_tensor(grad_placements=grad_placements)
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        result = whole(self) if gathers_plainly(self) else super().full_tensor()
+        _average_of_plain(self, result, range(self.device_mesh.ndim))
+        return result
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part, with graph, as with a DTensor. Its gradient is averaged over the axes that replicate it."""
+        result = super().to_local(grad_placements=grad_placements)
+        if grad_placements is None:
+            _average_of_plain(self, result, [a for a, p in enumerate(self.placements) if p.is_replicate()])
+        return result
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **kwargs: Any
@@ -304,7 +341,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         made: Any = each
         made._local_tensor = waited(local_of(made))
         made._edited = base.__dict__.get(EDITED, viewed)
-        if type(base) is not ShardedCopy and (not _real(made) or _shares_order(made, base)):
+        if type(base) is not ShardedCopy and (not is_real(made) or _shares_order(made, base)):
             made.__class__ = ShardedTensor
             if func is _detach:
                 made._local_tensor = viewed  # the same object, since below autograd counters are not shared
@@ -338,7 +375,7 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
     return storage_key(local_of(view)) == storage_key(local_of(base))
 
 
-def _real(tensor: Any) -> bool:
+def is_real(tensor: Any) -> bool:
     """Whether it is sharded and holds values. False while a compiler traces."""
     return (
         isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
@@ -358,10 +395,95 @@ def _cut_gradient(tensor: DTensor) -> None:
     cut_gradient(tensor, functools.partial(_cut_again, tensor.device_mesh, tensor.placements))
 
 
-def _number_of(tensor: ShardedTensor) -> torch.Tensor:
-    """The number as a plain tensor, with the graph of the sharded one."""
-    _cut_gradient(tensor)
-    return _whole(tensor)
+def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]) -> bool:
+    """Whether an operation makes values of this rank: of numbers alone, and not only a sum of numbers.
+
+    A number (a tensor without dimensions) may be Partial. A rank reads the whole number before it multiplies it by a
+    factor, because the factor may be the rank's own.
+    """
+    if not sharded or any(t.dim() and not is_own(t) for t in sharded):
+        return False
+    if any(map(is_own, sharded)):
+        return True
+    if func in _SUMS:
+        numbers = all(isinstance(t, DTensor) or (type(t) is int and t == 0) for t in args[:2])
+        return not numbers or kwargs.get("alpha", 1) != 1
+    return not (func.is_view or func.overloadpacket in _LINEAR)
+
+
+def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an operation of numbers has a plain result, because of plain tensors such as a loss.
+
+    Raises:
+        NotImplementedError: the result would be written into a number.
+    """
+    plain = [t for t in tensors if not isinstance(t, DTensor)]
+    losses = [t for t in plain if t.requires_grad] if torch.is_grad_enabled() else []
+    if func._schema.is_mutable:
+        into_plain = bool(plain) and args[0] is plain[0]
+        if losses and not into_plain:
+            refuse_loss_in_place(func)
+        return into_plain
+    return bool(losses) or any(t.dim() for t in plain)
+
+
+def _mean(mesh: DeviceMesh, recipe: int, gradient: torch.Tensor) -> torch.Tensor:
+    """The mean over the ranks of the gradient of a number."""
+    groups, device = groups_of(mesh), torch.device(mesh.device_type)
+    if not isinstance(gradient, DTensor):
+        return average(gradient, groups, device, recipe)
+    placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
+    local = DTensor.to_local(DTensor.redistribute(gradient, placements=placements))
+    mean = average(local, groups, device, recipe)
+    return DTensor.from_local(
+        mean, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+    )
+
+
+def average_number(number: ShardedTensor) -> None:
+    """Average the gradient of a number that a rank is about to read."""
+    if not is_own(number):
+        average_gradient(number, functools.partial(_mean, number.device_mesh, recipe_of(number)))
+
+
+def _average_of_plain(tensor: ShardedTensor, plain: torch.Tensor, axes: Iterable[int]) -> None:
+    """Average the gradient of a plain tensor that was read from a sharded one."""
+    if tracked([tensor]) and is_real(tensor) and plain.requires_grad and not is_own(tensor):
+        mesh = tensor.device_mesh
+        groups, device = groups_of(mesh, axes), torch.device(mesh.device_type)
+        if groups:
+            mean = functools.partial(average, groups=groups, device=device, recipe=recipe_of(tensor))
+            average_gradient(plain, mean)
+
+
+def _read(in_place: bool, value: Any) -> Any:
+    """A number before an operation of this rank: whole, and its gradient is averaged. Other values unchanged."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    average_number(value)
+    reduced = _reduced(value, lambda placement: False)
+    if in_place and reduced is not value:
+        rebind(value, reduced)
+        return value
+    return reduced
+
+
+def _number_of(value: Any) -> Any:
+    """A number as a plain tensor, with the graph of the sharded one. Other values unchanged."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    average_number(value)
+    _cut_gradient(value)
+    return _whole(value)
+
+
+def _agree_on_factors(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise if the ranks join parts of a sharded tensor with different numbers."""
+    mesh = next(t for t in sharded if t.requires_grad).device_mesh
+    for t in tensors:
+        if is_own(t) or (not t.dim() and not isinstance(t, DTensor)):
+            plain = local_of(t) if isinstance(t, DTensor) else t
+            agree_on_value(plain, groups_of(mesh), torch.device(mesh.device_type))
 
 
 @torch.no_grad()
@@ -434,7 +556,7 @@ def _whole(tensor: ShardedTensor) -> torch.Tensor:
 def _agree(tensor: DTensor) -> None:
     """Meet all ranks, because they are about to communicate for a number of this tensor."""
     mesh = tensor.device_mesh
-    if _real(tensor):
+    if is_real(tensor):
         axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
         device = torch.device(mesh.device_type)
         agree_to_read(map(mesh.get_group, axes), device, f"{tensor.placements} {tensor.dtype} {tensor.shape}")

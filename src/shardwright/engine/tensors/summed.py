@@ -6,8 +6,8 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,11 @@ from shardwright._torch import gradient_hooks
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-class CutGradient:
+class EngineHook:
+    """A gradient hook that is the engine's and not the user's. The engine's reduced gradients do not pass through."""
+
+
+class CutGradient(EngineHook):
     """A gradient hook of a tensor that was summed or added to a plain loss."""
 
     def __init__(self, cut: Cut) -> None:
@@ -40,37 +44,21 @@ def cut_gradient(tensor: torch.Tensor, cut: Cut) -> None:
     tensor.register_hook(CutGradient(cut))
 
 
-def forget_cut(tensor: torch.Tensor) -> None:
-    """Remove the hook of :func:`cut_gradient`: ``tensor`` is sharded in another way from now on."""
+def forget_hooks(tensor: torch.Tensor) -> None:
+    """Remove the engine's hooks: ``tensor`` is sharded in another way from now on."""
     hooks = gradient_hooks(tensor) or {}
-    for number in [number for number, hook in hooks.items() if type(hook) is CutGradient]:
+    for number in [number for number, hook in hooks.items() if isinstance(hook, EngineHook)]:
         del hooks[number]
 
 
-def joins_loss(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a plain loss and another tensor without dimensions are added, to be differentiated.
-
-    ``func`` is an addition or subtraction, and one of ``args`` at least is a sharded tensor.
-
-    Raises:
-        NotImplementedError: the loss would be added in place, into a sharded tensor.
-    """
-    plain = [t for t in args[:2] if type(t) is torch.Tensor]
-    joins = bool(
-        plain
-        and torch.is_grad_enabled()
-        and plain[0].requires_grad
-        and all(isinstance(t, torch.Tensor) and not t.dim() for t in args[:2])
+def refuse_loss_in_place(func: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} adds a plain tensor, such as a loss, in place into a sharded tensor without dimensions, such as "
+        "a penalty. The plain tensor may have a different value on each rank; the sharded tensor must have one "
+        "value. Write `loss = loss + penalty`, or `loss += penalty`."
     )
-    if joins and func._schema.is_mutable and plain[0] is not args[0]:
-        raise NotImplementedError(
-            f"{func} adds a plain tensor, such as a loss, in place into a sharded tensor without dimensions, such as "
-            "a penalty. The plain tensor may have a different value on each rank; the sharded tensor must have one "
-            "value. Write `loss = loss + penalty`, or `loss += penalty`."
-        )
-    return joins
 
 
-def only_cut(hooks: dict[int, Any] | None) -> bool:
+def only_engine_hooks(hooks: dict[int, Any] | None) -> bool:
     """Whether none of a tensor's gradient hooks is the user's."""
-    return not hooks or all(type(hook) is CutGradient for hook in hooks.values())
+    return not hooks or all(isinstance(hook, EngineHook) for hook in hooks.values())

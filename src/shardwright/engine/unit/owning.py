@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import untransformed
 from shardwright.engine.assembly.build import build_memory
 from shardwright.engine.assembly.find import UNIT, UnitParameters, find_parameters, is_cut, own_modules
+from shardwright.engine.tensors.averaging import ScaleGradient, register
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (
     TAKEN,
@@ -48,9 +49,30 @@ def own_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
     for p, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(p.sharded, UNIT_OF, ref)
         remember(unit, p.sharded)
+        scale_direct_gradients(unit, p.sharded)
         if original is not p.sharded:
             setattr(original, TAKEN, Taken(f"{p.name} of {unit.name}", p.sharded))
         p.show(p.sharded)
+
+
+def scale_direct_gradients(unit: Unit, sharded: nn.Parameter) -> None:
+    """Divide gradients that reach a sharded parameter outside of its modules (a penalty's) as the unit's others.
+
+    They are means over the ranks already.
+    """
+    if unit.settings.divide_by is None or not (sharded.is_floating_point() or sharded.is_complex()):
+        return
+    ref = weakref.ref(unit)
+
+    def factor() -> float:
+        unit = ref()
+        divide_by = unit.settings.divide_by if unit is not None else None
+        return 1.0 if unit is None or divide_by is None else unit.ranks.size / divide_by
+
+    requires_grad = sharded.requires_grad
+    sharded.requires_grad_(True)  # a hook needs this once
+    register(sharded, ScaleGradient(factor))
+    sharded.requires_grad_(requires_grad)
 
 
 def borrow_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:

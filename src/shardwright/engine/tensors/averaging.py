@@ -1,0 +1,201 @@
+"""Gradients of numbers and whole tensors that a program reads from sharded parameters: their mean over the ranks.
+
+In data-parallel training every rank has the whole parameter, and each rank's loss may weigh a penalty by its own
+factor. The parameter's gradient is the mean over the ranks. Here each rank has a part of the parameter. So the gradient
+of a value that a rank reads is averaged before it reaches the parts. This file knows no units and optimizers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from shardwright._torch import gradient_hooks, is_transformed, local_of
+from shardwright.comm import Communicator
+from shardwright.comm.noted import noted
+from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.reading import GRADIENT, VALUE, agree_to_read_over
+from shardwright.engine.tensors.summed import EngineHook
+
+#: Set on a tensor that was computed from sharded parameters: a hash of the operations and numbers that made it.
+RECIPE = "_shardwright_recipe"
+#: True on a tensor that was computed from numbers that this rank has read: it may differ from the other ranks'.
+OWN = "_shardwright_own"
+#: Flags of accelerators: whether ranks averaged gradients of different values. ``model/agreement.py`` reads them.
+differences: list[torch.Tensor] = []
+
+
+def tracked(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    return OWN in tensor.__dict__
+
+
+def mark_own(results: Any) -> Any:
+    for made in results if isinstance(results, (list, tuple)) else (results,):
+        if isinstance(made, torch.Tensor) and type(made) is not torch.Tensor:
+            made.__dict__[OWN] = True
+    return results
+
+
+# -- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def recipe_of(tensor: torch.Tensor) -> int:
+    """A hash that is equal on ranks that have computed the tensor in the same way from the same parameters."""
+    recipe: int | None = tensor.__dict__.get(RECIPE)
+    if recipe is None:
+        name = parameter_of(local_of(tensor)) if hasattr(tensor, "_local_tensor") else ""
+        recipe = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    return recipe
+
+
+def note_recipe(func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    """Give results of an operation on sharded tensors their recipe."""
+    parts = [str(func)]
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor):
+            parts.append(str(recipe_of(value)))
+        elif value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
+            parts.append(repr(value))
+    recipe = zlib.crc32(" ".join(parts).encode())
+    for number, made in enumerate(results if isinstance(results, (list, tuple)) else (results,)):
+        if isinstance(made, torch.Tensor) and type(made) is not torch.Tensor:
+            made.__dict__[RECIPE] = recipe + number
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+class AverageGradient(EngineHook):
+    """A gradient hook of a value that the program reads: the gradient becomes its mean over the ranks."""
+
+    def __init__(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.average = average
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self.average(gradient)
+
+
+class ScaleGradient(EngineHook):
+    """A gradient hook of a parameter whose unit divides gradients by another number than that of the ranks."""
+
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self.factor = factor
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        factor = self.factor()
+        return gradient if factor == 1 else gradient * factor
+
+
+def average_gradient(tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let ``average`` replace the gradient of ``tensor``, which a program is about to read. It must not refer to it."""
+    if tracked([tensor]):
+        register(tensor, AverageGradient(average))
+
+
+def register(tensor: torch.Tensor, hook: EngineHook) -> None:
+    """Register a hook of the engine, in the place of an earlier one of its kind."""
+    hooks = gradient_hooks(tensor) or {}
+    for number, each in hooks.items():
+        if type(each) is type(hook):
+            hooks[number] = hook
+            return
+    tensor.register_hook(hook)
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+
+def groups_of(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> list[dist.ProcessGroup]:
+    """The groups of the mesh's axes (default: all) with several ranks."""
+    return [
+        mesh.get_group(axis) for axis in (range(mesh.ndim) if axes is None else axes) if mesh.size(axis) > 1
+    ]
+
+
+def average(
+    gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
+) -> torch.Tensor:
+    """The mean over the ranks of ``groups`` of a plain gradient. Each rank must call it for the same value.
+
+    Args:
+        gradient: of this rank, of any shape; it may have a graph.
+        device: of the groups' communication.
+        recipe: of the value whose gradient it is. Ranks with other recipes raise.
+
+    Raises:
+        RuntimeError: on gloo: the ranks average gradients of different values, or another rank does something else.
+    """
+    if not groups:
+        return gradient
+    if is_transformed(gradient):
+        raise RuntimeError(
+            "A gradient of a value that was computed from sharded parameters is averaged over the ranks, one backward "
+            "at a time, and this one is batched (is_grads_batched=True, or torch.vmap). Call autograd once for each "
+            "row."
+        )
+    return _Average.apply(gradient, groups, device, recipe)  # type: ignore[no-any-return]
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *context: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.context = context
+        return _average(gradient, *context)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return average(gradient, *ctx.context), None, None, None
+
+
+def _average(
+    gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
+) -> torch.Tensor:
+    # Elements that autograd has expanded are equal: only one of them is sent. In a wider dtype the mean of equal
+    # numbers has their bits.
+    part = gradient
+    for dim, stride in enumerate(gradient.stride()):
+        if stride == 0 and gradient.shape[dim] > 1:
+            part = part.narrow(dim, 0, 1)
+    wide = torch.float64 if part.numel() == 1 else torch.promote_types(part.dtype, torch.float32)
+    if part.dtype.is_complex:
+        part, wide = torch.view_as_real(part), torch.float64
+    mean = part.detach().to(device=device, dtype=wide, copy=True).contiguous()
+    for group in groups:
+        comm = Communicator(group, device)
+        agree_to_read_over(comm, GRADIENT, str(recipe))
+        if not comm.exchanges:
+            _compare(comm, recipe)
+        with noted("all-reduce of a gradient", group):
+            dist.all_reduce(mean, group=group)
+        mean /= comm.world_size
+    if gradient.dtype.is_complex:
+        mean = torch.view_as_complex(mean)
+    return mean.to(device=gradient.device, dtype=gradient.dtype).expand(gradient.shape)
+
+
+def _compare(comm: Communicator, number: int) -> None:
+    """Compare a number over the ranks, on an accelerator, whose host must not wait."""
+    mine = torch.full((1,), number, dtype=torch.int64, device=comm.device)
+    rows = comm.gather_row(mine)
+    differences.append((rows != mine).any())
+
+
+def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Raise if ranks are about to multiply (or otherwise join) their parts of a tensor with different numbers."""
+    for group in groups:
+        comm = Communicator(group, device)
+        if comm.exchanges:
+            agree_to_read_over(comm, VALUE, str(value.detach().tolist()))
+        else:
+            differences.append((comm.gather_row(value.detach().reshape(-1)) != value.reshape(-1)).any())

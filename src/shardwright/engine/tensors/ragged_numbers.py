@@ -1,0 +1,115 @@
+"""Numbers of ragged tensors: sums, norms and others, and parameters without dimensions.
+
+A rank that computes with a number reads it. From then on the result is the rank's own, and the gradient of the number
+is averaged over the ranks (``averaging.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright._torch import disabled_torch_function
+from shardwright.engine.tensors.averaging import (
+    agree_on_value,
+    average,
+    average_gradient,
+    groups_of,
+    is_own,
+    mark_own,
+    note_recipe,
+    recipe_of,
+)
+from shardwright.engine.tensors.ragged_spec import RaggedSpec
+
+_aten = torch.ops.aten
+#: The gradient of the result is that of each number, or the negative of it.
+_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+_LINEAR = {_aten.clone, _aten.detach, _aten.alias, _aten.neg}
+
+
+class Number(torch.Tensor):
+    """A number of ragged tensors that nobody has read yet. Operations on it have plain results."""
+
+    __slots__ = ()
+    _plain: torch.Tensor
+    _spec: RaggedSpec  #: of a tensor whose number it is
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not all(issubclass(kind, (Number, torch.nn.Parameter)) for kind in types):
+            return NotImplemented
+        numbers = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Number)]
+        stays = is_sum_of_numbers(func, args, kwargs, Number)
+        for number in numbers if not stays else ():
+            read_number(number)
+        result = func(*tree_map(plain_of, args), **tree_map(plain_of, kwargs))
+        if func._schema.is_mutable and isinstance(args[0], Number):
+            if stays:
+                note_recipe(func, args, kwargs, args[0])
+            else:
+                mark_own(args[0])
+            return args[0]
+        return as_number(result, func, args, kwargs, numbers[0]._spec) if stays else result
+
+
+def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> torch.Tensor:
+    """The plain ``result`` of an operation on ragged tensors or numbers, as a number."""
+    number: Any = torch.Tensor._make_subclass(Number, result)
+    number._plain, number._spec = result, spec
+    note_recipe(func, args, kwargs, number)
+    return number  # type: ignore[no-any-return]
+
+
+def plain_of(value: Any) -> Any:
+    """The plain tensor of a number. Other values unchanged."""
+    return value._plain if isinstance(value, Number) else value
+
+
+def is_sum_of_numbers(func: Any, args: Any, kwargs: Any, kind: type) -> bool:
+    """Whether an operation adds numbers of a class, none of which was computed by this rank alone."""
+    if func in _SUMS:
+        other = args[1]
+        zero = type(other) is int and other == 0 and not func._schema.is_mutable
+        numbers = args[:1] if zero else args[:2]
+        if kwargs.get("alpha", 1) != 1:
+            return False
+    elif func.overloadpacket in _LINEAR:
+        numbers = args[:1]
+    else:
+        return False
+    return all(isinstance(t, kind) and not is_own(t) for t in numbers)
+
+
+def read_number(number: Any) -> None:
+    """Average the gradient of a number, or of a parameter without dimensions, that a rank is about to read."""
+    if not is_own(number):
+        spec = number._spec if isinstance(number, Number) else number.spec
+        average_gradient(number, functools.partial(_mean, spec, recipe_of(number)))
+
+
+def _mean(spec: RaggedSpec, recipe: int, gradient: Any) -> Any:
+    mean = functools.partial(
+        average, groups=groups_of(spec.mesh), device=torch.device(spec.mesh.device_type), recipe=recipe
+    )
+    if hasattr(gradient, "spec"):
+        return type(gradient)(mean(gradient._local_tensor), gradient.spec)
+    return mean(gradient)
+
+
+def agree_on_factors(tensors: Sequence[torch.Tensor], spec: RaggedSpec) -> None:
+    """Raise if the ranks join parts of a ragged tensor with different numbers."""
+    for t in tensors:
+        if not t.dim() and (type(t) is torch.Tensor or is_own(t)):
+            plain = getattr(t, "_local_tensor", plain_of(t))
+            agree_on_value(plain, groups_of(spec.mesh), torch.device(spec.mesh.device_type))
+
