@@ -271,12 +271,12 @@ def test_a_number_read_on_one_rank_while_the_other_waits_elsewhere(rank: int, wo
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reading, "LIMIT", timedelta(milliseconds=200))
             with pytest.raises(RuntimeError, match=r"Rank 0 reads a number .* did not come"):
-                model.parts[0].norm().item()
+                model.parts[0].detach().norm().item()
         store.set("failed", "yes")
     else:
         store.wait(["failed"])
         # The other's message is under way still: take it, so that the next case finds the group as it was.
-        norm = model.parts[0].norm()
+        norm = model.parts[0].detach().norm()
         assert isinstance(norm, DTensor)
         group = norm.device_mesh.get_group(0)
-        reading.agree_to_read([group], torch.device("cpu"), f"{norm.placements} {norm.dtype} {norm.shape}")
+        reading.agree_to_read([group], torch.device("cpu"), f"{norm.placements} {norm.dtype} {norm.shape} 0")

@@ -26,6 +26,7 @@ from tests.engine.programs.grammar import (
     Load,
     Micro,
     Model,
+    Penalty,
     Piece,
     Program,
     Read,
@@ -38,6 +39,7 @@ from tests.engine.programs.grammar import (
     Update,
     ZeroGrad,
 )
+from tests.engine.programs.penalties import SUMS, TERMS, WEIGHTS
 
 
 def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
@@ -96,6 +98,14 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.integers(0, 5).map(lambda i: i == 5),
         st.sampled_from(("output", "output", "hidden", "both")),
     )
+    number = st.integers(0, 40)
+    penalty = st.builds(
+        Penalty,
+        st.lists(number, min_size=1, max_size=4).map(tuple),
+        st.sampled_from(tuple(TERMS)),
+        st.sampled_from(tuple(SUMS)),
+        st.sampled_from(tuple(WEIGHTS)),
+    )
     micro = st.builds(
         Micro,
         forward,
@@ -104,13 +114,13 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
             ("nothing", "nothing", "nothing", "evaluate", "freeze", "other forward", "state dict")
         ),
         st.integers(0, 7).map(lambda i: i == 7),
+        st.none() | penalty,
     )
     train = st.builds(
         Train,
         st.lists(micro, min_size=1, max_size=3).map(tuple),
         st.sampled_from(("no", "no", "yes", "yes", "open", *(HOLDS if parallel else ()))),
     )
-    number = st.integers(0, 40)
     cleared = st.sampled_from(("optimizer", "model", "none", "no"))
     instruction = st.one_of(
         train,

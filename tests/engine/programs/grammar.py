@@ -113,11 +113,22 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Penalty:
+    """A penalty of some parameters (numbers modulo how many are trained); see ``penalties.py`` for the words."""
+
+    which: tuple[int, ...] = (0,)
+    term: str = "L2"
+    sum: str = "python"
+    weight: str = "equal"
+
+
+@dataclass(frozen=True)
 class Micro:
     forward: Forward = Forward()
     pattern: str = "plain"
     between: str = "nothing"  #: what happens between forward and backward
     unshard: bool = False  #: by hand, before
+    penalty: Penalty | None = None
 
 
 @dataclass(frozen=True)
@@ -256,14 +267,14 @@ def has_newer_operations(program: Program) -> bool:
     """Whether it does what programs did not do at first.
 
     Aliases, writes by position, chosen gradients, zeros of unused parameters, transforms, numbers that are read,
-    compiled steps of optimizers.
+    compiled steps of optimizers, penalties.
     """
     return program.model.zeros or any(
         isinstance(step, Transform | Read | Uneven)
         or (isinstance(step, Edit) and step.how in (*ALIASES, *WRITES))
         or (isinstance(step, Load) and step.how == "assign own")
         or (isinstance(step, Update) and step.compiled)
-        or (isinstance(step, Train) and any(micro.pattern in CHOSEN for micro in step.micros))
+        or (isinstance(step, Train) and any(m.pattern in CHOSEN or m.penalty for m in step.micros))
         for step in program.steps
     )
 

@@ -14,6 +14,7 @@ import shardwright as sw
 from tests.engine.programs.compare import differences, stale_states, too_far
 from tests.engine.programs.grammar import CHOSEN, Forward, Instruction, Micro, Program, show
 from tests.engine.programs.model import Net, Used, build, shard
+from tests.engine.programs.penalties import penalise
 from tests.engine.programs.reference import Gradients, Mismatch, Place, Reference
 
 
@@ -161,6 +162,8 @@ class Running:
                 losses = [first + second]
             elif micro.pattern != "dropped":
                 losses = [first, second]
+        if micro.penalty is not None:
+            losses[0] = penalise(losses[0], model, micro.penalty, rank)
         between()
         outputs = [p.detach().clone() for p in [*parts, *losses]]
         order = list(enumerate(losses))

@@ -81,6 +81,9 @@ class Training(Running):
             off or reference.held or micro.between == "freeze" or self.checkpoints(micro.forward)
         ):
             micro = replace(micro, pattern="plain")  # what torch or the engine refuses beside them
+        if off or reference.held or micro.between == "freeze" or self.spec.precision == "bf16":
+            # Gradients of penalties are complete at once, and penalties are of the stored weights.
+            micro = replace(micro, penalty=None)
         frozen = [
             p for i, p in enumerate(self.reference.parameters) if i % 3 == self.step % 3 and p.requires_grad
         ]

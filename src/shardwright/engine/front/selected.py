@@ -53,6 +53,11 @@ def _run(original: Run, *args: Any, **options: Any) -> Any:
 def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
     outputs, gradients, retain, create, inputs, *rest = args
     selected = [_parameter_of(each) for each in inputs]
+    if any(map(is_transformed, gradients)) and any(isinstance(p, Managed) for p in selected):
+        raise RuntimeError(
+            "torch.autograd.grad with is_grads_batched=True got sharded parameters, but gradients are reduced over "
+            "the ranks for one backward at a time. Call it once for each row of grad_outputs."
+        )
     targets = _targets(selected)
     if not targets:
         return original(*args, **options)
@@ -60,11 +65,6 @@ def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
     if options.get("accumulate_grad"):
         with _ending(targets):
             return run((*inputs, *(full for _, full in targets.values())), *rest, **options)
-    if any(map(is_transformed, gradients)):
-        raise RuntimeError(
-            "torch.autograd.grad with is_grads_batched=True got sharded parameters, but gradients are reduced over "
-            "the ranks for one backward at a time. Call it once for each row of grad_outputs."
-        )
     allow_unused = rest[0] if rest else options.pop("allow_unreachable")
     with _ending(targets):
         return _gradients(functools.partial(run, **options), inputs, selected, targets, allow_unused)

@@ -30,6 +30,7 @@ from shardwright.engine.model.divergence import (
 )
 from shardwright.engine.model.headers import Headers
 from shardwright.engine.tensors import reading
+from shardwright.engine.tensors.averaging import check_values
 from shardwright.engine.tensors.reading import FULL
 from shardwright.engine.unit.unit import Unit
 
@@ -194,6 +195,7 @@ class Agreement:
         """
         if self.streams.capturing:
             return
+        check_values()
         flag, self.flag = self.flag, None
         if flag is None:
             return

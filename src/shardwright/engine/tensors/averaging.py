@@ -20,15 +20,15 @@ from shardwright._torch import gradient_hooks, is_transformed, local_of
 from shardwright.comm import Communicator
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.reading import GRADIENT, VALUE, agree_to_read_over
+from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
 from shardwright.engine.tensors.summed import EngineHook
 
 #: Set on a tensor that was computed from sharded parameters: a hash of the operations and numbers that made it.
 RECIPE = "_shardwright_recipe"
 #: True on a tensor that was computed from numbers that this rank has read: it may differ from the other ranks'.
 OWN = "_shardwright_own"
-#: Flags of accelerators: whether ranks averaged gradients of different values. ``model/agreement.py`` reads them.
-differences: list[torch.Tensor] = []
+#: Flags of an accelerator, whose host must not wait: whether ranks averaged gradients of different values.
+_flags: list[torch.Tensor] = []
 
 
 def tracked(tensors: Iterable[torch.Tensor]) -> bool:
@@ -188,7 +188,7 @@ def _compare(comm: Communicator, number: int) -> None:
     """Compare a number over the ranks, on an accelerator, whose host must not wait."""
     mine = torch.full((1,), number, dtype=torch.int64, device=comm.device)
     rows = comm.gather_row(mine)
-    differences.append((rows != mine).any())
+    _flags.append((rows != mine).any())
 
 
 def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -198,4 +198,15 @@ def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], dev
         if comm.exchanges:
             agree_to_read_over(comm, VALUE, str(value.detach().tolist()))
         else:
-            differences.append((comm.gather_row(value.detach().reshape(-1)) != value.reshape(-1)).any())
+            _flags.append((comm.gather_row(value.detach().reshape(-1)) != value.detach().reshape(-1)).any())
+
+
+def check_values() -> None:
+    """Raise if the ranks of an accelerator have averaged gradients, or joined values, that do not belong together."""
+    flags = _flags.copy()
+    _flags.clear()
+    if any(flag.item() for flag in flags):
+        raise RuntimeError(
+            "The ranks have diverged: they computed different penalties (values of sharded parameters outside "
+            f"forward), or in different orders. {KINDS[GRADIENT].way_out}"
+        )

@@ -43,6 +43,7 @@ from shardwright.engine.tensors.ragged_numbers import (
     read_number,
 )
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
 from shardwright.engine.tensors.unset import begin_edit, unmark
 
@@ -144,6 +145,9 @@ class RaggedTensor(torch.Tensor):
         """
         if not tracked([self]):
             return self._whole()
+        local = self._local_tensor
+        if type(local) is torch.Tensor and not local.is_meta and not is_traced(local):
+            agree_to_read(self.spec.groups, device_of(self.spec, local), str(recipe_of(self)))
         result: torch.Tensor = _Whole.apply(self)
         if not is_own(self):
             mesh, recipe = self.spec.mesh, recipe_of(self)

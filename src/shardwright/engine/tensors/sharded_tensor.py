@@ -117,9 +117,11 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         if not all(map(is_real, sharded)):
             return cls._run(func, types, args, kwargs)
         if not _reads_numbers(func, args, kwargs, sharded):
-            result = cls._run(func, types, args, kwargs)
-            if tracked(sharded):
+            recorded = tracked(sharded)
+            if recorded:
                 _agree_on_factors(sharded, tensors)
+            result = cls._run(func, types, args, kwargs)
+            if recorded:
                 note_recipe(func, args, kwargs, result)
             return result
         if _is_plain(func, args, tensors):
@@ -200,6 +202,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         """The whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
+        if tracked([self]):
+            _agree(self)
         result = whole(self) if gathers_plainly(self) else super().full_tensor()
         _average_of_plain(self, result, range(self.device_mesh.ndim))
         return result
@@ -559,7 +563,8 @@ def _agree(tensor: DTensor) -> None:
     if is_real(tensor):
         axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
         device = torch.device(mesh.device_type)
-        agree_to_read(map(mesh.get_group, axes), device, f"{tensor.placements} {tensor.dtype} {tensor.shape}")
+        what = f"{tensor.placements} {tensor.dtype} {tensor.shape} {recipe_of(tensor) if tracked([tensor]) else 0}"
+        agree_to_read(map(mesh.get_group, axes), device, what)
 
 
 def _adds_up(placement: Placement) -> bool:
