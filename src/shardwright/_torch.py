@@ -298,10 +298,7 @@ def hide_from_dynamo(files: Callable[[], Iterable[str]]) -> None:
     ``files`` is called when the compiler is imported: now if it was imported before, else at that time. Programs that
     compile nothing do not wait for that import.
     """
-    if _COMPILER_RULES in sys.modules:
-        _hide_files(importlib.import_module(_COMPILER_RULES), files)  # waits while another thread imports it
-    else:
-        sys.meta_path.insert(0, _CompilerFinder(files))
+    _when_imported(_COMPILER_RULES, lambda rules: _hide_files(rules, files))
 
 
 def _hide_files(rules: Any, files: Callable[[], Iterable[str]]) -> None:
@@ -310,15 +307,15 @@ def _hide_files(rules: Any, files: Callable[[], Iterable[str]]) -> None:
     rules._recompile_re()
 
 
-class _CompilerFinder(MetaPathFinder):
-    """Finds the compiler's rules as Python would, and hides files as soon as they are executed."""
+class _WhenImported(MetaPathFinder):
+    """Finds a module as Python would, and calls a function with it as soon as it is executed."""
 
-    def __init__(self, files: Callable[[], Iterable[str]]) -> None:
-        self._files = files
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self._name, self._function = name, function
         self._asking_others = False
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _COMPILER_RULES or self._asking_others:
+        if name != self._name or self._asking_others:
             return None
         self._asking_others = True
         try:
@@ -328,12 +325,20 @@ class _CompilerFinder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_hide(module: ModuleType) -> None:
+            def execute_and_call(module: ModuleType) -> None:
                 execute(module)
-                _hide_files(module, self._files)
+                self._function(module)
 
-            spec.loader.exec_module = execute_and_hide  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
+
+
+def _when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module, now or after its import."""
+    if name in sys.modules:
+        function(importlib.import_module(name))  # waits while another thread imports it
+    else:
+        sys.meta_path.insert(0, _WhenImported(name, function))
 
 
 # -- torch's own fully_shard, whose place this engine takes
@@ -775,6 +780,27 @@ def watch_backward(run: Callable[..., Any]) -> None:
 
     # torch.compile puts a function of its own here for a while, and afterwards what the second name has.
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = watched  # type: ignore[attr-defined]
+
+
+def watch_optimizer_states(make: Callable[..., None], read: Callable[..., Any]) -> None:
+    """From now on let ``make`` make the state of optimizers that have none, and ``read`` read states, for torch's
+    functions of ``torch.distributed.checkpoint.state_dict``.
+
+    They are called as ``make(original, optimizer)`` and ``read(original, model, optimizers, info)``. The module is not
+    imported here, since it takes long.
+    """
+
+    def install(module: Any) -> None:
+        for name, run in (("_init_optim_state", make), ("_get_optim_state_dict", read)):
+            original = _probe(module, name)
+            setattr(module, name, functools.wraps(original)(functools.partial(run, original)))
+
+    _when_imported("torch.distributed.checkpoint.state_dict", install)
+
+
+def preserve_version_counters(tensors: Sequence[torch.Tensor]) -> Any:
+    """A context that leaves the tensors' version counters as they were."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:

@@ -107,9 +107,7 @@ def mean_gradients(
     return sums
 
 
-def check(
-    actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], where: str
-) -> None:
+def check(actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], where: str) -> None:
     for i, (one, two) in enumerate(zip(actual, expected, strict=True)):
         assert (one is None) == (two is None), f"{where}: gradient {i} is {one}, expected {two}"
         if one is not None and two is not None:
@@ -142,7 +140,9 @@ def test_each_way_of_differentiating(rank: int, world_size: int, setting: str) -
             check(found, expected, f"{where}, grad")
             assert all(p.grad is None for p in model.parameters()), where
             graph = loss(model, rank)
-            twice = [torch.autograd.grad(graph, selected, retain_graph=i < 1, allow_unused=True) for i in range(2)]
+            twice = [
+                torch.autograd.grad(graph, selected, retain_graph=i < 1, allow_unused=True) for i in range(2)
+            ]
             check(twice[0], expected, f"{where}, retained")
             check(twice[1], expected, f"{where}, again")
             loss(model, rank).backward(inputs=selected)
@@ -188,7 +188,9 @@ def test_penalties_are_divided_as_other_gradients(rank: int, world_size: int, se
             if factor is not None:
                 module.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(factors[0] == 3.0)
-        for loss, warm in itertools.product((LOSSES["own factor"], LOSSES["alone"], LOSSES["whole"]), range(2)):
+        for loss, warm in itertools.product(
+            (LOSSES["own factor"], LOSSES["alone"], LOSSES["whole"]), range(2)
+        ):
             expected = mean_gradients(plain, loss, SELECTIONS["all"], world_size)
             for i, p in enumerate(SELECTIONS["all"](plain)):
                 units = [factors[0], factors[1]]
@@ -229,7 +231,9 @@ def test_in_micro_batches_that_are_not_synchronised(rank: int, world_size: int, 
 @multirank(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_while_the_optimizer_steps_in_backward(rank: int, world_size: int, setting: str) -> None:
-    for name, micros in itertools.product(("own factor", "own share", "before forward", "whole", "no penalty"), (1, 2)):
+    for name, micros in itertools.product(
+        ("own factor", "own share", "before forward", "whole", "no penalty"), (1, 2)
+    ):
         plain = Net()
         model = shard(plain, **SETTINGS[setting])
         trained = SELECTIONS["all"]
@@ -309,7 +313,9 @@ def test_penalties_that_differ_by_rank_raise_on_every_rank(rank: int, world_size
             assert "The ranks have diverged" in str(error), f"{setting}, {name}, {way}: {error}"
             failed += 1
         dist.all_reduce(failed)
-        assert failed == world_size, f"{setting}, {name}, {way}: {failed} of {world_size} ranks raised an error"
+        assert failed == world_size, (
+            f"{setting}, {name}, {way}: {failed} of {world_size} ranks raised an error"
+        )
         model.zero_grad()
         LOSSES["own factor"](model, rank).backward()
         check([p.grad for p in SELECTIONS["all"](model)], expected, f"after {setting}, {name}, {way}")

@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,6 +23,7 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.settings import check_settings
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
+from shardwright.engine.model.optimizer_states import zero_gradient
 from shardwright.engine.unit.owning import units_of
 
 OPTIMIZER = "optimizer"
@@ -91,7 +91,7 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             marked.append(min(parameters, key=Tensor.numel))
     try:
         for p in marked:
-            p.grad = torch.zeros_like(p)
+            p.grad = zero_gradient(p)
         yield
     finally:
         for p in marked:

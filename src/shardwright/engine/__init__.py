@@ -12,6 +12,7 @@ from shardwright.engine.front.corruption import (
     compare_gradients,
     hash_gradients,
 )
+from shardwright.engine.front.describe import Description, describe
 from shardwright.engine.front.graphed import GraphedStep
 from shardwright.engine.front.methods import register_fsdp_forward_method
 from shardwright.engine.front.module import FSDPModule, UnshardHandle, share_comm_ctx
@@ -20,6 +21,7 @@ from shardwright.engine.front.report import MemoryReport, memory_report
 from shardwright.engine.front.whole import unsharded
 
 __all__ = [
+    "Description",
     "Difference",
     "FSDPModule",
     "GradientHashes",
@@ -31,6 +33,7 @@ __all__ = [
     "UnshardHandle",
     "compare_copies",
     "compare_gradients",
+    "describe",
     "fully_shard",
     "hash_gradients",
     "memory_report",

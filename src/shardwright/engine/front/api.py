@@ -41,6 +41,7 @@ from shardwright.engine.front.module import FSDPModule, install
 from shardwright.engine.front.selected import hook_backward
 from shardwright.engine.front.undo import Undo
 from shardwright.engine.model.optimizer_hook import hook_optimizers
+from shardwright.engine.model.optimizer_states import hook_optimizer_states
 from shardwright.engine.model.pools import model_options
 from shardwright.engine.tensors.extension import is_extended
 from shardwright.engine.tensors.parameter import has_no_values, refuse_while_deferring
@@ -190,6 +191,7 @@ def fully_shard(
         take_over(units, parameters_of_units)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
+        hook_optimizer_states()
         hook_backward()
         install(unit, modules)
     except BaseException:

@@ -603,7 +603,9 @@ def _read_numbers(
         return mark_own(run())
     for number in numbers:
         cut_gradient(number, functools.partial(cut_again, number.spec))
-    whole = functools.partial(tree_map, lambda t: t._local_tensor if isinstance(t, RaggedTensor) else plain_of(t))
+    whole = functools.partial(
+        tree_map, lambda t: t._local_tensor if isinstance(t, RaggedTensor) else plain_of(t)
+    )
     return func(*whole(args), **whole(kwargs))
 
 

@@ -112,4 +112,3 @@ def agree_on_factors(tensors: Sequence[torch.Tensor], spec: RaggedSpec) -> None:
         if not t.dim() and (type(t) is torch.Tensor or is_own(t)):
             plain = getattr(t, "_local_tensor", plain_of(t))
             agree_on_value(plain, groups_of(spec.mesh), torch.device(spec.mesh.device_type))
-

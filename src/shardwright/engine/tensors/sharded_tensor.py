@@ -133,7 +133,9 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
     @classmethod
     def _run(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _STARTS and type(args[1]) is int and args[1] == 0 and not args[0].dim():
-            return as_sharded(args[0]._as_dtensor(clone=True))  # the first number of Python's ``sum``: it stays Partial
+            return as_sharded(
+                args[0]._as_dtensor(clone=True)
+            )  # the first number of Python's ``sum``: it stays Partial
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -177,6 +178,15 @@ class Gradients:
             self.held = Held.NOTHING
             self._drop_retired()
         self.release_unused()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A context in which the held gradients are not reduced and not dropped."""
+        held, self.held = self.held, Held.NOTHING
+        try:
+            yield
+        finally:
+            self.held = held
 
     def take_held(self, others: list[Reduction], transport: Transport) -> None:
         """Take the held gradients of the earlier memory, for the same parameters."""
