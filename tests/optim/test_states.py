@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -143,7 +144,9 @@ READS: dict[str, Callable[[Any, Any, str], Any]] = {
     "deepcopy": lambda m, o, f: copy.deepcopy(m),
     "full_tensor": lambda m, o, f: weights(m),
     "save_checkpoint": lambda m, o, f: sw.save_checkpoint(f, m, o, overwrite=True),
-    "dcp.save": lambda m, o, f: dcp.save({"state": get_state_dict(m, o)}, checkpoint_id=f + "-dcp"),
+    "dcp.save": lambda m, o, f: dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(m, o), strict=True)), checkpoint_id=f + "-dcp"
+    ),
 }
 
 
@@ -222,6 +225,8 @@ def test_state_is_saved_and_loaded(
         for i, (name, way) in enumerate(ways.items()):
             if (number + i + len(sharding)) % 2 and optimizer != "adamw8bit" and name != "checkpoint":
                 continue
+            if name == "torch, full" and optimizer == "sgd":
+                continue  # torch's function fails for an optimizer without state, sharded or not
             where = f"{name}, {moment}: {optimizer}, {policy}, {wrap}, {sharding}"
             model, o = build(optimizer, policy, sharding, wrap)
             if moment == "after":
@@ -257,5 +262,6 @@ def through_dcp(model: Any, optimizer: Any, other: Any, rest: Any) -> None:
     into, folder = rest
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=str(folder))
     room = {"optimizer": get_optimizer_state_dict(other, into)}
-    dcp.load(room, checkpoint_id=str(folder))
+    # torch makes state for every parameter, also for those that had no gradient at the save.
+    dcp.load(room, checkpoint_id=str(folder), planner=DefaultLoadPlanner(allow_partial_load=True))
     set_optimizer_state_dict(other, into, room["optimizer"], options=StateDictOptions(strict=False))

@@ -24,6 +24,7 @@ from shardwright._torch import (
     share_gradient_hooks,
     storage_key,
 )
+from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -46,6 +47,8 @@ _NOT_COPIED = {
     TAKEN,
     STANDS_FOR,
     EDITED,
+    OWN,
+    RECIPE,
     "_is_param",
 }  #: attributes of a parameter that its sharded and full forms do not get
 

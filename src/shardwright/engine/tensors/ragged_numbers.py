@@ -29,7 +29,8 @@ from shardwright.engine.tensors.ragged_spec import RaggedSpec
 _aten = torch.ops.aten
 #: The gradient of the result is that of each number, or the negative of it.
 _SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
-_LINEAR = {_aten.clone, _aten.detach, _aten.alias, _aten.neg}
+_LINEAR = {_aten.clone, _aten.neg}
+_DETACHED = {_aten.detach.default, _aten.alias.default}
 
 
 class Number(torch.Tensor):
@@ -48,6 +49,8 @@ class Number(torch.Tensor):
         kwargs = kwargs or {}
         if not all(issubclass(kind, (Number, torch.nn.Parameter)) for kind in types):
             return NotImplemented
+        if func in _DETACHED:
+            return func(plain_of(args[0]))
         numbers = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Number)]
         stays = is_sum_of_numbers(func, args, kwargs, Number)
         for number in numbers if not stays else ():
@@ -60,6 +63,29 @@ class Number(torch.Tensor):
                 mark_own(args[0])
             return args[0]
         return as_number(result, func, args, kwargs, numbers[0]._spec) if stays else result
+
+    # torch refuses these for subclasses.
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self._plain
+
+    def tolist(self) -> Any:
+        return self._plain.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain.clone().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def __format__(self, form: str) -> str:
+        return self._plain.__format__(form)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(
+            "Only tensors that are leaves of the graph can be deep-copied; detach this number first."
+        )
 
 
 def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> torch.Tensor:
@@ -75,15 +101,16 @@ def plain_of(value: Any) -> Any:
     return value._plain if isinstance(value, Number) else value
 
 
-def is_sum_of_numbers(func: Any, args: Any, kwargs: Any, kind: type) -> bool:
+def is_sum_of_numbers(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor]) -> bool:
     """Whether an operation adds numbers of a class, none of which was computed by this rank alone."""
+    numbers: Any
     if func in _SUMS:
         other = args[1]
         zero = type(other) is int and other == 0 and not func._schema.is_mutable
         numbers = args[:1] if zero else args[:2]
         if kwargs.get("alpha", 1) != 1:
             return False
-    elif func.overloadpacket in _LINEAR:
+    elif func.overloadpacket in _LINEAR or func in _DETACHED:
         numbers = args[:1]
     else:
         return False
