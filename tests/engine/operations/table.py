@@ -1,0 +1,187 @@
+"""Torch's table of operations: its samples, the forms in which a sample runs, and the tensors that become sharded.
+
+This file knows no process groups and no sharding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+SEED = 1234
+#: They return memory without values, so only shapes and dtypes are compared.
+WITHOUT_VALUES = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_",
+}  # fmt: skip
+_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
+
+
+def operations() -> list[Any]:
+    """The entries of torch's table, which needs the package expecttest."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
+
+
+def seed() -> None:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a sample runs.
+
+    Attributes:
+        kind: ``value``, ``in place`` or ``out``.
+        which: the number of the one tensor that is sharded, ``all`` tensors, or ``out`` alone.
+    """
+
+    kind: str
+    which: int | str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.which if isinstance(self.which, str) else 'one'}"
+
+
+@dataclass
+class Outcome:
+    """A result and everything else that a sharded run must have equal."""
+
+    result: Any
+    arguments: list[torch.Tensor]  #: after the operation, which may have changed them
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    generator: Any = None
+
+
+class Sample:
+    """One sample of an operation: its arguments as a flat list, of which some are tensors."""
+
+    def __init__(self, op: Any, number: int, sample: Any) -> None:
+        self.op = op
+        self.number = number
+        self._leaves, self._spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+        self.places = [
+            i
+            for i, leaf in enumerate(self._leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+        ]
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that may be sharded, contiguous and without graph."""
+        return [self._plain(self._leaves[i]) for i in self.places]
+
+    @staticmethod
+    def _plain(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+    @cached_property
+    def needs_gradient(self) -> list[bool]:
+        return [self._leaves[i].requires_grad for i in self.places]
+
+    def forms(self) -> Iterator[Form]:
+        count = len(self.tensors)
+        kinds = ["value"] + (["in place"] if self.op.get_inplace() is not None else [])
+        for kind in kinds:
+            if count:
+                yield Form(kind, "all")
+            if count > 1:
+                yield from (Form(kind, i) for i in range(count))
+        if self.op.supports_out:
+            yield Form("out", "out")
+            if count:
+                yield Form("out", "all")
+
+    def call(self, kind: str, tensors: list[torch.Tensor], out: Any = None) -> Any:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        input, args, kwargs = tree_unflatten(leaves, self._spec)
+        if kind == "out":
+            return self.op.op(input, *args, **kwargs, out=out)
+        function = self.op.op if kind == "value" else self.op.get_inplace()
+        return function(input, *args, **kwargs)
+
+    def copies(self, gradient: bool) -> list[torch.Tensor]:
+        wanted = self.needs_gradient if gradient else [False] * len(self.tensors)
+        return [t.clone().requires_grad_(g) for t, g in zip(self.tensors, wanted, strict=True)]
+
+    def plain(self, kind: str) -> Outcome | None:
+        """The plain tensors' outcome; None if torch has no such form of this sample."""
+        try:
+            if kind == "value":
+                return run(self, kind, self.copies(True), weight=lambda weight, result: weight)
+            tensors = self.copies(False)
+            if kind == "in place":
+                return run(self, kind, tensors)
+            result = self.call("value", tensors)
+            if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in results(result)):
+                return None
+            outs = [torch.zeros_like(t) for t in results(result)]
+            return run(self, kind, tensors, out=rebuilt(result, outs))
+        except Exception:
+            return None
+
+
+def samples(op: Any, limit: int) -> list[Sample]:
+    """At most ``limit`` samples, evenly drawn from torch's."""
+    supported = op.supported_dtypes("cpu")
+    dtype = next((d for d in _DTYPES if d in supported), None)
+    if dtype is None:
+        return []
+    seed()
+    try:
+        drawn = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
+    except Exception:
+        return []  # such as kernels of other devices
+    count = min(limit, len(drawn))
+    return [Sample(op, n, drawn[n]) for n in sorted({i * len(drawn) // count for i in range(count)})]
+
+
+def results(result: Any) -> list[Any]:
+    return tree_flatten(result)[0]
+
+
+def rebuilt(result: Any, tensors: list[Any]) -> Any:
+    return tensors[0] if isinstance(result, torch.Tensor) else tuple(tensors)
+
+
+def run(
+    sample: Sample,
+    kind: str,
+    tensors: list[torch.Tensor],
+    weight: Callable[[torch.Tensor, Any], Any] | None = None,
+    out: Any = None,
+) -> Outcome:
+    """Run the sample, and for values with a gradient backward of the sum of the result times a fixed random weight."""
+    seed()
+    if kind == "value":
+        result = sample.call(kind, tensors)
+    else:
+        with torch.no_grad():
+            result = sample.call(kind, tensors, out)
+    outcome = Outcome(result, tensors, generator=torch.get_rng_state())
+    if weight is not None:
+        _backward(result, weight)
+        outcome.gradients = [t.grad for t in tensors]
+    return outcome
+
+
+def _backward(result: Any, wrapped: Callable[[torch.Tensor, Any], Any]) -> None:
+    loss: Any = None
+    for each in results(result):
+        if isinstance(each, torch.Tensor) and each.requires_grad and each.layout is torch.strided:
+            generator = torch.Generator().manual_seed(SEED)
+            weight = torch.randn(each.shape, generator=generator).to(each.dtype)
+            term = (each * wrapped(weight, each)).sum()
+            term = term.abs() if term.is_complex() else term
+            loss = term if loss is None else loss + term
+    if loss is not None:
+        loss.backward()
