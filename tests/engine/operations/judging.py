@@ -13,6 +13,7 @@ from tests.engine.operations.table import WITHOUT_VALUES, Form, Outcome, Sample,
 #: Verdicts by letter, the worst last. The last three are given by the parent of the ranks.
 VERDICTS = {
     "=": "equal",
+    "p": "placement",  # equal, but a gradient is not sharded as its parameter is
     "r": "refused",
     "b": "bare error",
     "d": "differs by rank",
@@ -28,12 +29,22 @@ class Wrong(Exception):
     """A result that differs from the plain tensors'."""
 
 
-def judge(sample: Sample, form: Form, expected: Outcome, layout: str, mesh: Any) -> tuple[str, str]:
-    """The letter of the verdict, and a text for all but equal ones."""
+class Misplaced(Exception):
+    """A gradient that is not sharded as its parameter is."""
+
+
+def judge(sample: Sample, form: Form, layout: str, mesh: Any, kept: dict[str, Any]) -> tuple[str, str]:
+    """The letter of the verdict, and a text for all but equal ones.
+
+    ``kept`` has the sample's sharded parameters by layout, from one call to the next. An operation that writes into
+    its arguments gets others.
+    """
     try:
-        _check(sample, form, expected, layout, mesh)
+        _check(sample, form, layout, mesh, kept)
     except Wrong as error:
         return "W", str(error)
+    except Misplaced as error:
+        return "p", str(error)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return ("r" if _is_named(text, sample) else "b"), text
@@ -45,34 +56,40 @@ def _is_named(text: str, sample: Sample) -> bool:
     return operation and bool(_PARAMETER.search(text)) and bool(_WAYS_OUT.search(text))
 
 
-def _check(sample: Sample, form: Form, expected: Outcome, layout: str, mesh: Any) -> None:
+def _check(sample: Sample, form: Form, layout: str, mesh: Any, kept: dict[str, Any]) -> None:
+    expected = sample.expected[form.kind]
+    assert expected is not None
     gradient = form.kind == "value"
     tensors, needs = sample.tensors, sample.needs_gradient if gradient else [False] * len(sample.tensors)
     chosen = [i for i in range(len(tensors)) if form.which in ("all", i)]
-    outs = [torch.zeros_like(t) for t in results(expected.result)] if form.kind == "out" else []
-    holder, parameters = sharded(
-        [tensors[i] for i in chosen] + outs, [needs[i] for i in chosen] + [False] * len(outs), layout, mesh
-    )
     arguments: list[Any] = sample.copies(gradient)
+    outs: list[Any] = []
+    if gradient and not sample.changes_arguments:
+        if layout not in kept:
+            kept[layout] = sharded(tensors, needs, layout, mesh)
+        holder, parameters = kept[layout]
+        parameters = [parameters[i] for i in chosen]
+    else:
+        blank = [torch.zeros_like(t) for t in results(expected.result)] if form.kind == "out" else []
+        cut = [tensors[i] for i in chosen] + blank
+        holder, parameters = sharded(cut, [needs[i] for i in chosen] + [False] * len(blank), layout, mesh)
+        outs = parameters[len(chosen) :]
     for place, parameter in zip(chosen, parameters, strict=False):
+        parameter.grad = None
         arguments[place] = parameter
-    out = rebuilt(expected.result, parameters[len(chosen) :]) if outs else None
-    outcome = run(
-        sample,
-        form.kind,
-        arguments,
-        weight=(lambda weight, result: like(weight, result, mesh)) if gradient else None,
-        out=out,
-    )
+    weight = like if gradient else None
+    outcome = run(sample, form.kind, arguments, weight, rebuilt(expected.result, outs) if outs else None)
     with torch.no_grad():
         _compare(sample, form, expected, outcome)
         if outs:
-            _equal("out", parameters[len(chosen) :], results(expected.result), sample)
+            _equal("out", outs, results(expected.result), sample)
     if layout != "FSDP2":
         for i in chosen if gradient else []:
             found = arguments[i].grad
             if found is not None and not cut_alike(found, arguments[i]):
-                raise Wrong(f"the gradient of argument {i} is not sharded as its parameter is: {_placed(found)}")
+                raise Misplaced(
+                    f"the gradient of argument {i} is {_placed(found)}, and the argument {_placed(arguments[i])}"
+                )
     del holder
 
 

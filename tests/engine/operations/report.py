@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import gzip
 import platform
 import sys
 import time
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=24, help="at most so many samples of each operation")
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks")
     parser.add_argument("--layouts", default="per_parameter,ragged,ddp", help=f"some of {', '.join(LAYOUTS)}")
-    parser.add_argument("--record", type=Path, help="write each verdict into this file (.gz)")
+    parser.add_argument("--record", type=Path, help="write each verdict into this file")
     parser.add_argument("--before", type=Path, nargs="*", default=[], help="a record: count samples that were equal there")
     parser.add_argument("--show", default="Wdhcb", help="print samples with these verdicts: " + str(VERDICTS))
     options = parser.parse_args(arguments)
@@ -34,9 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     ops = [op for op in operations() if any(fnmatch.fnmatch(op.full_name, p) for p in patterns)]
     begin = time.monotonic()
     verdicts: list[Verdict] = []
+    record = open(options.record, "w", buffering=1) if options.record else None  # noqa: SIM115
     for ranks in map(int, options.ranks.split(",")):
         for verdict in run_table(ops, options.layouts.split(","), ranks, options.samples):
             verdicts.append(verdict)
+            if record:
+                print(line_of(verdict), file=record)
             if verdict.letter in options.show:
                 case = verdict.case
                 text = " ".join(verdict.text.split())[:300]
@@ -45,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
                     f"sharded: {case.which}, {case.ranks} ranks: {text}",
                     flush=True,
                 )
-    if options.record:
-        write_record(options.record, verdicts)
+    if record:
+        record.close()
     print(table(verdicts))
     print(f"\n{len(ops)} operations, torch {torch.__version__}, Python {platform.python_version()}, "
           f"{time.monotonic() - begin:.0f} s")
@@ -73,24 +75,18 @@ def table(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def write_record(path: Path, verdicts: Iterable[Verdict]) -> None:
-    """One line for each operation, layout, form, sharded argument and number of ranks: samples and their letters."""
-    lines: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for v in verdicts:
-        c = v.case
-        lines[c.op, c.layout, c.kind, c.which, str(c.ranks)].append(f"{c.sample}{v.letter}")
-    with gzip.open(path, "wt") as file:
-        for key in sorted(lines):
-            file.write("\t".join([*key, " ".join(lines[key])]) + "\n")
+def line_of(verdict: Verdict) -> str:
+    case = verdict.case
+    fields = (case.op, case.sample, case.layout, case.kind, case.which, case.ranks, verdict.letter)
+    return "\t".join(map(str, fields)) + "\t" + " ".join(verdict.text.split())[:300]
 
 
 def read_record(path: Path) -> dict[Case, str]:
+    """The letters of a record by case. A record that was cut off counts as far as it goes."""
     found = {}
-    with gzip.open(path, "rt") as file:
-        for line in file:
-            op, layout, kind, which, ranks, letters = line.rstrip("\n").split("\t")
-            for each in letters.split():
-                found[Case(op, int(each[:-1]), layout, kind, which, int(ranks))] = each[-1]
+    for line in path.read_text().splitlines():
+        op, sample, layout, kind, which, ranks, letter, _ = line.split("\t", 7)
+        found[Case(op, int(sample), layout, kind, which, int(ranks))] = letter
     return found
 
 

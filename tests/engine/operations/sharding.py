@@ -50,7 +50,7 @@ def sharded(
     return holder, [getattr(holder, p) if isinstance(p, str) else p for p in parameters]
 
 
-def like(tensor: torch.Tensor, result: Any, mesh: Any) -> Any:
+def like(tensor: torch.Tensor, result: Any) -> Any:
     """``tensor``, the same on every rank, in a form that operations take beside ``result``."""
     if isinstance(result, DTensor):
         return DTensor.from_local(tensor, result.device_mesh, [Replicate()] * result.device_mesh.ndim, run_check=False)

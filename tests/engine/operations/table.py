@@ -30,7 +30,7 @@ def operations() -> list[Any]:
 
 
 def seed() -> None:
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # torch.manual_seed also formats stacks, for devices
     random.seed(SEED)
 
 
@@ -86,15 +86,29 @@ class Sample:
     def needs_gradient(self) -> list[bool]:
         return [self._leaves[i].requires_grad for i in self.places]
 
+    @cached_property
+    def expected(self) -> dict[str, Outcome | None]:
+        """By kind: the plain tensors' outcome, or None if torch has no such form of this sample."""
+        return {kind: self._plain_outcome(kind) for kind in ("value", "in place", "out")}
+
+    @cached_property
+    def changes_arguments(self) -> bool:
+        """Whether the form ``value`` writes into its arguments."""
+        after = self.expected["value"]
+        return after is None or any(
+            a._version or not torch.equal(a, b) and not (a != a).any()
+            for a, b in zip(after.arguments, self.tensors, strict=True)
+        )
+
     def forms(self) -> Iterator[Form]:
+        """The forms that plain tensors have."""
         count = len(self.tensors)
-        kinds = ["value"] + (["in place"] if self.op.get_inplace() is not None else [])
-        for kind in kinds:
-            if count:
+        for kind in ("value", "in place"):
+            if count and self.expected[kind] is not None:
                 yield Form(kind, "all")
-            if count > 1:
-                yield from (Form(kind, i) for i in range(count))
-        if self.op.supports_out:
+                if count > 1:
+                    yield from (Form(kind, i) for i in range(count))
+        if self.expected["out"] is not None:
             yield Form("out", "out")
             if count:
                 yield Form("out", "all")
@@ -113,14 +127,17 @@ class Sample:
         wanted = self.needs_gradient if gradient else [False] * len(self.tensors)
         return [t.clone().requires_grad_(g) for t, g in zip(self.tensors, wanted, strict=True)]
 
-    def plain(self, kind: str) -> Outcome | None:
-        """The plain tensors' outcome; None if torch has no such form of this sample."""
+    def _plain_outcome(self, kind: str) -> Outcome | None:
         try:
             if kind == "value":
                 return run(self, kind, self.copies(True), weight=lambda weight, result: weight)
             tensors = self.copies(False)
             if kind == "in place":
+                if self.op.get_inplace() is None:
+                    return None
                 return run(self, kind, tensors)
+            if not self.op.supports_out:
+                return None
             result = self.call("value", tensors)
             if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in results(result)):
                 return None
@@ -138,7 +155,8 @@ def samples(op: Any, limit: int) -> list[Sample]:
         return []
     seed()
     try:
-        drawn = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
+        gradient = op.supports_autograd and dtype.is_floating_point
+        drawn = list(op.sample_inputs_func(op, "cpu", dtype, gradient))
     except Exception:
         return []  # such as kernels of other devices
     count = min(limit, len(drawn))
