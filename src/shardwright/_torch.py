@@ -660,6 +660,11 @@ def waited(local: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, _AsyncCollectiveTensor) else local
 
 
+def replicates_implicitly() -> bool:
+    """Whether DTensor takes plain tensors for replicated ones, inside torch's ``implicit_replication()``."""
+    return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
+
+
 #: ``Shard`` of a dimension that a mesh dimension further right has cut before.
 StridedShard = _probe(placement_types, "_StridedShard")
 _concatenate = _probe(DeviceMesh, "_concatenate")

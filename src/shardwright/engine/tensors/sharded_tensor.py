@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.utils._pytree import tree_leaves
 
 from shardwright._torch import (
     StridedShard,
@@ -27,6 +27,8 @@ from shardwright._torch import (
 )
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.operations import by_parts, can_use_wholes, on_wholes, written_arguments
+from shardwright.engine.tensors.operations import real as _real
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.summed import cut_gradient, joins_loss
 from shardwright.engine.tensors.through_whole import (
@@ -34,10 +36,8 @@ from shardwright.engine.tensors.through_whole import (
     Step,
     can_edit,
     edit,
-    make_into,
     refuse,
     views,
-    whole_of,
 )
 from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
@@ -45,7 +45,6 @@ from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 EDITED = "_edited"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
-_RANDOM = torch.Tag.nondeterministic_seeded
 #: They have no result for an empty part. A rank with an empty part uses a neutral element.
 _EXTREMES = {
     _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
@@ -70,7 +69,6 @@ _ON_DATA = {
     _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
     _aten.convolution.default,
 }  # fmt: skip
-_READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
 
 
 class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
@@ -105,12 +103,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         ):
             return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
-        if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
-            result = _draw_whole(func, args, kwargs)
-        elif func.overloadpacket in BY_POSITION and _real(args[0]):
+        if func.overloadpacket in BY_POSITION and _real(args[0]):
             result = _edit_by_position(func, args, kwargs)
-        elif "out" in kwargs and not any(isinstance(t, DTensor) for t in tree_leaves(args)):
-            result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
         else:
             result = cls._operate(func, types, args, kwargs)
         for local in edited:
@@ -136,22 +130,10 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                 if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
                     _agree(t)
                     break
-        try:
-            result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
-        except (RuntimeError, NotImplementedError) as error:
-            is_real = args and isinstance(args[0], ShardedTensor) and _real(args[0])
-            # For example with parts of different sizes, or with plain tensors of the whole shape.
-            if is_real and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
-                result = _of_whole(func, args, kwargs)
-            elif is_real and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
-                return _edit_by_position(func, args, kwargs)
-            elif "mixed torch.Tensor and DTensor" in str(error):
-                _refuse_mixed(func, tree_leaves((args, kwargs)), error)
-            else:
-                raise
+        result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
-            many = isinstance(args[0], (list, tuple))
-            edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
+            many = bool(args) and isinstance(args[0], (list, tuple))
+            edits = [t for t, _ in written_arguments(func, args, kwargs) if isinstance(t, ShardedTensor)]
             counters = [t.__dict__.get(EDITED, local_of(t)) for t in edits]
             # Operations on one tensor increase the counter of its wrapper; operations on lists do not.
             counters += edits if many else []
@@ -338,13 +320,6 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
     return storage_key(local_of(view)) == storage_key(local_of(base))
 
 
-def _real(tensor: Any) -> bool:
-    """Whether it is sharded and holds values. False while a compiler traces."""
-    return (
-        isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
-    )
-
-
 def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a tensor with these placements that was summed or added to a plain loss."""
     if not isinstance(gradient, DTensor):
@@ -364,33 +339,40 @@ def _number_of(tensor: ShardedTensor) -> torch.Tensor:
     return _whole(tensor)
 
 
-@torch.no_grad()
-def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view or an index that DTensor cannot compute from parts: computed from the whole, on every rank."""
-    base: DTensor = args[0]
-    mesh, placements = base.device_mesh, (Replicate(),) * base.device_mesh.ndim
+def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator: from parts by DTensor's rule if that is right, or from whole tensors."""
+    leaves = tree_leaves((args, kwargs))
+    if func is not _detach and torch.is_grad_enabled():
+        for t in leaves:
+            if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and _real(t):
+                _cut_gradient(t)
+    wholes = can_use_wholes(func, args, kwargs)
+    if wholes and not by_parts(func):
+        return on_wholes(func, args, kwargs)
+    try:
+        return DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # For example with parts of different sizes, or with plain tensors of the whole shape.
+        if wholes:
+            return on_wholes(func, args, kwargs)
+        is_real = args and isinstance(args[0], ShardedTensor) and _real(args[0])
+        if is_real and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+            edit(args[0], (), func, args, kwargs)
+            return args[0]
+        if not all(_real(t) for t in leaves if isinstance(t, DTensor)):
+            raise
+        if "mixed torch.Tensor and DTensor" in str(error):
+            _refuse_mixed(func, leaves, error)
+        _refuse_operation(func, leaves, error)
 
-    def wrapped(made: torch.Tensor) -> DTensor:
-        return dtensor_of(made, mesh, placements, made.shape, made.stride())
 
-    whole = base.full_tensor()
-    if whole.stride() != base.stride():
-        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=whole.device).copy_(
-            whole
-        )
-    others, named = tree_map(whole_of, args[1:]), tree_map(whole_of, kwargs)
-    result = func(whole, *others, **named)
-    return [wrapped(t) for t in result] if isinstance(result, (list, tuple)) else wrapped(result)
-
-
-def _edit_by_position(func: Any, args: Any, kwargs: Any, into: Any = None) -> Any:
-    target = args[0] if into is None else into
+def _edit_by_position(func: Any, args: Any, kwargs: Any) -> Any:
+    target = args[0]
     if not isinstance(target, ShardedTensor):
         refuse(func, target)
-    if into is None:
-        edit(target, (), func, args, kwargs)
-    else:
-        make_into(target, func, args, kwargs)
+    edit(target, (), func, args, kwargs)
     counter = _counter(target)
     if counter is not local_of(target) and not counter.is_inference():
         increment_version([counter])
@@ -488,29 +470,29 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
-    """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
+def _label(arguments: Iterable[Any]) -> str:
     tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
     name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
-    label = f"Parameter {name}" if name else "A sharded parameter"
+    return f"Parameter {name}" if name else "A sharded parameter"
+
+
+def _refuse_operation(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
+    """Raise for an operator that neither DTensor nor this engine can compute."""
     raise RuntimeError(
-        f"{label} is sharded, but {func} got it together with a plain tensor ({error}). Modules show full parameters "
-        "only inside the forward of a sharded module, also with reshard_after_forward=False. Move this use into such a "
+        f"{_label(arguments)} is sharded, and {func} cannot be computed from it ({type(error).__name__}: {error}). "
+        "Pass .full_tensor(), called on every rank, or use the full parameters inside `with "
+        "shardwright.unsharded(model):` or inside the forward of the module of its unit. For an operator of your own, "
+        "register a rule with torch.distributed.tensor.experimental.register_sharding."
+    ) from error
+
+
+def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
+    """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
+    raise RuntimeError(
+        f"{_label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
+        "full parameters only inside the forward of a sharded module, also with reshard_after_forward=False. Move this use into such a "
         "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
         "weight after forward, in a loss for example, call unshard() on the module of its unit before each such use. "
         "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "
         "make the plain tensor a DTensor, or edit full parameters inside `with shardwright.unsharded(model):`."
     ) from error
-
-
-def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill this rank's part with the random numbers that the whole tensor would get there.
-
-    Ranks with equal seeds agree. DTensor's own version gives every rank the same numbers on the CPU.
-    """
-    target = args[0]
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)
-    func(whole, *args[1:], **kwargs)
-    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    local_of(target).copy_(local_of(part))
-    return target

@@ -61,7 +61,7 @@ def can_edit(func: Any) -> bool:
 def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run the in-place ``func`` with a view of ``base``, a DTensor or a RaggedTensor, as its first argument."""
     local = local_of(base)
-    whole, own = _with_part(base, func)
+    whole, own = with_part(base, func)
     own.copy_(local)
     func(views(whole, steps), *tree_map(whole_of, args[1:]), **tree_map(whole_of, kwargs))
     local.copy_(own)
@@ -69,18 +69,7 @@ def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwa
         increment_version([local])
 
 
-@torch.no_grad()
-def make_into(target: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run ``func``, whose arguments are all whole, with ``out=target``."""
-    local = local_of(target)
-    whole, own = _with_part(target, func)
-    func(*args, **{**kwargs, "out": whole})
-    local.copy_(own)
-    if not local.is_inference():
-        increment_version([local])
-
-
-def _with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole tensor, and this rank's part as a view of it."""
     local = local_of(base)
     whole = local.new_empty_strided(base.shape, base.stride()).zero_()

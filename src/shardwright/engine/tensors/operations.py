@@ -1,0 +1,169 @@
+"""Operations on sharded tensors: which of them DTensor computes from the ranks' parts, and all others from wholes.
+
+Operations run below autograd, one of torch's operators at a time, so each of them can be right by itself. DTensor's
+rules are used for the operators named here, whose results a table of all operations of torch has confirmed. For every
+other operator each rank gathers the whole arguments and computes the whole result. This file knows no units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright._torch import dtensor_of, increment_version, local_of, replicates_implicitly, waited
+from shardwright.engine.tensors.gathering import full_of
+from shardwright.engine.tensors.reading import agree_to_read
+from shardwright.engine.tensors.through_whole import refuse, with_part
+from shardwright.engine.tensors.unset import FILLING
+
+_aten = torch.ops.aten
+_RANDOM = torch.Tag.nondeterministic_seeded
+#: Operators that are not by element, and that DTensor computes from parts.
+_BY_PARTS = {
+    _aten.sum, _aten.mean, _aten.linalg_vector_norm, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.argmax,
+    _aten.argmin, _aten.any, _aten.all, _aten.nansum,
+    _aten.clone, _aten.copy_, _aten._to_copy, _aten.fill_, _aten.zero_, _aten.zeros_like, _aten.ones_like,
+    _aten.full_like, _aten.empty_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full,
+    _aten.new_empty_strided, _aten.stack, _aten.cat, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.equal,
+    _aten.is_same_size, _aten.is_pinned, _aten.where,
+}  # fmt: skip
+#: Operators on lists of parameters and their states, with which optimizers step.
+_OF_OPTIMIZERS = ("_foreach_", "_fused_", "_amp_")
+#: Reads whose plain arguments are positions.
+_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
+_TORCHS = {"aten", "prims"}
+
+
+def real(tensor: Any) -> bool:
+    """Whether it is sharded and holds values. False while a compiler traces."""
+    return (
+        isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
+    )
+
+
+def by_parts(func: Any) -> bool:
+    """Whether DTensor's rule for an operator is right."""
+    if _RANDOM in func.tags:
+        return False
+    packet = func.overloadpacket
+    return (
+        func.is_view
+        or torch.Tag.pointwise in func.tags
+        or torch.Tag.inplace_view in func.tags
+        or packet in _BY_PARTS
+        or packet.__name__.startswith(_OF_OPTIMIZERS)
+    )
+
+
+def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether every rank has, or can gather, the same whole arguments of an operator of torch."""
+    if func.namespace not in _TORCHS:
+        return False
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
+    if not all(map(real, sharded)) or len({t.device_mesh for t in sharded}) != 1:
+        return False
+    written = list(written_arguments(func, args, kwargs))
+    plain = [t for t in tensors if not isinstance(t, DTensor)]
+    if any(t is each for t in plain for each, _ in written):
+        return False
+    if len(sharded) == sum(only_out and isinstance(t, DTensor) for t, only_out in written):
+        return True  # nothing sharded is read
+    if func.overloadpacket in _BY_POSITION:
+        return isinstance(args[0], DTensor)
+    return all(t.numel() == 1 for t in plain) or replicates_implicitly()
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
+    """The tensors that an operator writes, and whether it reads nothing of them."""
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            unread = argument.is_out or (position == 0 and func.overloadpacket in FILLING)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor, unread
+
+
+@torch.no_grad()
+def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator on whole arguments, on every rank. Results are replicated; written arguments keep their cuts.
+
+    Results of a random operator with the shape of its first argument are cut like it. Ranks with different seeds then
+    still have parts of one tensor each.
+    """
+    sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+    written = {id(t): unread for t, unread in written_arguments(func, args, kwargs) if isinstance(t, DTensor)}
+    mesh = sharded[0].device_mesh
+    _agree(func, [t for t in sharded if not written.get(id(t))])
+    wholes: dict[int, torch.Tensor] = {}
+    parts: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    for t in sharded:
+        if id(t) in wholes:
+            continue
+        if id(t) not in written:
+            wholes[id(t)] = _strided_as(t, _whole(t))
+            continue
+        wholes[id(t)], own = with_part(t, func)
+        if not written[id(t)]:
+            wholes[id(t)].copy_(_whole(t))
+        parts.append((t, wholes[id(t)], own))
+
+    def whole_of(value: Any) -> Any:
+        return wholes[id(value)] if isinstance(value, DTensor) else value
+
+    result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    for t, whole, own in parts:
+        if whole.shape != t.shape or own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            refuse(func, t)
+        local = local_of(t)
+        local.copy_(own)
+        if not local.is_inference():
+            increment_version([local])
+    targets = {id(whole): t for t, whole, _ in parts}
+    like = args[0] if _RANDOM in func.tags and args and isinstance(args[0], DTensor) else None
+
+    def wrapped(made: Any) -> Any:
+        if not isinstance(made, torch.Tensor) or made.layout is not torch.strided:
+            return made
+        if id(made) in targets:
+            return targets[id(made)]
+        if like is not None and made.shape == like.shape and not any(p.is_partial() for p in like.placements):
+            return distribute_tensor(made, mesh, like.placements, src_data_rank=None)
+        return dtensor_of(made, mesh, (Replicate(),) * mesh.ndim, made.shape, made.stride())
+
+    return tree_map(wrapped, result)
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    there = torch.device(tensor.device_mesh.device_type)
+    local = local_of(tensor).detach().to(there)  # it may be offloaded, but communication needs the device
+    return full_of(
+        dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    ).to(local_of(tensor).device)
+
+
+def _strided_as(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    if whole.stride() == tensor.stride() or not whole.numel():
+        return whole
+    return whole.new_empty_strided(tensor.shape, tensor.stride()).copy_(whole)
+
+
+def _agree(func: Any, tensors: list[DTensor]) -> None:
+    """Meet all ranks that have parts of these tensors, because they are about to be gathered for one operator."""
+    if not tensors:
+        return
+    mesh = tensors[0].device_mesh
+    axes = [
+        axis
+        for axis in range(mesh.ndim)
+        if mesh.size(axis) > 1 and not all(t.placements[axis].is_replicate() for t in tensors)
+    ]
+    text = " ".join([str(func), *(f"{t.placements} {t.dtype} {t.shape}" for t in tensors)])
+    agree_to_read(map(mesh.get_group, axes), torch.device(mesh.device_type), text)
