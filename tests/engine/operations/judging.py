@@ -106,7 +106,12 @@ def _compare(sample: Sample, form: Form, expected: Outcome, outcome: Outcome) ->
             continue
         shape = outcome.arguments[i].shape
         zeros = torch.zeros(shape, dtype=outcome.arguments[i].dtype)
-        _equal(f"gradient {i}", [zeros if found is None else found], [zeros if wanted is None else wanted], sample)
+        _equal(
+            f"gradient {i}",
+            [zeros if found is None else found],
+            [zeros if wanted is None else wanted],
+            sample,
+        )
     if not torch.equal(outcome.generator, expected.generator):
         raise Wrong("the generator is in another state")
 
@@ -123,18 +128,22 @@ def _equal(name: str, found: list[Any], wanted: list[Any], sample: Sample) -> No
             raise Wrong(f"{name}: {type(one).__name__} in place of a tensor")
         one, other = whole(one), other.detach()
         if one.shape != other.shape or one.dtype != other.dtype:
-            raise Wrong(f"{name}: {one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}")
+            raise Wrong(
+                f"{name}: {one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}"
+            )
         if sample.op.name in WITHOUT_VALUES or not name:
             continue
         if other.layout is not torch.strided:
             one, other = one.to_dense(), other.to_dense()
         # Sums over ranks add in another order. Gradients of some decompositions are large where values are small.
-        scale = float(other[other.isfinite()].abs().max()) if other.dtype.is_floating_point and other.isfinite().any() else 1
+        scale = (
+            float(other[other.isfinite()].abs().max())
+            if other.dtype.is_floating_point and other.isfinite().any()
+            else 1
+        )
         if not torch.allclose(one, other, rtol=1e-4, atol=1e-5 * max(scale, 1), equal_nan=True):
             raise Wrong(f"{name}: {_short(one)} in place of {_short(other)}")
 
 
 def _short(tensor: torch.Tensor) -> str:
     return re.sub(r"\s+", " ", str(tensor.flatten()[:6].tolist())) + f" of shape {tuple(tensor.shape)}"
-
-

@@ -21,12 +21,16 @@ from tests.engine.operations.table import operations
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.operations", description=__doc__)
-    parser.add_argument("--ops", default="*", help="operations whose full names match one of these patterns, with commas")
+    parser.add_argument(
+        "--ops", default="*", help="operations whose full names match one of these patterns, with commas"
+    )
     parser.add_argument("--samples", type=int, default=24, help="at most so many samples of each operation")
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks")
     parser.add_argument("--layouts", default="per_parameter,ragged,ddp", help=f"some of {', '.join(LAYOUTS)}")
     parser.add_argument("--record", type=Path, help="write each verdict into this file")
-    parser.add_argument("--before", type=Path, nargs="*", default=[], help="a record: count samples that were equal there")
+    parser.add_argument(
+        "--before", type=Path, nargs="*", default=[], help="a record: count samples that were equal there"
+    )
     parser.add_argument("--show", default="Wdhcb", help="print samples with these verdicts: " + str(VERDICTS))
     options = parser.parse_args(arguments)
     patterns = options.ops.split(",")
@@ -50,11 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
     if record:
         record.close()
     print(table(verdicts))
-    print(f"\n{len(ops)} operations, torch {torch.__version__}, Python {platform.python_version()}, "
-          f"{time.monotonic() - begin:.0f} s")
+    print(
+        f"\n{len(ops)} operations, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{time.monotonic() - begin:.0f} s"
+    )
     lost = [v for path in options.before for v in lost_since(read_record(path), verdicts)]
     for verdict in lost:
-        print(f"equal before, now {VERDICTS[verdict.letter]}: {verdict.case} {' '.join(verdict.text.split())[:200]}")
+        print(
+            f"equal before, now {VERDICTS[verdict.letter]}: {verdict.case} {' '.join(verdict.text.split())[:200]}"
+        )
     bad = [v for v in verdicts if v.letter not in "=r" and v.case.layout != "FSDP2"]
     return int(bool(bad or lost))
 
@@ -65,12 +73,18 @@ def table(verdicts: Iterable[Verdict]) -> str:
     for verdict in verdicts:
         _, layout, kind, which = verdict.case.group
         counts[layout, kind, which][verdict.letter] += 1
-    lines = [f"{'layout':14} {'form':9} {'sharded':8}" + "".join(f"{name:>16}" for name in VERDICTS.values()) + "   equal"]
+    lines = [
+        f"{'layout':14} {'form':9} {'sharded':8}"
+        + "".join(f"{name:>16}" for name in VERDICTS.values())
+        + "   equal"
+    ]
     for key in sorted(counts, key=lambda key: (list(LAYOUTS).index(key[0]), key[1:])):
         row = counts[key]
         share = row["="] / sum(row.values())
         lines.append(
-            f"{key[0]:14} {key[1]:9} {key[2]:8}" + "".join(f"{row[letter]:16}" for letter in VERDICTS) + f"{share:8.1%}"
+            f"{key[0]:14} {key[1]:9} {key[2]:8}"
+            + "".join(f"{row[letter]:16}" for letter in VERDICTS)
+            + f"{share:8.1%}"
         )
     return "\n".join(lines)
 

@@ -53,7 +53,9 @@ def sharded(
 def like(tensor: torch.Tensor, result: Any) -> Any:
     """``tensor``, the same on every rank, in a form that operations take beside ``result``."""
     if isinstance(result, DTensor):
-        return DTensor.from_local(tensor, result.device_mesh, [Replicate()] * result.device_mesh.ndim, run_check=False)
+        return DTensor.from_local(
+            tensor, result.device_mesh, [Replicate()] * result.device_mesh.ndim, run_check=False
+        )
     if isinstance(result, RaggedTensor):
         return RaggedTensor.from_full(tensor, result.spec)
     return tensor
@@ -71,5 +73,3 @@ def whole(tensor: Any) -> torch.Tensor:
         tensor = tensor.full_tensor()
     tensor = tensor.wait() if hasattr(tensor, "wait") and type(tensor) is not torch.Tensor else tensor
     return tensor.detach()
-
-

@@ -96,7 +96,7 @@ class Sample:
         """Whether the form ``value`` writes into its arguments."""
         after = self.expected["value"]
         return after is None or any(
-            a._version or not torch.equal(a, b) and not (a != a).any()
+            a._version or (not torch.equal(a, b) and not (a != a).any())
             for a, b in zip(after.arguments, self.tensors, strict=True)
         )
 
@@ -142,7 +142,8 @@ class Sample:
             if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in results(result)):
                 return None
             outs = [torch.zeros_like(t) for t in results(result)]
-            return run(self, kind, tensors, out=rebuilt(result, outs))
+            outcome = run(self, kind, tensors, out=rebuilt(result, outs))
+            return outcome if outcome.result is not None else None
         except Exception:
             return None
 

@@ -7,6 +7,7 @@ other operator each rank gathers the whole arguments and computes the whole resu
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,17 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import dtensor_of, increment_version, local_of, replicates_implicitly, waited
+from shardwright._torch import (
+    dtensor_of,
+    in_backward,
+    increment_version,
+    local_of,
+    rebind,
+    replicates_implicitly,
+    waited,
+)
 from shardwright.engine.tensors.gathering import full_of
+from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.through_whole import refuse, with_part
 from shardwright.engine.tensors.unset import FILLING
@@ -45,22 +55,28 @@ def real(tensor: Any) -> bool:
     )
 
 
-def by_parts(func: Any) -> bool:
+def by_parts(func: Any, args: Any) -> bool:
     """Whether DTensor's rule for an operator is right."""
-    if _RANDOM in func.tags:
+    # torch reduces all dimensions if the list of them is empty, DTensor none.
+    if _RANDOM in func.tags or (len(args) > 1 and isinstance(args[1], (list, tuple)) and not args[1]):
         return False
     packet = func.overloadpacket
+    # DTensor writes a rank's own number into ``out``, without a sum over the ranks.
+    has_out = any(argument.is_out for argument in func._schema.arguments)
     return (
         func.is_view
+        or func is _aten._unsafe_view.default
         or torch.Tag.pointwise in func.tags
-        or torch.Tag.inplace_view in func.tags
-        or packet in _BY_PARTS
+        or (packet in _BY_PARTS and not has_out)
         or packet.__name__.startswith(_OF_OPTIMIZERS)
     )
 
 
 def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether every rank has, or can gather, the same whole arguments of an operator of torch."""
+    """Whether every rank has, or can gather, the same whole arguments of an operator of torch.
+
+    In a backward plain tensors beside sharded ones mostly come from torch's formulas. :func:`on_wholes` compares them.
+    """
     if func.namespace not in _TORCHS:
         return False
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -75,7 +91,7 @@ def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
         return True  # nothing sharded is read
     if func.overloadpacket in _BY_POSITION:
         return isinstance(args[0], DTensor)
-    return all(t.numel() == 1 for t in plain) or replicates_implicitly()
+    return all(t.numel() == 1 for t in plain) or in_backward() or replicates_implicitly()
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
@@ -98,35 +114,44 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     Results of a random operator with the shape of its first argument are cut like it. Ranks with different seeds then
     still have parts of one tensor each.
     """
-    sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
-    written = {id(t): unread for t, unread in written_arguments(func, args, kwargs) if isinstance(t, DTensor)}
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
+    written = {id(t): unread for t, unread in written_arguments(func, args, kwargs)}
     mesh = sharded[0].device_mesh
-    _agree(func, [t for t in sharded if not written.get(id(t))])
+    read = [t for t in sharded if not written.get(id(t))]
+    if read:
+        _agree(func, read, [t for t in tensors if not isinstance(t, DTensor)] if in_backward() else [])
     wholes: dict[int, torch.Tensor] = {}
-    parts: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    parts: dict[int, torch.Tensor] = {}
     for t in sharded:
         if id(t) in wholes:
             continue
-        if id(t) not in written:
+        if id(t) not in written or not _is_cut(t):
             wholes[id(t)] = _strided_as(t, _whole(t))
             continue
-        wholes[id(t)], own = with_part(t, func)
+        wholes[id(t)], parts[id(t)] = with_part(t, func)
         if not written[id(t)]:
             wholes[id(t)].copy_(_whole(t))
-        parts.append((t, wholes[id(t)], own))
 
     def whole_of(value: Any) -> Any:
         return wholes[id(value)] if isinstance(value, DTensor) else value
 
     result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
-    for t, whole, own in parts:
-        if whole.shape != t.shape or own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+    everywhere = (Replicate(),) * mesh.ndim
+    targets = {}
+    for t in sharded:
+        if id(t) not in written:
+            continue
+        whole = wholes[id(t)]
+        targets[id(whole)] = t
+        if id(t) in parts and whole.shape == t.shape:
+            local_of(t).copy_(parts[id(t)])
+        elif parameter_of(local_of(t)) or local_of(t).is_inference():
             refuse(func, t)
-        local = local_of(t)
-        local.copy_(own)
-        if not local.is_inference():
-            increment_version([local])
-    targets = {id(whole): t for t, whole, _ in parts}
+        else:
+            rebind(t, dtensor_of(whole, mesh, everywhere, whole.shape, whole.stride()))
+        if not local_of(t).is_inference():
+            increment_version([local_of(t)])
     like = args[0] if _RANDOM in func.tags and args and isinstance(args[0], DTensor) else None
 
     def wrapped(made: Any) -> Any:
@@ -134,11 +159,16 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
             return made
         if id(made) in targets:
             return targets[id(made)]
-        if like is not None and made.shape == like.shape and not any(p.is_partial() for p in like.placements):
+        if like is not None and made.shape == like.shape and _is_cut(like):
             return distribute_tensor(made, mesh, like.placements, src_data_rank=None)
-        return dtensor_of(made, mesh, (Replicate(),) * mesh.ndim, made.shape, made.stride())
+        return dtensor_of(made, mesh, everywhere, made.shape, made.stride())
 
     return tree_map(wrapped, result)
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    """Whether each rank has elements of the tensor, and not numbers to be added to those of other ranks."""
+    return not any(p.is_partial() for p in tensor.placements)
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
@@ -150,20 +180,31 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _strided_as(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    if whole.stride() == tensor.stride() or not whole.numel():
+    shape, stride = tensor.shape, tensor.stride()
+    repeats = any(step == 0 and size > 1 for step, size in zip(stride, shape, strict=True))
+    if whole.stride() == stride or not whole.numel() or repeats:
         return whole
     return whole.new_empty_strided(tensor.shape, tensor.stride()).copy_(whole)
 
 
-def _agree(func: Any, tensors: list[DTensor]) -> None:
-    """Meet all ranks that have parts of these tensors, because they are about to be gathered for one operator."""
-    if not tensors:
-        return
-    mesh = tensors[0].device_mesh
+def _agree(func: Any, sharded: list[DTensor], plain: list[torch.Tensor]) -> None:
+    """Meet all ranks that have parts of these tensors, because they are about to be gathered for one operator.
+
+    Plain tensors beside them must be equal on all ranks of the mesh.
+    """
+    mesh = sharded[0].device_mesh
     axes = [
         axis
         for axis in range(mesh.ndim)
-        if mesh.size(axis) > 1 and not all(t.placements[axis].is_replicate() for t in tensors)
+        if mesh.size(axis) > 1 and (plain or not all(t.placements[axis].is_replicate() for t in sharded))
     ]
-    text = " ".join([str(func), *(f"{t.placements} {t.dtype} {t.shape}" for t in tensors)])
+    text = " ".join(
+        [str(func), *(f"{t.placements} {t.dtype} {t.shape}" for t in sharded), *map(_digest, plain)]
+    )
     agree_to_read(map(mesh.get_group, axes), torch.device(mesh.device_type), text)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    content = zlib.crc32(bytes(values.reshape(-1).view(torch.uint8).tolist())) if values.numel() else 0
+    return f"{tensor.dtype} {tuple(tensor.shape)} {content}"

@@ -19,14 +19,16 @@ from shardwright._torch import (
     StridedShard,
     called_by_stager,
     dtensor_of,
+    in_backward,
     increment_version,
     local_of,
+    rebind,
     storage_key,
     subclasses_dispatch,
     waited,
 )
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.naming import EDITED, note_origin, parameter_behind, parameter_of
 from shardwright.engine.tensors.operations import by_parts, can_use_wholes, on_wholes, written_arguments
 from shardwright.engine.tensors.operations import real as _real
 from shardwright.engine.tensors.reading import agree_to_read
@@ -41,8 +43,6 @@ from shardwright.engine.tensors.through_whole import (
 )
 from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
-#: Set on a view of a sharded parameter: the local tensor whose counter increases with edits of the view.
-EDITED = "_edited"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
 #: They have no result for an empty part. A rank with an empty part uses a neutral element.
@@ -103,7 +103,9 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         ):
             return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
-        if func.overloadpacket in BY_POSITION and _real(args[0]):
+        if torch.Tag.inplace_view in func.tags and _real(args[0]):
+            result = _change_shape(func, args, kwargs)
+        elif func.overloadpacket in BY_POSITION and _real(args[0]):
             result = _edit_by_position(func, args, kwargs)
         else:
             result = cls._operate(func, types, args, kwargs)
@@ -113,7 +115,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func in _ON_DATA and any(type(t) is torch.Tensor for t in args):
+        if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
             _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
         if func in _SUMMED and _real(args[0]):
             _cut_gradient(args[0])
@@ -126,10 +128,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         elif func in _JOINS:
             args = (_alike(args[0]), *args[1:])
         elif func.overloadpacket not in _LINEAR:
-            for t in args[:2]:
-                if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
-                    _agree(t)
-                    break
+            # DTensor would divide by a rank's own part of a sum, for example.
+            args = tuple(_reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
         result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
             many = bool(args) and isinstance(args[0], (list, tuple))
@@ -139,10 +139,13 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             counters += edits if many else []
             increment_version([t for t in counters if not t.is_inference()])
             return result
-        if func.is_view and isinstance(args[0], ShardedTensor):
+        if (func.is_view or func is _aten._unsafe_view.default) and isinstance(args[0], ShardedTensor):
             return _as_views(func, args, kwargs, result)
+        source = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor)), None)
         for made in _plain(result):
             made.__class__ = ShardedTensor
+            if source is not None:
+                note_origin(made, source)
         return result
 
     @staticmethod
@@ -209,7 +212,7 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            written = args[0] if not kwargs.get("out") and args else kwargs.get("out")
+            written = args[0] if "out" not in kwargs and args else kwargs.get("out")
             if isinstance(written, ShardedCopy):
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
@@ -286,6 +289,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         made: Any = each
         made._local_tensor = waited(local_of(made))
         made._edited = base.__dict__.get(EDITED, viewed)
+        note_origin(made, base)
         if type(base) is not ShardedCopy and (not _real(made) or _shares_order(made, base)):
             made.__class__ = ShardedTensor
             if func is _detach:
@@ -322,6 +326,8 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
 
 def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a tensor with these placements that was summed or added to a plain loss."""
+    if gradient is None:  # of a tensor without elements
+        return gradient
     if not isinstance(gradient, DTensor):
         gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     if any(p.is_partial() for p in placements):
@@ -347,7 +353,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and _real(t):
                 _cut_gradient(t)
     wholes = can_use_wholes(func, args, kwargs)
-    if wholes and not by_parts(func):
+    if wholes and not by_parts(func, args):
         return on_wholes(func, args, kwargs)
     try:
         return DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
@@ -358,7 +364,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if wholes:
             return on_wholes(func, args, kwargs)
         is_real = args and isinstance(args[0], ShardedTensor) and _real(args[0])
-        if is_real and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+        if is_real and func._schema.is_mutable and "out" not in kwargs and can_edit(func):
             edit(args[0], (), func, args, kwargs)
             return args[0]
         if not all(_real(t) for t in leaves if isinstance(t, DTensor)):
@@ -366,6 +372,17 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if "mixed torch.Tensor and DTensor" in str(error):
             _refuse_mixed(func, leaves, error)
         _refuse_operation(func, leaves, error)
+
+
+def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """In-place changes of a shape. DTensor changes an alias of the tensor."""
+    target = args[0]
+    form = getattr(_aten, func.overloadpacket.__name__.rstrip("_"), None)
+    view = getattr(form, func._overloadname, None)
+    if view is None or EDITED in target.__dict__ or parameter_of(local_of(target)):
+        refuse(func, target)
+    rebind(target, view(*args, **kwargs))
+    return target
 
 
 def _edit_by_position(func: Any, args: Any, kwargs: Any) -> Any:
@@ -471,8 +488,8 @@ def _filled(tensor: Any, value: float) -> Any:
 
 
 def _label(arguments: Iterable[Any]) -> str:
-    tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
-    name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
+    names = (parameter_behind(t) for t in arguments if isinstance(t, ShardedTensor))
+    name = next(filter(None, names), "")
     return f"Parameter {name}" if name else "A sharded parameter"
 
 
@@ -490,7 +507,8 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> N
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
     raise RuntimeError(
         f"{_label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
-        "full parameters only inside the forward of a sharded module, also with reshard_after_forward=False. Move this use into such a "
+        "full parameters only inside the forward of a sharded module, also with reshard_after_forward=False. Move "
+        "this use into such a "
         "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
         "weight after forward, in a loss for example, call unshard() on the module of its unit before each such use. "
         "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "

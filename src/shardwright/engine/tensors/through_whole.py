@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from shardwright._torch import StridedShard, increment_version, local_of
-from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.naming import parameter_behind
 from shardwright.engine.tensors.ragged import RaggedTensor
 
 _aten = torch.ops.aten
@@ -106,8 +106,7 @@ def whole_of(value: Any) -> Any:
 
 def refuse(func: Any, tensor: Any) -> NoReturn:
     tensor = getattr(tensor, "_viewed", tensor)
-    local = getattr(tensor, "_local_tensor", None)
-    parameter = parameter_of(getattr(tensor, "_edited", local))
+    parameter = parameter_behind(tensor) if hasattr(tensor, "_local_tensor") else ""
     label = f"parameter {parameter}, a" if parameter else "a"
     raise NotImplementedError(
         f"{func} changes a part of {label} sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided "
