@@ -379,10 +379,16 @@ def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
     target = args[0]
     form = getattr(_aten, func.overloadpacket.__name__.rstrip("_"), None)
     view = getattr(form, func._overloadname, None)
-    if view is None or EDITED in target.__dict__ or parameter_of(local_of(target)):
+    if view is None:
         refuse(func, target)
-    rebind(target, view(*args, **kwargs))
-    return target
+    made: Any = view(*args, **kwargs)
+    own_memory = EDITED not in target.__dict__ and not parameter_of(local_of(target))
+    if own_memory or (
+        type(made) is ShardedTensor and storage_key(local_of(made)) == storage_key(local_of(target))
+    ):
+        rebind(target, made)
+        return target
+    refuse(func, target)
 
 
 def _edit_by_position(func: Any, args: Any, kwargs: Any) -> Any:
