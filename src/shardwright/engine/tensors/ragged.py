@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
+from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced, refusal
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
 from shardwright.engine.tensors.gathering import free, full_of
@@ -472,7 +472,7 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
     """Raise for an operation on ``arguments``, which contain a ragged tensor."""
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
     label = described(tensors[0]) if tensors else "a ragged tensor"
-    raise NotImplementedError(
+    raise refusal(
         f"{name} is not supported on {label}. Each rank has only a range of its elements, so the result would depend "
         "on this rank's part alone. Use .full_tensor(), called on every rank, or the full parameters inside `with "
         'shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside the '

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from shardwright._torch import StridedShard, increment_version, local_of
+from shardwright._torch import StridedShard, increment_version, local_of, refusal
 from shardwright.engine.tensors.naming import parameter_behind
 from shardwright.engine.tensors.ragged import RaggedTensor
 
@@ -108,7 +108,7 @@ def refuse(func: Any, tensor: Any) -> NoReturn:
     tensor = getattr(tensor, "_viewed", tensor)
     parameter = parameter_behind(tensor) if hasattr(tensor, "_local_tensor") else ""
     label = f"parameter {parameter}, a" if parameter else "a"
-    raise NotImplementedError(
+    raise refusal(
         f"{func} changes a part of {label} sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided "
         "view), whose elements are on several ranks; shardwright does not support this. Do it inside `with "
         "shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by copy_."
