@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -56,26 +56,34 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """The samples that run: at most ``limit`` of each operation, or those with ``numbers`` by its full name."""
+
+    limit: int
+    numbers: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Verdict:
     case: Case
     letter: str
     text: str = ""
 
 
-def run_table(ops: Sequence[Any], layouts: Sequence[str], ranks: int, limit: int) -> Iterator[Verdict]:
-    """Judge at most ``limit`` samples of each operation on so many ranks, in each of the layouts."""
+def run_table(ops: Sequence[Any], layouts: Sequence[str], ranks: int, plan: Plan) -> Iterator[Verdict]:
+    """Judge samples of each operation on so many ranks, in each of the layouts."""
     done: set[Case] = set()
     bad: Counter[tuple[str, str, str, str]] = Counter()
     first = 0
     while first is not None:
-        first = yield from _run_once(ops, layouts, ranks, limit, first, done, bad)
+        first = yield from _run_once(ops, layouts, ranks, plan, first, done, bad)
 
 
 def _run_once(
     ops: Sequence[Any],
     layouts: Sequence[str],
     ranks: int,
-    limit: int,
+    plan: Plan,
     first: int,
     done: set[Case],
     bad: Counter[tuple[str, str, str, str]],
@@ -87,7 +95,7 @@ def _run_once(
         ends = [_FORK.Pipe(duplex=False) for _ in range(ranks)]
         started = []
         for rank, (_, sender) in enumerate(ends):
-            arguments = (rank, ranks, folder, sender, barrier, ops, layouts, limit, first, done, skipped)
+            arguments = (rank, ranks, folder, sender, barrier, ops, layouts, plan, first, done, skipped)
             process = _FORK.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             sender.close()
@@ -162,7 +170,7 @@ def _merged(case: Case, given: list[tuple[str, str]]) -> Verdict:
     return Verdict(case, worst, next((text for letter, text in given if text), ""))
 
 
-def _rank(rank: int, ranks: int, folder: str, sender: Connection, barrier: Any, *plan: Any) -> None:
+def _rank(rank: int, ranks: int, folder: str, sender: Connection, barrier: Any, *rest: Any) -> None:
     try:
         warnings.simplefilter("ignore")
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -175,7 +183,7 @@ def _rank(rank: int, ranks: int, folder: str, sender: Connection, barrier: Any, 
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
         )
-        _serve(ranks, sender, barrier, *plan)
+        _serve(ranks, sender, barrier, *rest)
         sender.send(("finished",))
     except threading.BrokenBarrierError:
         sender.send(("left", ""))
@@ -196,7 +204,7 @@ def _serve(
     barrier: Any,
     ops: Sequence[Any],
     layouts: Sequence[str],
-    limit: int,
+    plan: Plan,
     first: int,
     done: set[Case],
     skipped: set[tuple[str, str, str, str]],
@@ -208,7 +216,7 @@ def _serve(
     for index in range(first, len(ops)):
         op = ops[index]
         sender.send(("operation", index))
-        for sample in samples(op, limit):
+        for sample in samples(op, plan.limit, plan.numbers.get(op.full_name)):
             kept: dict[str, Any] = {}
             for form in sample.forms():
                 for layout in layouts:

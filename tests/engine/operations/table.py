@@ -6,7 +6,7 @@ This file knows no process groups and no sharding.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -148,8 +148,8 @@ class Sample:
             return None
 
 
-def samples(op: Any, limit: int) -> list[Sample]:
-    """At most ``limit`` samples, evenly drawn from torch's."""
+def samples(op: Any, limit: int, numbers: Collection[int] | None = None) -> list[Sample]:
+    """Torch's samples with these ``numbers``, or at most ``limit`` of them, evenly drawn."""
     supported = op.supported_dtypes("cpu")
     dtype = next((d for d in _DTYPES if d in supported), None)
     if dtype is None:
@@ -161,7 +161,8 @@ def samples(op: Any, limit: int) -> list[Sample]:
     except Exception:
         return []  # such as kernels of other devices
     count = min(limit, len(drawn))
-    return [Sample(op, n, drawn[n]) for n in sorted({i * len(drawn) // count for i in range(count)})]
+    chosen = {i * len(drawn) // count for i in range(count)} if numbers is None else numbers
+    return [Sample(op, n, drawn[n]) for n in sorted(chosen) if n < len(drawn)]
 
 
 def results(result: Any) -> list[Any]:
