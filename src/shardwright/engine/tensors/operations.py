@@ -8,8 +8,8 @@ other operator each rank gathers the whole arguments and computes the whole resu
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -25,7 +25,7 @@ from shardwright._torch import (
     waited,
 )
 from shardwright.engine.tensors.gathering import full_of
-from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.naming import parameter_behind, parameter_of
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.through_whole import refuse, with_part
 from shardwright.engine.tensors.unset import FILLING
@@ -41,6 +41,7 @@ _BY_PARTS = {
     _aten.new_empty_strided, _aten.stack, _aten.cat, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.equal,
     _aten.is_same_size, _aten.is_pinned, _aten.where,
 }  # fmt: skip
+_RESHAPES = {_aten.view, _aten._unsafe_view}
 #: Operators on lists of parameters and their states, with which optimizers step.
 _OF_OPTIMIZERS = ("_foreach_", "_fused_", "_amp_")
 #: Reads whose plain arguments are positions.
@@ -61,6 +62,8 @@ def by_parts(func: Any, args: Any) -> bool:
     if _RANDOM in func.tags or (len(args) > 1 and isinstance(args[1], (list, tuple)) and not args[1]):
         return False
     packet = func.overloadpacket
+    if packet in _RESHAPES and not args[0].numel():
+        return False  # DTensor's rule may not end
     # DTensor writes a rank's own number into ``out``, without a sum over the ranks.
     has_out = any(argument.is_out for argument in func._schema.arguments)
     return (
@@ -136,7 +139,10 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     def whole_of(value: Any) -> Any:
         return wholes[id(value)] if isinstance(value, DTensor) else value
 
-    result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    try:
+        result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    except RuntimeError as error:
+        refuse_operation(func, sharded, error)
     everywhere = (Replicate(),) * mesh.ndim
     targets = {}
     for t in sharded:
@@ -208,3 +214,19 @@ def _digest(tensor: torch.Tensor) -> str:
     values = tensor.detach().cpu().contiguous()
     content = zlib.crc32(bytes(values.reshape(-1).view(torch.uint8).tolist())) if values.numel() else 0
     return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
+
+
+def label(arguments: Iterable[Any]) -> str:
+    names = (parameter_behind(t) for t in arguments if isinstance(t, DTensor))
+    name = next(filter(None, names), "")
+    return f"Parameter {name}" if name else "A sharded parameter"
+
+
+def refuse_operation(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
+    """Raise for an operator that neither DTensor nor this engine can compute."""
+    raise RuntimeError(
+        f"{label(arguments)} is sharded, and {func} cannot be computed from it ({type(error).__name__}: {error}). "
+        "Pass .full_tensor(), called on every rank, or use the full parameters inside `with "
+        "shardwright.unsharded(model):` or inside the forward of the module of its unit. For an operator of your own, "
+        "register a rule with torch.distributed.tensor.experimental.register_sharding."
+    ) from error

@@ -28,8 +28,15 @@ from shardwright._torch import (
     waited,
 )
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import EDITED, note_origin, parameter_behind, parameter_of
-from shardwright.engine.tensors.operations import by_parts, can_use_wholes, on_wholes, written_arguments
+from shardwright.engine.tensors.naming import EDITED, note_origin, parameter_of
+from shardwright.engine.tensors.operations import (
+    by_parts,
+    can_use_wholes,
+    label,
+    on_wholes,
+    refuse_operation,
+    written_arguments,
+)
 from shardwright.engine.tensors.operations import real as _real
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.summed import cut_gradient, joins_loss
@@ -371,7 +378,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             raise
         if "mixed torch.Tensor and DTensor" in str(error):
             _refuse_mixed(func, leaves, error)
-        _refuse_operation(func, leaves, error)
+        refuse_operation(func, leaves, error)
 
 
 def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
@@ -493,26 +500,10 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def _label(arguments: Iterable[Any]) -> str:
-    names = (parameter_behind(t) for t in arguments if isinstance(t, ShardedTensor))
-    name = next(filter(None, names), "")
-    return f"Parameter {name}" if name else "A sharded parameter"
-
-
-def _refuse_operation(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
-    """Raise for an operator that neither DTensor nor this engine can compute."""
-    raise RuntimeError(
-        f"{_label(arguments)} is sharded, and {func} cannot be computed from it ({type(error).__name__}: {error}). "
-        "Pass .full_tensor(), called on every rank, or use the full parameters inside `with "
-        "shardwright.unsharded(model):` or inside the forward of the module of its unit. For an operator of your own, "
-        "register a rule with torch.distributed.tensor.experimental.register_sharding."
-    ) from error
-
-
 def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
     raise RuntimeError(
-        f"{_label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
+        f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
         "full parameters only inside the forward of a sharded module, also with reshard_after_forward=False. Move "
         "this use into such a "
         "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
