@@ -18,8 +18,8 @@ from tests.engine.operations.judging import VERDICTS
 from tests.engine.operations.sharding import LAYOUTS
 from tests.engine.operations.table import operations
 
-#: Operation, sample, layout, form, sharded arguments.
-Key = tuple[str, int, str, str, str]
+#: Operation, sample, layout, form, sharded arguments, ranks.
+Key = tuple[str, int, str, str, str, int]
 HERE = Path(__file__).parent
 
 
@@ -121,4 +121,5 @@ def _equal_samples(path: Path) -> set[Key]:
 
 def _is_lost(verdict: Verdict, equal: set[Key]) -> bool:
     case = verdict.case
-    return verdict.letter != "=" and (case.op, case.sample, case.layout, case.kind, case.which) in equal
+    key = (case.op, case.sample, case.layout, case.kind, case.which, case.ranks)
+    return verdict.letter != "=" and key in equal

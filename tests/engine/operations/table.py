@@ -19,6 +19,10 @@ SEED = 1234
 WITHOUT_VALUES = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_",
 }  # fmt: skip
+#: Torch ignores ``out`` of these for every subclass of tensors, before it asks the subclass.
+IGNORES_OUT = {"linalg.matrix_rank"}
+#: Torch reads the memory of this argument, by number, before it asks the subclass.
+READS_MEMORY = {"tensor_split": 1}
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 
 
@@ -72,6 +76,8 @@ class Sample:
             for i, leaf in enumerate(self._leaves)
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
         ]
+        if op.name in READS_MEMORY:
+            del self.places[READS_MEMORY[op.name] :]
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
@@ -136,7 +142,7 @@ class Sample:
                 if self.op.get_inplace() is None:
                     return None
                 return run(self, kind, tensors)
-            if not self.op.supports_out:
+            if not self.op.supports_out or self.op.name in IGNORES_OUT:
                 return None
             result = self.call("value", tensors)
             if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in results(result)):
