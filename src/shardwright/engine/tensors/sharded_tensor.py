@@ -385,7 +385,7 @@ def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
     """In-place changes of a shape. DTensor changes an alias of the tensor."""
     target = args[0]
     form = getattr(_aten, func.overloadpacket.__name__.rstrip("_"), None)
-    view = getattr(form, func._overloadname, None)
+    view = getattr(form, func._overloadname, None) or getattr(form, "int", None)  # transpose's
     if view is None:
         refuse(func, target)
     made: Any = view(*args, **kwargs)
