@@ -7,6 +7,7 @@
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
 # make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 16 minutes
+# make ops                               every operation of torch's table with sharded parameters, in under 40 minutes
 # make clusters                          jobs on hosts made of namespaces, under SLURM and Ray; skips what is missing
 # make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
 # make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
@@ -22,7 +23,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test quick guard house defects faults clusters gpu bench-gpu bench check lint types contract format clean
+.PHONY: setup train test quick guard house defects faults ops clusters gpu bench-gpu bench check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -58,6 +59,10 @@ defects: $(STAMP)
 
 faults: $(STAMP)
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PY) -m tools.faults --table benchmarks/results/faults.txt $(ARGS)
+
+# ARGS="--ops 'nn.functional.*' --layouts per_parameter" runs a part; --help has the other options.
+ops: $(STAMP)
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.engine.operations $(ARGS)
 
 # Hosts made of namespaces, and a SLURM cluster on them, where that is possible; a Ray cluster with the extra ray.
 clusters: $(STAMP)

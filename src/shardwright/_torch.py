@@ -517,6 +517,20 @@ def called_by_split_backward() -> bool:
     return frame is not None and frame.f_globals.get("__name__") == _SPLIT_BACKWARD
 
 
+_PARAMETRIZE = "torch.nn.utils.parametrize"
+
+
+def refusal(message: str) -> RuntimeError:
+    """The error for an operation that a sharded tensor does not support: NotImplementedError where torch lets it pass.
+
+    ``register_parametrization`` takes NotImplementedError for a missing inverse, and goes on without the weight.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _PARAMETRIZE:
+        frame = frame.f_back
+    return NotImplementedError(message) if frame is None else RuntimeError(message)
+
+
 def called_by_torchs_fully_shard() -> bool:
     """Whether the caller was called by torch's ``fully_shard``, which is about to take over a module's parameters."""
     return str(sys._getframe(2).f_globals.get("__name__")).endswith("._fully_shard._fsdp_init")
@@ -663,6 +677,11 @@ def all_reduce_traced(local: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
 def waited(local: torch.Tensor) -> torch.Tensor:
     """A local tensor that DTensor may still be communicating, as a plain one."""
     return local.wait() if isinstance(local, _AsyncCollectiveTensor) else local
+
+
+def replicates_implicitly() -> bool:
+    """Whether DTensor takes plain tensors for replicated ones, inside torch's ``implicit_replication()``."""
+    return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
 
 
 #: ``Shard`` of a dimension that a mesh dimension further right has cut before.

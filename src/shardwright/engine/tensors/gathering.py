@@ -104,12 +104,16 @@ def _gather_axis(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axi
         mine[: rows.shape[0]].copy_(rows)
     gathered = mine.new_empty(ranks * chunk, *rows.shape[1:])
     # As bytes: backends do not know every dtype.
-    flat = gathered.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8)
-    all_gather_single(*flat, group=mesh.get_group(axis))
+    all_gather_single(_bytes_of(gathered), _bytes_of(mine), group=mesh.get_group(axis))
     whole = gathered[:size].movedim(0, dim).contiguous()
     kept = storage_key(whole), storage_key(local)
     free(*(buffer for buffer in (gathered, mine) if storage_key(buffer) not in kept))
     return whole
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor. Dimensions of one element may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def free(*buffers: torch.Tensor) -> None:

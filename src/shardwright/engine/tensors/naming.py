@@ -9,6 +9,11 @@ from typing import Any
 #: keep ``torch.utils.swap_tensors`` from it, which ``Module._apply`` calls.
 _UNITS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
+#: Set on a view of a sharded parameter: the local tensor whose counter increases with edits of the view.
+EDITED = "_edited"
+#: Set on a result of operations on sharded tensors: a weak reference to the local tensor of the first parameter.
+_ORIGIN = "_origin"
+
 
 def remember(unit: Any, sharded: Any) -> None:
     """Register a sharded parameter of ``unit``."""
@@ -23,6 +28,21 @@ def parameter_of(key: Any) -> str:
         if any(key is each for each in _keys(p.sharded)):
             return f"{p.name!r} of unit {unit.name!r}"
     return ""
+
+
+def note_origin(made: Any, source: Any) -> None:
+    """Register the parameter behind the sharded tensor ``source`` as that of its result ``made``."""
+    made.__dict__[_ORIGIN] = _origin_of(source)
+
+
+def parameter_behind(tensor: Any) -> str:
+    """As :func:`parameter_of`, of the parameter from which a sharded tensor was viewed or computed."""
+    return parameter_of(_origin_of(tensor)())
+
+
+def _origin_of(tensor: Any) -> Any:
+    known = tensor.__dict__.get(_ORIGIN)
+    return known if known is not None else weakref.ref(tensor.__dict__.get(EDITED, tensor._local_tensor))
 
 
 def _keys(sharded: Any) -> list[Any]:

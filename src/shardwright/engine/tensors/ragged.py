@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
+from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced, refusal
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.averaging import (
     average,
@@ -528,7 +528,7 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
     """Raise for an operation on ``arguments``, which contain a ragged tensor."""
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
     label = described(tensors[0]) if tensors else "a ragged tensor"
-    raise NotImplementedError(
+    raise refusal(
         f"{name} is not supported on {label}. Each rank has only a range of its elements, so the result would depend "
         "on this rank's part alone. Use .full_tensor(), called on every rank, or the full parameters inside `with "
         'shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside the '
@@ -611,7 +611,7 @@ def _read_numbers(
 
 def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
     """This rank's part of the gradient of a tensor that was summed or added to a plain loss."""
-    if isinstance(gradient, RaggedTensor):
+    if gradient is None or isinstance(gradient, RaggedTensor):
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise NotImplementedError(

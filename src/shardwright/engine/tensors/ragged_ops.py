@@ -20,6 +20,7 @@ from shardwright._torch import (
     in_backward,
     increment_version,
     is_traced,
+    refusal,
 )
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of
@@ -48,7 +49,7 @@ def _mixed(func: Any, spec: RaggedSpec | None, tensor: torch.Tensor) -> NoReturn
     beside = "plain tensors" if spec is None else str(spec)
     if spec is not None and (parameter := parameter_of(spec)):
         beside += f", the cut of parameter {parameter}"
-    raise NotImplementedError(
+    raise refusal(
         f"{func} expects ragged tensors that are all cut in the same way, 0-d tensors and numbers, found {what} "
         f"beside {beside}. Cut it in the same way with RaggedTensor.from_full(tensor, like.spec), or use "
         ".full_tensor() of both."
@@ -82,8 +83,14 @@ def _spec_of(args: Sequence[Any]) -> RaggedSpec | None:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = _spec_of(args)
-    if spec is None:
+    form = kwargs.get("memory_format")
+    if spec is None or form not in (None, torch.contiguous_format, torch.preserve_format):
         refuse(func, (args, kwargs))
+    if torch.is_grad_enabled():
+        for arg in args:
+            # Some of torch's formulas make a whole gradient.
+            if isinstance(arg, RaggedTensor) and arg.is_leaf and not is_traced(arg._local_tensor):
+                cut_gradient(arg, functools.partial(cut_again, arg.spec))
     return RaggedTensor(
         func(
             *[_unwrap(func, spec, arg) for arg in args],
@@ -224,8 +231,10 @@ def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
     """The tensor of a reduction over all dimensions."""
     tensor: RaggedTensor = args[0]
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    ndim = tensor.dim()
     if (
-        (dims and {d % tensor.dim() for d in dims} != set(range(tensor.dim())))
+        (dims and {d % max(ndim, 1) for d in dims} != set(range(max(ndim, 1))))
         or args[2:]
         or kwargs.get("keepdim")
     ):
@@ -260,7 +269,7 @@ def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
 
 
 def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    tensor: RaggedTensor = args[0]
+    tensor = _everything(func, args, kwargs)
     return _reduce(tensor._local_tensor.count_nonzero(), dist.ReduceOp.SUM, tensor.spec)
 
 

@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import (
     StridedShard,
     called_by_stager,
     dtensor_of,
+    in_backward,
     increment_version,
     local_of,
     rebind,
@@ -38,7 +39,16 @@ from shardwright.engine.tensors.averaging import (
     tracked,
 )
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.naming import EDITED, note_origin, parameter_of
+from shardwright.engine.tensors.operations import (
+    by_parts,
+    can_use_wholes,
+    label,
+    on_wholes,
+    refuse_operation,
+    written_arguments,
+)
+from shardwright.engine.tensors.operations import real as is_real
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
 from shardwright.engine.tensors.through_whole import (
@@ -46,18 +56,13 @@ from shardwright.engine.tensors.through_whole import (
     Step,
     can_edit,
     edit,
-    make_into,
     refuse,
     views,
-    whole_of,
 )
 from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
-#: Set on a view of a sharded parameter: the local tensor whose counter increases with edits of the view.
-EDITED = "_edited"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
-_RANDOM = torch.Tag.nondeterministic_seeded
 #: They have no result for an empty part. A rank with an empty part uses a neutral element.
 _EXTREMES = {
     _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
@@ -84,7 +89,6 @@ _ON_DATA = {
     _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
     _aten.convolution.default,
 }  # fmt: skip
-_READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
 
 
 class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
@@ -137,12 +141,10 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                 args[0]._as_dtensor(clone=True)
             )  # the first number of Python's ``sum``: it stays Partial
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
-        if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
-            result = _draw_whole(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags and is_real(args[0]):
+            result = _change_shape(func, args, kwargs)
         elif func.overloadpacket in BY_POSITION and is_real(args[0]):
             result = _edit_by_position(func, args, kwargs)
-        elif "out" in kwargs and not any(isinstance(t, DTensor) for t in tree_leaves(args)):
-            result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
         else:
             result = cls._operate(func, types, args, kwargs)
         for local in edited:
@@ -151,7 +153,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func in _ON_DATA and any(type(t) is torch.Tensor for t in args):
+        if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
             _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
         if func in _SUMMED and is_real(args[0]):
             _cut_gradient(args[0])
@@ -164,35 +166,24 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         elif func in _JOINS:
             args = (_alike(args[0]), *args[1:])
         elif func.overloadpacket not in _LINEAR:
-            for t in args[:2]:
-                if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
-                    _agree(t)
-                    break
-        try:
-            result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
-        except (RuntimeError, NotImplementedError) as error:
-            holds_values = args and isinstance(args[0], ShardedTensor) and is_real(args[0])
-            # For example with parts of different sizes, or with plain tensors of the whole shape.
-            if holds_values and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
-                result = _of_whole(func, args, kwargs)
-            elif holds_values and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
-                return _edit_by_position(func, args, kwargs)
-            elif "mixed torch.Tensor and DTensor" in str(error):
-                _refuse_mixed(func, tree_leaves((args, kwargs)), error)
-            else:
-                raise
+            # DTensor would divide by a rank's own part of a sum, for example.
+            args = tuple(_reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
+        result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
-            many = isinstance(args[0], (list, tuple))
-            edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
+            many = bool(args) and isinstance(args[0], (list, tuple))
+            edits = [t for t, _ in written_arguments(func, args, kwargs) if isinstance(t, ShardedTensor)]
             counters = [t.__dict__.get(EDITED, local_of(t)) for t in edits]
             # Operations on one tensor increase the counter of its wrapper; operations on lists do not.
             counters += edits if many else []
             increment_version([t for t in counters if not t.is_inference()])
             return result
-        if func.is_view and isinstance(args[0], ShardedTensor):
+        if (func.is_view or func is _aten._unsafe_view.default) and isinstance(args[0], ShardedTensor):
             return _as_views(func, args, kwargs, result)
+        source = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor)), None)
         for made in _plain(result):
             made.__class__ = ShardedTensor
+            if source is not None:
+                note_origin(made, source)
         return result
 
     @staticmethod
@@ -270,7 +261,7 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            written = args[0] if not kwargs.get("out") and args else kwargs.get("out")
+            written = args[0] if "out" not in kwargs and args else kwargs.get("out")
             if isinstance(written, ShardedCopy):
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
@@ -347,6 +338,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         made: Any = each
         made._local_tensor = waited(local_of(made))
         made._edited = base.__dict__.get(EDITED, viewed)
+        note_origin(made, base)
         if type(base) is not ShardedCopy and (not is_real(made) or _shares_order(made, base)):
             made.__class__ = ShardedTensor
             if func is _detach:
@@ -381,15 +373,10 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
     return storage_key(local_of(view)) == storage_key(local_of(base))
 
 
-def is_real(tensor: Any) -> bool:
-    """Whether it is sharded and holds values. False while a compiler traces."""
-    return (
-        isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
-    )
-
-
 def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a tensor with these placements that was summed or added to a plain loss."""
+    if gradient is None:  # of a tensor without elements
+        return gradient
     if not isinstance(gradient, DTensor):
         gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     if any(p.is_partial() for p in placements):
@@ -492,33 +479,57 @@ def _agree_on_factors(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor
             agree_on_value(plain, groups_of(mesh), torch.device(mesh.device_type))
 
 
-@torch.no_grad()
-def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view or an index that DTensor cannot compute from parts: computed from the whole, on every rank."""
-    base: DTensor = args[0]
-    mesh, placements = base.device_mesh, (Replicate(),) * base.device_mesh.ndim
+def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator: from parts by DTensor's rule if that is right, or from whole tensors."""
+    leaves = tree_leaves((args, kwargs))
+    if func is not _detach and torch.is_grad_enabled():
+        for t in leaves:
+            if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and is_real(t):
+                _cut_gradient(t)
+    wholes = can_use_wholes(func, args, kwargs)
+    if wholes and not by_parts(func, args):
+        return on_wholes(func, args, kwargs)
+    try:
+        return DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # For example with parts of different sizes, or with plain tensors of the whole shape.
+        if wholes:
+            return on_wholes(func, args, kwargs)
+        holds_values = args and isinstance(args[0], ShardedTensor) and is_real(args[0])
+        if holds_values and func._schema.is_mutable and "out" not in kwargs and can_edit(func):
+            edit(args[0], (), func, args, kwargs)
+            return args[0]
+        if not all(is_real(t) for t in leaves if isinstance(t, DTensor)):
+            raise
+        if "mixed torch.Tensor and DTensor" in str(error):
+            _refuse_mixed(func, leaves, error)
+        refuse_operation(func, leaves, error)
 
-    def wrapped(made: torch.Tensor) -> DTensor:
-        return dtensor_of(made, mesh, placements, made.shape, made.stride())
 
-    whole = base.full_tensor()
-    if whole.stride() != base.stride():
-        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=whole.device).copy_(
-            whole
-        )
-    others, named = tree_map(whole_of, args[1:]), tree_map(whole_of, kwargs)
-    result = func(whole, *others, **named)
-    return [wrapped(t) for t in result] if isinstance(result, (list, tuple)) else wrapped(result)
+def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """In-place changes of a shape. DTensor changes an alias of the tensor."""
+    target = args[0]
+    form = getattr(_aten, func.overloadpacket.__name__.rstrip("_"), None)
+    view = getattr(form, func._overloadname, None) or getattr(form, "int", None)  # transpose's
+    if view is None:
+        refuse(func, target)
+    made: Any = view(*args, **kwargs)
+    own_memory = EDITED not in target.__dict__ and not parameter_of(local_of(target))
+    if own_memory or (
+        type(made) is ShardedTensor and storage_key(local_of(made)) == storage_key(local_of(target))
+    ):
+        rebind(target, made)
+        return target
+    refuse(func, target)
 
 
-def _edit_by_position(func: Any, args: Any, kwargs: Any, into: Any = None) -> Any:
-    target = args[0] if into is None else into
+def _edit_by_position(func: Any, args: Any, kwargs: Any) -> Any:
+    target = args[0]
     if not isinstance(target, ShardedTensor):
         refuse(func, target)
-    if into is None:
-        edit(target, (), func, args, kwargs)
-    else:
-        make_into(target, func, args, kwargs)
+    edit(target, (), func, args, kwargs)
     counter = _counter(target)
     if counter is not local_of(target) and not counter.is_inference():
         increment_version([counter])
@@ -617,29 +628,14 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
+def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
-    tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
-    name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
-    label = f"Parameter {name}" if name else "A sharded parameter"
     raise RuntimeError(
-        f"{label} is sharded, but {func} got it together with a plain tensor ({error}). Modules show full parameters "
-        "only inside the forward of a sharded module, also with reshard_after_forward=False. Move this use into such a "
+        f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
+        "full parameters only inside the forward of a sharded module, also with reshard_after_forward=False. Move "
+        "this use into such a "
         "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
         "weight after forward, in a loss for example, call unshard() on the module of its unit before each such use. "
         "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "
         "make the plain tensor a DTensor, or edit full parameters inside `with shardwright.unsharded(model):`."
     ) from error
-
-
-def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill this rank's part with the random numbers that the whole tensor would get there.
-
-    Ranks with equal seeds agree. DTensor's own version gives every rank the same numbers on the CPU.
-    """
-    target = args[0]
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)
-    func(whole, *args[1:], **kwargs)
-    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    local_of(target).copy_(local_of(part))
-    return target

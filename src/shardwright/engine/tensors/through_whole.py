@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from shardwright._torch import StridedShard, increment_version, local_of
-from shardwright.engine.tensors.naming import parameter_of
+from shardwright._torch import StridedShard, increment_version, local_of, refusal
+from shardwright.engine.tensors.naming import parameter_behind
 from shardwright.engine.tensors.ragged import RaggedTensor
 
 _aten = torch.ops.aten
@@ -61,7 +61,7 @@ def can_edit(func: Any) -> bool:
 def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run the in-place ``func`` with a view of ``base``, a DTensor or a RaggedTensor, as its first argument."""
     local = local_of(base)
-    whole, own = _with_part(base, func)
+    whole, own = with_part(base, func)
     own.copy_(local)
     func(views(whole, steps), *tree_map(whole_of, args[1:]), **tree_map(whole_of, kwargs))
     local.copy_(own)
@@ -69,18 +69,7 @@ def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwa
         increment_version([local])
 
 
-@torch.no_grad()
-def make_into(target: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run ``func``, whose arguments are all whole, with ``out=target``."""
-    local = local_of(target)
-    whole, own = _with_part(target, func)
-    func(*args, **{**kwargs, "out": whole})
-    local.copy_(own)
-    if not local.is_inference():
-        increment_version([local])
-
-
-def _with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole tensor, and this rank's part as a view of it."""
     local = local_of(base)
     whole = local.new_empty_strided(base.shape, base.stride()).zero_()
@@ -117,10 +106,9 @@ def whole_of(value: Any) -> Any:
 
 def refuse(func: Any, tensor: Any) -> NoReturn:
     tensor = getattr(tensor, "_viewed", tensor)
-    local = getattr(tensor, "_local_tensor", None)
-    parameter = parameter_of(getattr(tensor, "_edited", local))
+    parameter = parameter_behind(tensor) if hasattr(tensor, "_local_tensor") else ""
     label = f"parameter {parameter}, a" if parameter else "a"
-    raise NotImplementedError(
+    raise refusal(
         f"{func} changes a part of {label} sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided "
         "view), whose elements are on several ranks; shardwright does not support this. Do it inside `with "
         "shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by copy_."
