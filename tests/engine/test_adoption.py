@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwright as sw
 from tests.engine.kit.models import full
@@ -52,7 +52,7 @@ UNITS: tuple[tuple[tuple[str, ...], ...], ...] = (
 )
 
 
-# -- replacements --------------------------------------------------------------------------------------------------------
+# -- replacements ------------------------------------------------------------------------------------------------------
 
 
 def new_like(old: Any, value: torch.Tensor, as_dtensor: bool) -> nn.Parameter:
@@ -123,7 +123,7 @@ REPLACEMENTS: tuple[Callable[..., None], ...] = (
     one_by_one, by_load, table_alone, head_alone, tie_to_table, tie_to_head, tie_to_new, swap, new_and_old, new_module,
 )  # fmt: skip
 
-# -- what happens first --------------------------------------------------------------------------------------------------
+# -- what happens first ------------------------------------------------------------------------------------------------
 
 
 def parameters_of(name: str) -> Callable[[Language], None]:

@@ -25,7 +25,6 @@ from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete
 
-
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()  #: all units that own parameters or may come to do so
 
 
@@ -160,7 +159,7 @@ def _changed_together(unit: Unit) -> list[Unit]:
     }
     group, concerned = [unit, *unit.watch.lenders], set()
     for each in group:
-        concerned |= waiting.pop(each, None) or _parameters_in(each)
+        concerned |= waiting.pop(each, set()) or _parameters_in(each)
         group += [
             other for other, parameters in waiting.items() if other not in group and parameters & concerned
         ]
