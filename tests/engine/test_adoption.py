@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def new_and_old(model: Language, state: dict[str, torch.Tensor], tie: bool, as_d
 def new_module(model: Language, state: dict[str, torch.Tensor], tie: bool, as_dtensor: bool) -> None:
     """The body's weight is new, and the table's is moved to the output layer by an assignment of the module's dict."""
     model.body.weight = new_like(model.body.weight, state["body.weight"], as_dtensor)
-    model.head._parameters["weight"] = model.embed.weight
+    cast(Any, model.head)._parameters["weight"] = model.embed.weight
 
 
 REPLACEMENTS: tuple[Callable[..., None], ...] = (
@@ -181,6 +181,10 @@ def owners_of(model: nn.Module) -> list[list[int]]:
     ]
 
 
+def close(actual: Any, expected: Any, what: str) -> None:
+    torch.testing.assert_close(full(actual), expected, msg=lambda text: f"{what}: {text}")
+
+
 def train(model: Language, plain: Language, step: int) -> None:
     """One step, in which every rank has other data."""
     world = dist.get_world_size()
@@ -189,10 +193,10 @@ def train(model: Language, plain: Language, step: int) -> None:
         (plain(batch(step, rank)).square().mean() / world).backward()
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), q.grad, msg=lambda m, n=name: f"gradient of {n}: {m}")
+        close(p.grad, q.grad, f"gradient of {name}")
     with torch.no_grad():
         for each in (*model.parameters(), *plain.parameters()):
-            each.sub_(each.grad, alpha=0.1)
+            each.sub_(cast(torch.Tensor, each.grad), alpha=0.1)
             each.grad = None
 
 
@@ -219,7 +223,7 @@ def check(case: dict[str, Any], first: Callable[[Language], None], mesh: Any) ->
         train(model, plain, step)
     assert (model.head.weight is model.embed.weight) == (plain.head.weight is plain.embed.weight)
     for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(full(value), expected, msg=lambda m, n=name: f"{n} after two steps: {m}")
+        close(value, expected, f"{name} after two steps")
     return owners_of(model)
 
 

@@ -1,6 +1,7 @@
 """transformers' ``from_pretrained(distributed_config=DistributedConfig(...))`` with ``sw.replace_torch()``.
 
-Every mesh that transformers offers, tied and untied weights: gradients and steps of a plain model, saved and loaded again.
+Every mesh that transformers offers, with tied and untied weights: gradients and steps of a plain model. The models are
+saved and loaded again.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ def tokens(step: int, group: int) -> torch.Tensor:
 
 def logits(model: Any, x: torch.Tensor) -> torch.Tensor:
     return full(model(input_ids=x, use_cache=False).logits)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
 
 
 def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
