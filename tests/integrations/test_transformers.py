@@ -84,7 +84,10 @@ def logits(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+    def message(text: str) -> str:
+        return f"{name}: {text}"
+
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=message)
 
 
 def loss(model: Any, x: torch.Tensor) -> torch.Tensor:

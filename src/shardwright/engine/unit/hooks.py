@@ -149,7 +149,7 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
             nodes.append(tensor.grad_fn)
             # An in-place operation on a view makes a new node and loses the view's hooks, but not those of its base.
             base = tensor._base if tensor._is_view() else None
-            if base is not None and base.grad_fn is not None and sequence_number(base) > entry:
+            if base is not None and base.grad_fn is not None and sequence_number(base) >= entry:
                 nodes.append(base.grad_fn)
         return tensor
 
