@@ -48,11 +48,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+REFUSED = r"(parameter 'codes' of unit 1|\(not on this rank\)).*was changed in place"
+
+
 class Quantizer(nn.Module):
     def __init__(self, edit: Edit) -> None:
         super().__init__()
         self.codes, self.out = nn.Parameter(torch.randn(5, 3)), nn.Linear(3, 3)
         self.edit = edit
+        self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(3))
 
     def forward(self, x: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
@@ -89,7 +93,7 @@ def value_of(number: int) -> torch.Tensor:
 def check(edit: str, name: str) -> None:
     options, shape = SETTINGS[name]
     rank, world = dist.get_rank(), dist.get_world_size()
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if name == "bfloat16" else {}
+    tolerance = 2e-2 if name == "bfloat16" else 1e-6
     # Equal edits.
     model, plain = build(edit, options, shape)
     x = torch.randn(2, 3)
@@ -97,7 +101,7 @@ def check(edit: str, name: str) -> None:
         for each in (model, plain):
             each(x, value_of(step)).sum().backward()
     codes = full(model.quantizer.codes)
-    torch.testing.assert_close(codes, plain.quantizer.codes.detach(), **tolerance)
+    torch.testing.assert_close(codes, plain.quantizer.codes.detach(), rtol=tolerance, atol=tolerance)
     # Different edits, and edits of one rank alone.
     for values in (list(map(value_of, range(world))), [value_of(0)] + [None] * (world - 1)):
         model, _ = build(edit, options, shape)

@@ -119,9 +119,7 @@ def check(
         pairs = zip(model.named_parameters(), plain.named_parameters(), strict=True)
         for (name, p), (expected, q) in pairs:
             assert name == expected
-            torch.testing.assert_close(
-                full(p.grad), q.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            close(full(p.grad), q.grad, name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -241,10 +241,7 @@ class Agreement:
                 self.model.refuse(dict(zip(comm.ranks, records, strict=True)))
             edits = order[:, 2].tolist()
             if len(set(edits)) > 1:
-                ranks_by_edit = {
-                    edit: [r for r, e in zip(comm.ranks, edits, strict=True) if e == edit] for edit in edits
-                }
-                self.model.refuse_edits(list(ranks_by_edit.values()))
+                self.model.refuse_edits(dict(zip(comm.ranks, edits, strict=True)))
         raise RuntimeError(
             f"The ranks have diverged: in the last backward of {self.model.name_of(0)} they reduced gradients of "
             "different units or parameters, or in different orders. Every rank must use the outputs of the same "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardwright.comm import LEFT, Communicator, notices
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.reading import FULL, READ, refuse_divergence
+from shardwright.engine.tensors.reading import DRAW, FULL, READ, refuse_divergence
 from shardwright.engine.unit.unit import Unit
 
 #: Next actions in the records that ranks exchange. The texts appear in errors.
@@ -144,13 +144,8 @@ class Model:
                 f"The ranks have diverged: they reduce gradients of different parameters of "
                 f"{self.name_of(first.number)}. requires_grad must be the same on every rank."
             )
-        if (
-            (edits := {rank: r.detail for rank, r in records.items()})
-            and same_place
-            and one_age
-            and first.event in ENDS
-        ):
-            self.refuse_edits([ranks for _, ranks in _grouped(edits)])
+        if same_place and one_age and first.event in ENDS:
+            self.refuse_edits({rank: r.detail for rank, r in records.items()})
         doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
         text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
         unit = self._units[first.number]() if same_place and not same_size else None
@@ -169,10 +164,10 @@ class Model:
         way_out = _WAY_OUT_OF_LEAVING if left else _WAY_OUT if one_age else _WAY_OUT_OF_AGES
         raise RuntimeError(f"The ranks have diverged: {text}. {way_out}")
 
-    def refuse_edits(self, groups: Collection[list[int]]) -> NoReturn:
-        """Raise because ranks have written different values into full weights; ``groups``: ranks with equal values."""
+    def refuse_edits(self, hashes: dict[int, int]) -> NoReturn:
+        """Raise because ranks have written different values into full weights. ``hashes``: of each rank's edits."""
         names = " and ".join(f"parameter {name!r} of {self.name_of(number)}" for number, name in self.edited)
-        which = "; ".join(map(_ranks, groups))
+        which = "; ".join(_ranks(ranks) for _, ranks in _grouped(hashes))
         raise RuntimeError(
             f"The ranks have diverged: {names or 'a parameter (not on this rank)'} was changed in place while it was "
             f"full, to other values on each of: {which}. Each shard would keep another rank's values. "
@@ -185,6 +180,8 @@ class Model:
         """The next action of a rank in words, in the singular and in the plural, and its object."""
         if record.event == READ and record.number == FULL:
             return ("gathers", "gather"), "full parameters (unsharded)"
+        if record.event == READ and record.number == DRAW:
+            return ("draws", "draw"), "random numbers"
         if record.event == READ:
             return DOING[READ], "a sharded tensor (norm, sum, item, float)"
         models, ages = ({r[place] for r in among if r.event != READ} for place in (-2, -1))

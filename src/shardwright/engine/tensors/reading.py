@@ -19,8 +19,9 @@ from shardwright.comm import Communicator, Unreached
 LIMIT = timedelta(seconds=30)
 #: The event in the record of a rank that reads. Events of ``model/divergence.py`` are smaller numbers.
 READ = 7
-#: The kind of read, in place of a unit's number: a number of a tensor, or the full parameters of a model.
-NUMBER, FULL = range(2)
+#: The kind of read, in place of a unit's number: a number of a tensor, the full parameters of a model, or the states of
+#: random generators.
+NUMBER, FULL, DRAW = range(3)
 #: How long a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
 LIMIT_OF_FULL = timedelta(minutes=2)
 _TEXTS = (
@@ -32,6 +33,7 @@ _TEXTS = (
         "the full parameters (sw.unsharded, sw.stream_weights) of a model that is sharded",
         "Enter unsharded on every rank, or ask for the next bucket on every rank.",
     ),
+    ("the state of its generator, to draw random numbers", "Draw them on every rank."),
 )
 
 #: Called if only some ranks read. It raises an error that says what the others do (``model/divergence.py``).
@@ -53,10 +55,13 @@ def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, wha
         agree_to_read_over(Communicator(group, device), NUMBER, what)
 
 
-def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
-    """Meet the ranks of ``comm`` to read a NUMBER or FULL parameters. Raises as :func:`agree_to_read`."""
+def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
+    """Meet the ranks of ``comm`` to read a NUMBER, FULL parameters, or to DRAW. Raises as :func:`agree_to_read`.
+
+    Returns False if all ranks draw and ``what`` differs.
+    """
     if not comm.exchanges:
-        return
+        return True
     try:
         with boards.inside("agreement before a read", comm.name):
             records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
@@ -67,7 +72,9 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
             f"({type(error).__name__}: {error})"
         ) from error
     if records is None:
-        return
+        return True
+    if all(record[:2] == [READ, DRAW] for record in records):
+        return False
     readers = [rank for rank, record in zip(comm.ranks, records, strict=True) if record[0] == READ]
     if readers != comm.ranks:
         for refuse in refuse_divergence:

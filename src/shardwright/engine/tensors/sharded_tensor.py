@@ -25,6 +25,7 @@ from shardwright._torch import (
     subclasses_dispatch,
     waited,
 )
+from shardwright.engine.tensors.drawing import agree_to_draw
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import agree_to_read
@@ -104,6 +105,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             and joins_loss(func, args)
         ):
             return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
+        if _RANDOM in func.tags and args and isinstance(args[0], DTensor):
+            _agree_to_draw(func, args[0], kwargs)
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
@@ -231,6 +234,8 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
             if isinstance(written, ShardedCopy):
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
+                if _RANDOM in func.tags:
+                    _agree_to_draw(func, written._viewed, kwargs)
                 begin_edit(func, args, kwargs)
                 _refresh([*args[1:], kwargs])
                 edit(written._viewed, written._steps, func, args, kwargs)
@@ -501,6 +506,10 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> N
         "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "
         "make the plain tensor a DTensor, or edit full parameters inside `with shardwright.unsharded(model):`."
     ) from error
+
+
+def _agree_to_draw(func: Any, target: DTensor, kwargs: dict[str, Any]) -> None:
+    agree_to_draw(func, target, kwargs.get("generator"), target.__dict__.get(EDITED, local_of(target)))
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
