@@ -1,4 +1,4 @@
-"""Random numbers in place of replicated parameters: ranks with different seeds get an error, never different replicas."""
+"""Random numbers in place of replicated parameters: ranks with different seeds get an error, not different replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
     "generator": lambda p: p.normal_(generator=torch.Generator().manual_seed(torch.initial_seed())),
     "added": lambda p: p.add_(torch.randn_like(p)),
-    "dropout": lambda p: p.copy_(nn.functional.dropout(p, 0.5)),
 }
 REPLICATED: tuple[tuple[str, tuple[int, ...]], ...] = (("ddp", (4,)), ("hsdp", (2, 2)), ("ddp", (2, 2)))
 
