@@ -158,7 +158,10 @@ def _holds(owner: Any, sharded: nn.Parameter) -> bool:
     """Whether a unit's own modules still have one of its parameters."""
     inside = {id(m) for top in owner.watch.modules() for _, m in own_modules(top)}
     p = owner.managed(sharded)
-    return p is not None and any(id(slot.module()) in inside for slot in p.slots)
+    full_shown = owner.weights.forms.full_shown
+    return p is not None and any(
+        id(slot.module()) in inside and (full_shown or slot.holds(sharded)) for slot in p.slots
+    )
 
 
 def _check_parameter(

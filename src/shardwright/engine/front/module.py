@@ -52,6 +52,9 @@ from shardwright.extend import NamedMemory
 from shardwright.memory import Source
 
 _classes: dict[tuple[type, bool], type] = {}
+COPY_OF = (
+    "_shardwright_copy_of"  #: the attribute under which a shallow copy keeps the module that it was made from
+)
 
 
 @functools.cache
@@ -146,6 +149,15 @@ class FSDPModule(TorchFSDPModule):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
         return deepcopy_module(cast(nn.Module, self), memo, original_class(type(self)), install)
+
+    def __copy__(self) -> nn.Module:
+        """A module with the same parts and the same unit, as ``copy.copy`` of a plain module."""
+        if hasattr(super(), "__copy__"):
+            return super().__copy__()  # type: ignore[misc,no-any-return]
+        result: nn.Module = object.__new__(type(self))
+        # The unit refers to the original, which lives as long as its copy.
+        result.__dict__.update({**self.__dict__, COPY_OF: self.__dict__.get(COPY_OF, self)})
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -63,7 +63,7 @@ class Loaded(AtRest):
         unit = self._unit()
         root = root_of(unit) if unit is not None else None
         if root is not None and root.top is unit:
-            root.agreement.set_age(0)
+            root.agreement.loaded()
 
 
 def as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -7,6 +7,7 @@ one flag before the next step. Nothing here gathers or reduces weights. ``diverg
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from shardwright.engine.model.divergence import (
     DOING,
     END_BACKWARD,
     END_FORWARD,
+    ENDS,
     GATHER,
     LEFT_BY,
     MISSING,
@@ -52,7 +54,9 @@ class Agreement:
         self.flag: torch.Tensor | None = None
         self.flag_mark: Any = None
         self._reduced = 0  #: a hash of the running backward's reductions, in their order
-        #: For each axis, the numbers of all ranks from the end of the last backward: that hash, and the age.
+        #: For each axis, a hash of this rank's edits of full weights; on an accelerator a tensor there.
+        self._edits: dict[Communicator, Any] = {}
+        #: For each axis, the numbers of all ranks from the end of the last backward: both hashes, and the age.
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: The meetings, and how often they had met when the running forward or backward began.
         self._meeting_numbers: dict[Meeting, int] = {}
@@ -70,6 +74,29 @@ class Agreement:
         if age != self.age:
             self.age = age
             self._headers.set_age(age)
+
+    def compare_edit(self, number: int, name: str, fingerprint: Callable[[], torch.Tensor]) -> None:
+        """Compare an edit of full weights, ``fingerprint()``, over the ranks that must have made the same one.
+
+        On gloo at the end of the running forward or backward, on an accelerator at the end of the next backward.
+        """
+        unit = next((u for u in self.model.units() if u.number == number), None)
+        axes = unit.ranks.every if unit is not None else []
+        if not axes:
+            return
+        self.model.edited[number, name] = None
+        value = fingerprint() * (
+            2 * zlib.crc32(f"{number} {name}".encode()) + 1
+        )  # a sum, so that 0 changes nothing
+        for comm in axes:
+            edits = self._edits.get(comm, 0) + value
+            self._edits[comm] = edits.cpu() if comm.exchanges else edits
+
+    def loaded(self) -> None:
+        """Forget earlier differences, because a state dict has given every rank the same weights."""
+        self.set_age(0)
+        self._edits.clear()
+        self.model.edited.clear()
 
     def forget_backward(self) -> None:
         """Reset the order of reductions, because a backward has failed."""
@@ -120,10 +147,13 @@ class Agreement:
                 rest = [meeting for meeting in self._meetings() if meeting not in over]
                 self._leave(event, error, rest, _failure([c.meeting for c in self.model.every if c.meeting]))
                 raise
+        self.model.edited.clear()
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if the next action of another rank differs."""
         try:
+            if event in ENDS:
+                detail = int(self._edits.get(comm, 0))
             record = Record(event, number, nbytes, detail, self.model.number, self.age)
             records = comm.exchange(record, _limit_of(event))
         except Unreached as error:
@@ -178,11 +208,12 @@ class Agreement:
         self._reduced = 0
         if streams.asynchronous:
             return
-        with streams.beside("gather"):
+        # Edits come from the computation. Without them nothing waits for it.
+        with streams.fork("gather") if self._edits else streams.beside("gather"):
             flag = self._headers.differ()
-            mine = self._headers.mine()
-            mine[0] = reduced
             for comm in self.model.every:
+                mine = self._headers.mine(self._edits.get(comm))
+                mine[0] = reduced
                 self._orders[comm] = order = comm.gather_row(mine)
                 flag = flag | (order != order[comm.rank]).any()
             self.flag = flag if self.flag is None else flag | self.flag
@@ -210,6 +241,9 @@ class Agreement:
             records = [Record(END_BACKWARD, 0, 0, 0, self.model.number, age) for age in order[:, 1].tolist()]
             if len(set(records)) > 1:
                 self.model.refuse(dict(zip(comm.ranks, records, strict=True)))
+            edits = order[:, 2].tolist()
+            if len(set(edits)) > 1:
+                self.model.refuse_edits(dict(zip(comm.ranks, edits, strict=True)))
         raise RuntimeError(
             f"The ranks have diverged: in the last backward of {self.model.name_of(0)} they reduced gradients of "
             "different units or parameters, or in different orders. Every rank must use the outputs of the same "

@@ -104,7 +104,11 @@ def lend(unit: Unit, frame: Frame) -> None:
 
 def _join(unit: Unit, module: nn.Module) -> Root:
     with alone(unit.comm.device):
-        return attach(module)
+        if unit.root is None:
+            settle(unit)
+            for lender in unit.watch.lenders:  # its model may contain this unit
+                root_of(lender) or attach(lender.watch.modules()[0])
+        return root_of(unit) or attach(module)
 
 
 # -- before forward --------------------------------------------------------------------------------------------------
@@ -141,9 +145,10 @@ def _before(unit: Unit, root: Root, module: nn.Module, args: Any, kwargs: Any) -
     return args, kwargs
 
 
-def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[Lasting] | None) -> None:
+def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[Lasting] | None) -> bool:
     """Gather the full weights, or use the prefetched ones, and show them, because a call that reads them begins.
 
+    Returns False if the unit has no parameters any more, because users have replaced them by those of other units.
     ``lasting``: the kind of copies to show instead, if any.
     """
     activity = unit.activity
@@ -152,6 +157,8 @@ def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[
     if not activity.calls and not activity.to_run and not recomputing:
         if not unit.weights.forms.full_shown:
             settle_now(unit)
+            if not unit.weights.parameters:
+                return False
         if unit.weights.forms.lends_over:
             refuse_sharded_stand_ins(unit)
         follow_requires_grad(unit)
@@ -169,6 +176,7 @@ def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[
     weights.forms.show_full()
     if lasting is not None:
         _show_lasting(unit, root, frame, lasting)
+    return True
 
 
 def _show_lasting(unit: Unit, root: Root, frame: Frame, kind: type[Lasting]) -> None:
@@ -218,7 +226,9 @@ def _lend(unit: Unit, root: Root, frame: Frame, lasting: type[Lasting] | None) -
         assert frame.unit.root is not None
         root.compute_as(root.full_precision_in_eval and frame.unit.root.full_precision)
     frame.guests.append(unit)
-    _use(unit, root, frame, recomputing, lasting)
+    if not _use(unit, root, frame, recomputing, lasting):
+        frame.guests.remove(unit)
+        return
     if lasting is None and _is_marked(unit, recomputing):
         if frame.visit is None:
             # A separate visit, since it has no marked input.

@@ -24,6 +24,8 @@ DOING = (
     ("reads a number of", "read a number of"),
     ("has left", "have left"),
 )
+#: At these events ``Record.detail`` is a hash of the rank's edits of full weights.
+ENDS = (END_FORWARD, END_BACKWARD)
 #: What a rank has left with an exception, by the event that would have ended it.
 LEFT_BY = {
     END_FORWARD: "the forward of",
@@ -51,7 +53,7 @@ class Record(NamedTuple):
     event: int
     number: int  #: of the unit
     nbytes: int
-    detail: int  #: a number for the parameters, or for what was left; of a gather see ``Gather.detail``
+    detail: int  #: a number for the parameters, for edits, or for what was left; of a gather see ``Gather.detail``
     model: int
     age: int
 
@@ -71,6 +73,8 @@ class Model:
         self._ranks = ranks
         self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
         self.number = -1
+        #: Units and names of parameters of which this rank has changed the full form since the last agreement.
+        self.edited: dict[tuple[int, str], None] = {}
         self._earlier: int | None = None  #: number of models in that group before this one
 
     def begin(self) -> None:
@@ -135,11 +139,13 @@ class Model:
                 f"The ranks have diverged: they gather {self.name_of(first.number)} with fsdp_pre_all_gather on "
                 f"different parameters ({groups}). Attach it to the local tensors of the same parameters on every rank."
             )
-        if same_place and same_size and one_age:
+        if same_place and same_size and one_age and first.event not in ENDS:
             raise RuntimeError(
                 f"The ranks have diverged: they reduce gradients of different parameters of "
                 f"{self.name_of(first.number)}. requires_grad must be the same on every rank."
             )
+        if same_place and one_age and first.event in ENDS:
+            self.refuse_edits({rank: r.detail for rank, r in records.items()})
         doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
         text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
         unit = self._units[first.number]() if same_place and not same_size else None
@@ -157,6 +163,18 @@ class Model:
         left = any(r.event == LEFT for r in records.values())
         way_out = _WAY_OUT_OF_LEAVING if left else _WAY_OUT if one_age else _WAY_OUT_OF_AGES
         raise RuntimeError(f"The ranks have diverged: {text}. {way_out}")
+
+    def refuse_edits(self, hashes: dict[int, int]) -> NoReturn:
+        """Raise because ranks have written different values into full weights. ``hashes``: of each rank's edits."""
+        names = " and ".join(f"parameter {name!r} of {self.name_of(number)}" for number, name in self.edited)
+        which = "; ".join(_ranks(ranks) for _, ranks in _grouped(hashes))
+        raise RuntimeError(
+            f"The ranks have diverged: {names or 'a parameter (not on this rank)'} was changed in place while it was "
+            f"full, to other values on each of: {which}. Each shard would keep another rank's values. "
+            "Compute the change from the data of all ranks, for example reduce the statistics with "
+            "torch.distributed.all_reduce before it. Or keep the tensor as a buffer, which shardwright does not shard. "
+            "Then load a state dict into the model on every rank, or start again."
+        )
 
     def _describe(self, rank: int, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
         """The next action of a rank in words, in the singular and in the plural, and its object."""

@@ -30,6 +30,7 @@ from shardwright.engine.model.pools import Pools, prefetch_budget
 from shardwright.engine.model.prefetch import Prefetch
 from shardwright.engine.model.reductions import Reductions
 from shardwright.engine.model.visits import Visits
+from shardwright.engine.unit.owning import at_rest, settle_now
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
     fills,
@@ -159,7 +160,10 @@ class Root:
             issue(unit, call)
         for other in self._prefetch.after(unit):
             if other.root is self and other.weights.parameters and not valid_for(other, call):
-                issue(other, call)
+                if at_rest(other):
+                    settle_now(other)  # else it would gather again after its module has begun
+                if other.weights.parameters:
+                    issue(other, call)
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
         """Add a unit to the order of backward, after its last call. A unit without outputs is not prefetched in

@@ -20,9 +20,9 @@ from shardwright.comm import Communicator, Unreached
 LIMIT = timedelta(seconds=30)
 #: The event in the record of a rank that reads. Events of ``model/divergence.py`` are smaller numbers.
 READ = 7
-#: The kind of read, in place of a unit's number: a number of a tensor, the full parameters of a model, the gradient of
-#: a value that was read, or a value that is joined with a tensor.
-NUMBER, FULL, GRADIENT, VALUE = range(4)
+#: The kind of read, in place of a unit's number: a number of a tensor, the full parameters of a model, the states of
+#: random generators, the gradient of a value that was read, or a value that is joined with a tensor.
+NUMBER, FULL, DRAW, GRADIENT, VALUE = range(5)
 #: How long a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
 LIMIT_OF_FULL = timedelta(minutes=2)
 
@@ -45,6 +45,11 @@ KINDS = (
         ("gathers", "gather"),
         "full parameters (unsharded, stream_weights)",
         "Enter unsharded on every rank, or ask for the next bucket on every rank.",
+    ),
+    Kind(
+        ("draws", "draw"),
+        "random numbers",
+        "Draw them on every rank.",
     ),
     Kind(
         ("averages", "average"),
@@ -78,10 +83,13 @@ def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, wha
         agree_to_read_over(Communicator(group, device), NUMBER, what)
 
 
-def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
-    """Meet the ranks of ``comm`` for one of the :data:`KINDS` of reads. Raises as :func:`agree_to_read`."""
+def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
+    """Meet the ranks of ``comm`` for one of the :data:`KINDS` of reads. Raises as :func:`agree_to_read`.
+
+    Returns False if all ranks draw and ``what`` differs.
+    """
     if not comm.exchanges:
-        return
+        return True
     try:
         with boards.inside("agreement before a read", comm.name):
             records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
@@ -93,7 +101,9 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
             f"({type(error).__name__}: {error})"
         ) from error
     if records is None:
-        return
+        return True
+    if all(record[:2] == [READ, DRAW] for record in records):
+        return False
     if any(record[0] != READ for record in records):
         for refuse in refuse_divergence:
             refuse(comm, records)

@@ -38,6 +38,7 @@ from shardwright.engine.tensors.averaging import (
     recipe_of,
     tracked,
 )
+from shardwright.engine.tensors.drawing import agree_to_draw
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.tensors.naming import EDITED, note_origin, parameter_of
 from shardwright.engine.tensors.operations import (
@@ -63,6 +64,7 @@ from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
 _aten = torch.ops.aten
 _detach = _aten.detach.default
+_RANDOM = torch.Tag.nondeterministic_seeded
 #: They have no result for an empty part. A rank with an empty part uses a neutral element.
 _EXTREMES = {
     _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
@@ -140,6 +142,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return as_sharded(
                 args[0]._as_dtensor(clone=True)
             )  # the first number of Python's ``sum``: it stays Partial
+        if _RANDOM in func.tags and args and isinstance(args[0], DTensor):
+            _agree_to_draw(func, args[0], kwargs)
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if torch.Tag.inplace_view in func.tags and is_real(args[0]):
             result = _change_shape(func, args, kwargs)
@@ -265,6 +269,8 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
             if isinstance(written, ShardedCopy):
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
+                if _RANDOM in func.tags:
+                    _agree_to_draw(func, written._viewed, kwargs)
                 begin_edit(func, args, kwargs)
                 _refresh([*args[1:], kwargs])
                 edit(written._viewed, written._steps, func, args, kwargs)
@@ -639,3 +645,7 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoRe
         "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "
         "make the plain tensor a DTensor, or edit full parameters inside `with shardwright.unsharded(model):`."
     ) from error
+
+
+def _agree_to_draw(func: Any, target: DTensor, kwargs: dict[str, Any]) -> None:
+    agree_to_draw(func, target, kwargs.get("generator"), target.__dict__.get(EDITED, local_of(target)))

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwright._torch import SHARDED_MARKS, next_sequence_number, sequence_number, waited
 from shardwright.engine.base.visit import Visit
+from shardwright.engine.unit.containers import refuse_cycle, with_items, with_values
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,31 +28,38 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 def map_tensors(function: TensorMap, tree: Any, mutable: bool = True) -> Any:
     """``tree`` with ``function`` applied to every tensor in tuples, named tuples, lists, dicts and dataclasses.
 
-    Returns the same object if nothing changed, so a caller's containers keep their identity. With ``mutable`` False
-    lists and mappings are not replaced, because the caller must see later changes of them.
+    Returns the same object if nothing changed, so a caller's containers keep their identity. Otherwise a container of a
+    user's class becomes another one of its class, with its attributes, and its constructor does not run. With
+    ``mutable`` False lists and mappings are not replaced, because the caller must see later changes of them.
+
+    Raises:
+        ValueError: a container contains itself.
     """
+    try:
+        return _map(function, tree, mutable)
+    except RecursionError:
+        refuse_cycle(tree)
+        raise
+
+
+def _map(function: TensorMap, tree: Any, mutable: bool) -> Any:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if not mutable and isinstance(tree, (list, Mapping)):
         return tree
     if isinstance(tree, (tuple, list)):
-        items = [map_tensors(function, item, mutable) for item in tree]
+        items = [_map(function, item, mutable) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*items)
-        return type(tree)(items)
+        return with_items(tree, items)
     if isinstance(tree, Mapping):
-        changed = {key: map_tensors(function, value, mutable) for key, value in tree.items()}
+        changed = {key: _map(function, value, mutable) for key, value in tree.items()}
         if all(changed[key] is tree[key] for key in tree):
             return tree
-        result = dict(tree) if type(tree) is dict else _copy_mapping(tree)
-        for key, value in changed.items():
-            result[key] = value
-        return result
+        return with_values(tree, changed)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-        changed = {name: map_tensors(function, value, mutable) for name, value in fields.items()}
+        changed = {name: _map(function, value, mutable) for name, value in fields.items()}
         if all(changed[name] is fields[name] for name in fields):
             return tree
         result = copy.copy(tree)  # not dataclasses.replace, which runs __post_init__ again
@@ -66,10 +74,6 @@ def map_arguments(function: TensorMap, args: Any, kwargs: Any) -> tuple[Any, Any
     if len(args) == 1 and not kwargs:
         return (map_tensors(function, args[0]),), kwargs
     return map_tensors(function, (args, kwargs))  # type: ignore[no-any-return]
-
-
-def _copy_mapping(tree: Mapping[Any, Any]) -> Any:
-    return tree.copy() if hasattr(tree, "copy") else dict(tree)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -149,7 +153,7 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
             nodes.append(tensor.grad_fn)
             # An in-place operation on a view makes a new node and loses the view's hooks, but not those of its base.
             base = tensor._base if tensor._is_view() else None
-            if base is not None and base.grad_fn is not None and sequence_number(base) > entry:
+            if base is not None and base.grad_fn is not None and sequence_number(base) >= entry:
                 nodes.append(base.grad_fn)
         return tensor
 
@@ -194,7 +198,11 @@ def hidden_tensors(output: Any) -> Iterator[torch.Tensor]:
     if type(output) is torch.Tensor:
         return
     seen: set[int] = set()
-    todo = [(item, 0) for item in opaque_objects(output)]
+    try:
+        todo = [(item, 0) for item in opaque_objects(output)]
+    except RecursionError:
+        refuse_cycle(output)
+        raise
     while todo:
         item, depth = todo.pop()
         if id(item) in seen or depth > _DEPTH:

@@ -16,6 +16,7 @@ from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (
     TAKEN,
     UNIT_OF,
+    Managed,
     ManagedParameter,
     Taken,
     has_no_values,
@@ -24,6 +25,8 @@ from shardwright.engine.tensors.parameter import (
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete
+
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()  #: all units that own parameters or may come to do so
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -39,6 +42,9 @@ def own_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
     """Make the unit's memory, and put the sharded parameters into the modules."""
     owned = unit_parameters.owned
     unset = unit.without_values()  # a change of dtype does not give them any
+    moved = [p for _, p, _, _ in owned if isinstance(p, Managed) and unit.managed(p) is None]
+    for other in _units if moved else ():
+        unset.update(other.values.give_up(moved))
     built = build_memory(owned, unit.site, unit.arguments)
     unit.own(built)
     parameters = built.parameters
@@ -89,13 +95,16 @@ def borrow_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
         if not any(s.registry is slot.registry and s.name == slot.name for s in lent.slots):
             lent.slots.append(slot)
             lender.weights.forms.index()
-        slot.show(sharded)
+        slot.show(
+            lent.full if lender.weights.forms.full_shown else sharded
+        )  # its call may be around this one
 
 
 def take_over(units: list[Unit], parameters_of_units: list[UnitParameters]) -> None:
     """Let a unit and its siblings own the parameters that were found for each. The first borrows those of the
     others."""
     main, *siblings = units
+    _units.update(units)
     borrowed = []
     for unit, unit_parameters in zip(siblings, parameters_of_units[1:], strict=True):
         unit.main = weakref.ref(main)
@@ -115,7 +124,7 @@ def take_over(units: list[Unit], parameters_of_units: list[UnitParameters]) -> N
 
 def settle(unit: Unit) -> None:
     """Adopt parameters that users replaced, unless the unit is in use."""
-    if not unit.weights.forms.full_shown and not unit.activity.busy:
+    if at_rest(unit):
         if unit.site.reads is not None:
             complete(unit)
             unit.weights.host_may_write()
@@ -127,12 +136,33 @@ def settle_now(unit: Unit) -> None:
 
     The old parameters keep their values, because users may still have them and put them back. A tensor that is no
     parameter stays: ``torch.func.functional_call`` lends it to the module for one call.
+
+    Other units may have got the same parameters, or have lost them. They adopt theirs at once, and the unit of the
+    first ``fully_shard`` call owns a parameter of several. So the owner does not depend on which unit is used first.
     """
+    if not (_changed(unit) or any(at_rest(lender) and _changed(lender) for lender in unit.watch.lenders)):
+        return
+    group = _changed_together(unit)
+    for _ in range(len(group) + 1):  # a unit that gives up a parameter may change another one
+        changed = [each for each in group if _changed(each)]
+        if not changed:
+            return
+        for each in changed:
+            remake(each)
+
+
+def at_rest(unit: Unit) -> bool:
+    """Whether modules show sharded parameters and no forward or backward of the unit runs."""
+    return not unit.weights.forms.full_shown and not unit.activity.busy
+
+
+def _changed(unit: Unit) -> bool:
+    """Whether users have replaced parameters of the unit, or those that it borrows, or have changed its modules."""
     watch, forms = unit.watch, unit.weights.forms
     if watch.paused or watch.unsharded:
-        return
+        return False
     if not forms.lends_over and forms.untouched() and not watch.changed(shows_full):
-        return
+        return False
     parameters = unit.weights.parameters
     replaced = [p for p in parameters if p.replaced]
     for p in parameters:
@@ -141,8 +171,28 @@ def settle_now(unit: Unit) -> None:
     for p in lent:
         p.lent_over = True
     forms.lends_over = bool(lent)
-    if len(lent) < len(replaced) or watch.changed(shows_full):
-        remake(unit)
+    return len(lent) < len(replaced) or watch.changed(shows_full)
+
+
+def _changed_together(unit: Unit) -> list[Unit]:
+    """``unit`` and other units that must adopt parameters together with it, in the order of ``fully_shard``."""
+    waiting = {
+        each: _parameters_in(each) for each in _units if each is not unit and at_rest(each) and _changed(each)
+    }
+    group, concerned = [unit, *unit.watch.lenders], set()
+    for each in group:
+        concerned |= waiting.pop(each, set()) or _parameters_in(each)
+        group += [
+            other for other, parameters in waiting.items() if other not in group and parameters & concerned
+        ]
+    return sorted((e for e in group if e is unit or at_rest(e)), key=lambda e: e.serial)
+
+
+def _parameters_in(unit: Unit) -> set[int]:
+    """Identities of all parameters that the unit's modules hold, and of those that they held before."""
+    now = [p for top in unit.watch.modules() for _, m in own_modules(top) for p in m._parameters.values()]
+    before = [*unit.weights.forms.shardeds, *(sharded for sharded, _ in unit.watch.borrowed)]
+    return {id(p) for p in (*now, *before) if p is not None}
 
 
 def shows_full(unit: Unit) -> bool:

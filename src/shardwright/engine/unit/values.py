@@ -39,18 +39,29 @@ class Values:
 
     def missing(self, parameters: Sequence[ManagedParameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Sharded parameters without values, and for each its original from before sharding."""
-        if self.unset:
-            by_sharded = {p.sharded: p for p in parameters}
-            for sharded, (_, version) in list(self.unset.items()):
-                if sharded not in by_sharded:
-                    continue
-                local = local_of(sharded)  # differs from the unit's if ``.data`` was assigned
-                if mark_of(local) is not None:
-                    filled = has_values(local)
-                    if filled is None:  # then any edit counts
-                        filled = sharded._version + by_sharded[sharded].local._version != version
-                    if not filled:
-                        continue
-                unmark(local)
+        local_of_sharded = {p.sharded: p.local for p in parameters} if self.unset else {}
+        for sharded, (_, version) in list(self.unset.items()):
+            if sharded in local_of_sharded and not _lacks(sharded, local_of_sharded[sharded], version):
                 del self.unset[sharded]
         return {q: source for q, (source, _) in self.unset.items()}
+
+    def give_up(self, moved: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """As :meth:`missing` for parameters that another unit adopts. Forgets them here."""
+        entries = {p: self.unset.pop(p) for p in moved if p in self.unset}
+        return {p: source for p, (source, version) in entries.items() if _lacks(p, local_of(p), version)}
+
+
+def _lacks(sharded: nn.Parameter, local: torch.Tensor, version: int) -> bool:
+    """Whether it still has no values. If it has some, its mark is removed.
+
+    ``local`` and ``version`` are the tensor with the mark, and the count of edits at the mark.
+    """
+    now = local_of(sharded)  # differs from the marked tensor if ``.data`` was assigned
+    if mark_of(now) is not None:
+        filled = has_values(now)
+        if filled is None:  # then any edit counts
+            filled = sharded._version + local._version != version
+        if not filled:
+            return True
+    unmark(now)
+    return False

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -110,26 +111,35 @@ class Weights:
 
     # -- edits ---------------------------------------------------------------------------------------------------
 
-    def notice_edits(self) -> None:
-        """For each edit of a sharded parameter, increase the version counter of the full one.
+    def notice_edits(self) -> list[int]:
+        """For each edit of a sharded parameter, increase the version counter of the full one. Returns their indices.
 
         So autograd raises an error for a backward over weights that have changed since its forward, as in a plain
         model.
         """
         if changed := self.ledger.look():
             self.copies.current.counters.advance(self.copies.counters(changed))
+        return changed
 
     def _keep_edits(self) -> None:
         """Write edits of the full weights into the shard, as in a plain model."""
-        if not self._edits.expected():
+        edits = self._edits
+        if edits.in_place:
+            edits.compare_in_place(self.notice_edits(), self._compare_edit)
+        if not edits.expected():
             return
         self.notice_edits()
         there = self.residence is RESIDENT
-        if self._edits.write_back(there, self.ledger.edited_after(self.epoch) if there else set()):
+        newer = self.ledger.edited_after(self.epoch) if there else set()
+        if edits.write_back(there, newer, self._compare_edit):
             # The slab has the edit, and the edit has increased the full parameters' counters.
             fresh = self.is_current
             self.ledger.write()
             self.epoch = self.ledger.epoch if fresh else NEVER
+
+    def _compare_edit(self, name: str, fingerprint: Callable[[], torch.Tensor]) -> None:
+        if self.place is not None:
+            self.place.home.agreement.compare_edit(self.place.number, name, fingerprint)
 
     def on_data_handed_out(self, full: torch.Tensor) -> None:
         """Note that user code gets the ``.data`` of a full parameter."""
