@@ -30,12 +30,13 @@ from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokenizers import pinned_name
 from shardwright.train.data_record import resumed_data, write_data_record
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, counted
 from shardwright.train.faults.acting import answer
 from shardwright.train.faults.looking import fault_of_state
 from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
+from shardwright.train.metrics import Incident
 from shardwright.train.notices import before_steps, of_first_loss
 from shardwright.train.peaks import peak_flops
 from shardwright.train.record import RunRecord
@@ -50,7 +51,7 @@ from shardwright.train.starting import START
 from shardwright.train.statuses import DONE, End, read_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import StopRequest, status_of_signal
-from shardwright.train.trainer import StepResult, Trainer, learning_rate
+from shardwright.train.trainer import StepResult, Trainer, Untrained, learning_rate
 from shardwright.train.world import World
 from shardwright.train.writing import write_json, write_text, writing
 
@@ -162,6 +163,8 @@ def run_steps(
             step == config.train.steps and config.validation.every > 0
         )
         saving = leaving or due(step, config.checkpoint.every)
+        if result.untrained is not None:
+            report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
         if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
             answer(fault, trainer, saves, reporter)
             if result.save_ended:
@@ -189,6 +192,19 @@ def run_steps(
             trainer.save(saves, last=leaving)
         if leaving:
             return result.stop if step < config.train.steps else 0
+
+
+def report_untrained(trainer: Trainer, untrained: Untrained, reporter: Reporter, done: int) -> None:
+    """Record global batches without a trained token, which came after `done` steps. The log has the first of them, and
+    those at which their number gets another digit; metrics.jsonl has all."""
+    found = counted(untrained.batches, "global batch", "global batches")
+    total = trainer.position.past.untrained
+    before = total - untrained.batches
+    reason = f"step {done + 1}: {found} without a trained token before it, of which no step is made ({total:,} so far)"
+    if not before:
+        reason += "; prompts may fill train.seq_len: raise train.seq_len or train.global_batch, or shorten the prompts"
+    quiet = before > 0 and len(str(before)) == len(str(total))
+    reporter.incident(Incident("untrained", done + 1, reason, (untrained.first, untrained.stop)), quiet=quiet)
 
 
 @contextmanager

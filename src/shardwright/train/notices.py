@@ -46,7 +46,8 @@ def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[st
 def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     """The notice about the loss of step 1. None if there is nothing to explain."""
     train = trainer.config.train
-    trained = trainer.dataset.train.trained(0, train.global_batch)
+    first = trainer.position.samples - train.global_batch
+    trained = trainer.dataset.train.trained(first, train.global_batch)
     per_micro_batch = trained * train.micro_batch / train.global_batch
     own = trainer.in_words if trainer.losses.has_loss else None
     return first_loss_in_words(loss, trainer.config.model.shape().vocab_size, own, per_micro_batch)

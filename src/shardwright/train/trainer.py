@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits, check_separates
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data.batch import Batch
-from shardwright.train.data.dataset import Dataset, extended
-from shardwright.train.data.loader import Loader, Share
+from shardwright.train.data.dataset import Dataset, extended, validation_samples
+from shardwright.train.data.loader import Loader, Share, StepBatches
 from shardwright.train.errors import UserError
 from shardwright.train.faults import looking, verifying
 from shardwright.train.faults.fault import Fault
@@ -82,6 +83,14 @@ def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
     return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
 
+class Untrained(NamedTuple):
+    """Global batches without a trained token, one after another: their samples from `first` to before `stop`."""
+
+    batches: int
+    first: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What all ranks know after a step.
@@ -97,6 +106,7 @@ class StepResult:
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
     save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
     fault: Fault | None  # wrong numbers, for which the step was not done
+    untrained: Untrained | None  # global batches before this one, of which no step was made
 
 
 class Trainer:
@@ -143,6 +153,8 @@ class Trainer:
     def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
         """Forward and backward over the step's micro-batches, then one optimizer step.
 
+        A global batch without a trained token has no gradient. The step is made of the next one that has some.
+
         `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
         With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
@@ -151,7 +163,7 @@ class Trainer:
         boards.begin_step(step + 1)
         boards.at(boards.DATA)
         started = time.perf_counter()
-        data = next(self._steps())
+        data, untrained = self._next_trained()
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
         counts = self.losses.counts(data.trained)
         data_seconds = time.perf_counter() - started
@@ -172,7 +184,9 @@ class Trainer:
         grad_norm = None if norm is None else float(norm)
         with parallel.parallel_loss(self.config.parallel):
             fault = looking.fault_of_step(self, loss, grad_norm, flags, shares, partial(self.work, *tensors))
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault)
+        result = StepResult(
+            loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault, untrained
+        )
         if fault is None or norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)
             self.optimizer.step()
@@ -193,6 +207,18 @@ class Trainer:
                 f"finetune.targets: expected layers that the model calls, found {names[0]!r}, whose weight it uses "
                 f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
             )
+
+    def _next_trained(self) -> tuple[StepBatches, Untrained | None]:
+        """The data of the next step, and the global batches before it that have no trained token.
+
+        Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
+        """
+        first, batches = self.position.samples, 0
+        while not (data := next(self._steps())).trained:
+            boards.at(boards.DATA)
+            batches += 1
+        self.position = self.position.after_untrained(data.first, batches)
+        return data, Untrained(batches, first, data.first) if batches else None
 
     def _steps(self) -> Loader:
         """The data of the steps from here on."""
@@ -344,8 +370,7 @@ class Trainer:
         """Mean loss over the validation samples, the same ones every time and for any number of ranks."""
         train, world, stream = self.config.train, self.world, self.dataset.validation
         assert stream is not None
-        windows = sum(source.samples for source in stream.sources)
-        samples = min(windows, self.config.validation.batches * train.global_batch)
+        samples = validation_samples(self.config, stream)
         rounds = math.ceil(samples / (world.data_size * train.micro_batch))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
@@ -364,7 +389,7 @@ class Trainer:
         with noted("all-reduce of the validation loss", None):
             dist.all_reduce(total)
             loss_sum = float(total)
-        return loss_sum / world.tensor / max(1, stream.trained(0, samples))
+        return loss_sum / world.tensor / stream.trained(0, samples)
 
     @boards.during(boards.SAMPLE)
     @torch.no_grad()

@@ -247,6 +247,7 @@ def _dataset(
             ]
         weights = [each.weight for each in validation or materials]
         stream = Stream(sources, weights, VALIDATION_SEED, separate=config.data.separates)
+        _check_validated(config, stream)
     return Dataset(
         tokenizer,
         train,
@@ -255,6 +256,23 @@ def _dataset(
         tuple(materials),
         tuple(validation),
     )
+
+
+def validation_samples(config: Config, stream: Stream) -> int:
+    """The samples that each validation is computed on, the first ones of the stream."""
+    windows = sum(source.samples for source in stream.sources)
+    return min(windows, config.validation.batches * config.train.global_batch)
+
+
+def _check_validated(config: Config, stream: Stream) -> None:
+    """Refuse validations without a trained token, whose loss would be 0."""
+    samples = validation_samples(config, stream)
+    if not stream.trained(0, samples):
+        raise UserError(
+            f"validation.batches: expected trained tokens in the first {counted(samples, 'validation sample')} "
+            f"({config.validation.batches} of train.global_batch), found none; raise validation.batches, or raise "
+            "train.seq_len so that samples reach the text to learn"
+        )
 
 
 def _part(config: Config, tokens: Tokens) -> Part:
