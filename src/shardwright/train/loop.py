@@ -35,8 +35,8 @@ from shardwright.train.faults.acting import answer
 from shardwright.train.faults.looking import fault_of_state
 from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.finetune import adapters, finetuning
-from shardwright.train.models.kinds import sizes_of
 from shardwright.train.metrics import Incident
+from shardwright.train.models.kinds import sizes_of
 from shardwright.train.notices import before_steps, of_first_loss
 from shardwright.train.peaks import peak_flops
 from shardwright.train.record import RunRecord

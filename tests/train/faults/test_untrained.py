@@ -51,7 +51,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"optimizer": {"in_backward": True}, "train": {"max_norm": 0.0}},
     {"fault": {"on_spike": "skip", "spike_window": 4, "spike_sigmas": 1e6}},
     {"fault": {"verify_every": 2}},
-    {"train": {"activation_checkpointing": "full"}},
+    {"activations": {"checkpoint": "full"}},
 ]
 
 
@@ -114,8 +114,17 @@ def plain_run(config: Config, dataset: Dataset, firsts: list[int]) -> tuple[list
     return losses, model
 
 
+def makes_sense(engine: int, options: int) -> bool:
+    only_ours = "optimizer" in OPTIONS[options] or "accumulate" in OPTIONS[options].get("train", {})
+    return not (only_ours and "engine" in ENGINES[engine])
+
+
 MATRIX = select(
-    list(itertools.product((1, 2), range(len(ENGINES)), range(len(OPTIONS)), range(3))),
+    [
+        row
+        for row in itertools.product((1, 2), range(len(ENGINES)), range(len(OPTIONS)), range(3))
+        if makes_sense(row[1], row[2])
+    ],
     lambda row, strength: together(strength, *row),
 )
 
