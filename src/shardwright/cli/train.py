@@ -81,13 +81,18 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         raise UserError(
             "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
         )
-    return load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None), resume
+    config = load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None)
+    if resume is not None:
+        from shardwright.train.runs import as_saved
+
+        config = as_saved(config, resume)
+    return config, resume
 
 
 def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str]:
     """The configuration of a job that begins or goes on in its `run.dir`."""
     from shardwright.train.config import load_config
-    from shardwright.train.runs import CONTINUE
+    from shardwright.train.runs import CONTINUE, as_saved
 
     if options.config is None or options.resume is not None:
         raise UserError(
@@ -99,7 +104,7 @@ def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple
         raise UserError(
             "--continue: expected run.dir, found none; add --run.dir FOLDER, the same at each start"
         )
-    return config, CONTINUE
+    return as_saved(config, CONTINUE), CONTINUE
 
 
 def _keys_help(width: int) -> str:

@@ -51,6 +51,7 @@ __all__ = [
     "ValidationConfig",
     "load_config",
     "stored_config",
+    "with_special_tokens",
 ]
 
 
@@ -84,6 +85,7 @@ def stored_config(
     """
     path = run / "config.toml"
     values = _read_toml(path)
+    special_tokens = _special_tokens_of(values)
     for key, text in overrides:
         if field_at(key.split(".")) is not None:
             _override(values, key, text)
@@ -93,7 +95,8 @@ def stored_config(
         if (error := _problem(registry, name))
     }
     if not missing:
-        return load_config(path, overrides, ranks=ranks, resumes=resumes)
+        config = load_config(path, overrides, ranks=ranks, resumes=resumes)
+        return with_special_tokens(config, special_tokens)
     modules = dict.fromkeys(
         name.partition(":")[0].partition(".")[0] for name, _ in missing.values() if ":" in name
     )
@@ -110,6 +113,19 @@ def stored_config(
         f"The run {run} uses values that cannot be found here: {names}. The run's folder stores their names, but not "
         f"the files that define them. {'. '.join(ways)}. The first problem: {reason}"
     )
+
+
+def _special_tokens_of(values: Mapping[str, Any]) -> str:
+    """`data.special_tokens` of a stored configuration. Before this key a text became the tokens that it spells."""
+    data = values.get("data")
+    return str(data.get("special_tokens", "tokens")) if isinstance(data, dict) else "tokens"
+
+
+def with_special_tokens(config: Config, value: str | None) -> Config:
+    """The configuration with this `data.special_tokens`, unless it has one."""
+    if config.data.special_tokens is not None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"special_tokens": value})})
 
 
 def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[Any]]]:

@@ -51,7 +51,7 @@ from shardwright.train.starting import START
 from shardwright.train.statuses import DONE, End, read_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import StopRequest, status_of_signal
-from shardwright.train.trainer import StepResult, Trainer, Untrained, learning_rate
+from shardwright.train.trainer import Sample, StepResult, Trainer, Untrained, learning_rate
 from shardwright.train.world import World
 from shardwright.train.writing import write_json, write_text, writing
 
@@ -354,6 +354,8 @@ def data_in_words(trainer: Trainer) -> str:
         ends=ends_in_words(
             dataset.tokenizer, [each.kind for each in config.data.sources] or [config.data.kind]
         ),
+        spelled=dataset.spelled,
+        special_tokens=config.data.spelled,
     )
 
 
@@ -457,15 +459,20 @@ def summary(
     trainer: Trainer,
     folder: RunFolder,
     results: Mapping[str, Any],
-    sampled: tuple[str, str] | None,
+    sampled: Sample | None,
     warnings: Sequence[str],
 ) -> str:
     sample_lines = []
-    if sampled is not None:
-        prompt, continuation = map(printable, sampled)
+    if sampled is not None and sampled.expected is not None:
         sample_lines = [
-            f"  sample          {prompt!r} ->",
-            *("    " + line for line in continuation.split("\n")),
+            f"  sample          prompt     {printable(sampled.prompt)!r}",
+            f"                  expected   {printable(sampled.expected)!r}",
+            f"                  generated  {printable(sampled.generated)!r}",
+        ]
+    elif sampled is not None:
+        sample_lines = [
+            f"  sample          {printable(sampled.prompt)!r} ->",
+            *("    " + line for line in printable(sampled.generated).split("\n")),
         ]
     validation = results["validation_loss"]
     compiled = []

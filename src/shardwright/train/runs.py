@@ -22,7 +22,7 @@ import torch
 import shardwright
 from shardwright.checkpoint.objects import ObjectStore
 from shardwright.checkpoint.places import LocalStore, new_attempt, store_of
-from shardwright.train.config import Config, stored_config
+from shardwright.train.config import Config, stored_config, with_special_tokens
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
@@ -278,6 +278,19 @@ def find_run(config: Config, resume: str) -> RunFolder:
             f"--resume: expected a run named {config.run.name} in {RUNS}, found none; pass its folder"
         )
     return RunFolder(max(runs)[2])
+
+
+def as_saved(config: Config, resume: str) -> Config:
+    """The configuration for going on with a run, with the run's own `data.special_tokens` unless it has one.
+
+    `resume`: as for :func:`find_run`, or CONTINUE, whose run need not exist yet.
+    """
+    if config.data.special_tokens is not None:
+        return config
+    if resume == CONTINUE and not RunFolder(Path(config.run.dir)).exists():
+        return config
+    folder = find_run(config, "" if resume == CONTINUE else resume)
+    return with_special_tokens(config, folder.config().data.special_tokens)
 
 
 def check_same_job(folder: RunFolder, config: Config, what: str) -> None:

@@ -37,7 +37,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.faults import looking, verifying
 from shardwright.train.faults.fault import Fault
 from shardwright.train.finetune import adapters
-from shardwright.train.generate import NonFiniteLogitsError, prompt_ids, sample
+from shardwright.train.generate import NonFiniteLogitsError, sample
 from shardwright.train.losses import Losses
 from shardwright.train.models import outputs
 from shardwright.train.models.kinds import model_in_words
@@ -89,6 +89,14 @@ class Untrained(NamedTuple):
     batches: int
     first: int
     stop: int
+
+
+class Sample(NamedTuple):
+    """A prompt of the data, the text that the model puts after it, and the one in the data if that is to be learnt."""
+
+    prompt: str
+    generated: str
+    expected: str | None
 
 
 @dataclass(frozen=True)
@@ -393,17 +401,15 @@ class Trainer:
 
     @boards.during(boards.SAMPLE)
     @torch.no_grad()
-    def sample(self) -> tuple[str, str]:
+    def sample(self) -> Sample:
         """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
 
-        The text may end early, see `sample`. It is empty if the prompt has no token, and the reason in brackets if the
-        logits are not finite.
+        The text may end early, see `sample`. It is the reason in brackets if the logits are not finite.
         """
-        tokenizer = self.dataset.tokenizer
-        prompt = self.dataset.prompt()
-        ids = prompt_ids(tokenizer, prompt)
-        if not ids:
-            return prompt, ""
+        tokenizer, (ids, answer) = self.dataset.tokenizer, self.dataset.question()
+        if answer and answer[-1] in tokenizer.ends:
+            answer = answer[:-1]
+        prompt, expected = tokenizer.decode(ids), None if answer is None else tokenizer.decode(answer)
         try:
             with torch.compiler.set_stance("force_eager"):  # every token is of another length
                 tokens = sample(
@@ -412,10 +418,10 @@ class Trainer:
                     multiple=self.world.tensor, ends=tokenizer.ends,
                 )  # fmt: skip
         except NonFiniteLogitsError as error:
-            return prompt, f"(none: {error})"
+            return Sample(prompt, f"(none: {error})", expected)
         finally:
             parallel.free_gathered(self.model)
-        return prompt, tokenizer.decode(tokens)
+        return Sample(prompt, tokenizer.decode(tokens), expected)
 
     @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:

@@ -97,7 +97,7 @@ def test_a_source_for_validation_leaves_all_of_the_other_for_training(tmp_path: 
     assert own.validation is not None
     samples = own.validation.sources[0].samples
     assert b"trained" not in bytes(own.validation.batch(0, samples).inputs.flatten().tolist())
-    assert own.prompt().startswith("validated") and own.sha256 == split.sha256
+    assert bytes(own.question().ids).startswith(b"validated") and own.sha256 == split.sha256
     lines = statement(
         own.train, own.validation, own.tokenizer.decode, packing="best_fit", first=0, samples=80
     )
