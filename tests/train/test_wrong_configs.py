@@ -332,8 +332,8 @@ OPTIONS: list[tuple[str, str]] = [
     ("--data.tokenizer byte", "data.tokenizer: found nothing at byte; did you mean bytes?"),
     ("--data.tokenizer texts", "data.tokenizer: expected tokenizer.json in FOLDER/texts, found none; set the folder o"),
     (
-        "--data.tokenizer tokenizer --data.source sound.jsonl",
-        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700, or",
+        "--data.tokenizer tokenizer --data.source sound.jsonl --model.vocab_size 256",
+        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700 or leave it out",
     ),
     (
         "--data.tokenizer ./nowhere",
@@ -807,7 +807,7 @@ ADVICE: list[tuple[str, str]] = [
     ("tiny --data.validation_fraction 0", "--data.validation_source sound.txt"),
     ("tiny --data.source short.jsonl --train.seq_len 16", "--validation.every 0"),
     ("tiny --data.source short.jsonl --train.seq_len 16", "--data.validation_fraction 0.5"),
-    ("tiny --data.source sound.jsonl --data.tokenizer tokenizer", "--model.vocab_size 700"),
+    ("tiny --data.source sound.jsonl", "--data.tokenizer tokenizer"),
 ]
 
 

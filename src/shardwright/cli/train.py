@@ -27,6 +27,9 @@ def _run(call: Call) -> int:
     try:
         try:
             config, resume = _job_of(call.options, _with_restarts(call))
+            from shardwright.train.vocabulary import with_vocabulary
+
+            config = with_vocabulary(config)
         except UserError as error:
             if not launched:
                 raise

@@ -281,16 +281,21 @@ def find_run(config: Config, resume: str) -> RunFolder:
 
 
 def as_saved(config: Config, resume: str) -> Config:
-    """The configuration for going on with a run, with the run's own `data.special_tokens` unless it has one.
+    """The configuration for going on with a run, with the run's own `data.special_tokens` and `model.vocab_size` unless
+    it has them.
 
     `resume`: as for :func:`find_run`, or CONTINUE, whose run need not exist yet.
     """
-    if config.data.special_tokens is not None:
-        return config
     if resume == CONTINUE and not RunFolder(Path(config.run.dir)).exists():
         return config
     folder = find_run(config, "" if resume == CONTINUE else resume)
-    return with_special_tokens(config, folder.config().data.special_tokens)
+    saved = folder.config()
+    config = with_special_tokens(config, saved.data.special_tokens)
+    same_kind = config.model.kind == saved.model.kind and config.model.vocab_size is None
+    if not same_kind or saved.model.vocab_size is None:
+        return config
+    model = config.model.model_copy(update={"vocab_size": saved.model.vocab_size})
+    return config.model_copy(update={"model": model})
 
 
 def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
