@@ -333,7 +333,7 @@ OPTIONS: list[tuple[str, str]] = [
     ("--data.tokenizer texts", "data.tokenizer: expected tokenizer.json in FOLDER/texts, found none; set the folder o"),
     (
         "--data.tokenizer tokenizer --data.source sound.jsonl --model.vocab_size 256",
-        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700 or leave it out",
+        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700 or leave",
     ),
     (
         "--data.tokenizer ./nowhere",

@@ -110,7 +110,6 @@ class ModelConfig(Section):
         default=None,
         ge=1,
         description="Tokens of the vocabulary, at least the tokenizer's. Unset: as many, or the preset's for bytes.",
-,
     )
     max_seq_len: int | None = Field(default=None, ge=1, description="Longest sequence, in tokens.")
     rope_theta: float | None = Field(
