@@ -189,7 +189,7 @@ FILES: list[tuple[str, str]] = [
     ),
     (
         f'{TWO}path = "sound.jsonl"\ntext_key = "body"',
-        "data.sources.1.text_key: expected key 'body', found 'text' in line 1",
+        "data.sources.1.text_key: expected key 'body' in each row, found only 'text' in line 1",
     ),
     (
         f'{TWO}path = "chats.jsonl"\ntext_key = "messages"',
@@ -384,7 +384,7 @@ OPTIONS: list[tuple[str, str]] = [
     # what rows hold
     (
         "--data.source sound.jsonl --data.text_key body",
-        "data.text_key: expected key 'body', found 'text' in line 1 of FOLDER/sound.jsonl; set",
+        "data.text_key: expected key 'body' in each row, found only 'text' in line 1 of FOLDER/sound.jsonl; set",
     ),
     (
         "--data.source sound.parquet --data.text_key number",
@@ -392,11 +392,11 @@ OPTIONS: list[tuple[str, str]] = [
     ),
     (
         "--data.source sound.parquet --data.text_key body",
-        "data.text_key: expected key 'body', found 'text', 'number' in ... set it",
+        "data.text_key: expected key 'body' in each row, found only 'text', 'number' in ... set data.text_key to",
     ),
     (
         "--data.source chats.jsonl",
-        "data.text_key: expected key 'text', found 'messages' ... or data.kind = \"conversations\"",
+        "data.text_key: expected key 'text' in each row, found only 'messages' ... or data.kind = \"conversations\"",
     ),
     (
         f"{CHATS}",

@@ -118,6 +118,7 @@ def _train(
             stack.enter_context(reporter)
             stack.callback(trainer.close)
             answers.say = reporter.answer
+            answers.step = lambda: min(trainer.stops_after, config.train.steps)
             reporter.say(opening_line(trainer, folder))
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
@@ -157,7 +158,7 @@ def run_steps(
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
         if result.stop and stop.signal_number is None:
-            doing = "the run is at its end" if step == config.train.steps else "saving"
+            doing = "the run is at its end" if step == config.train.steps else f"saving step {step}"
             reporter.answer(f"{signal.Signals(result.stop).name} received by another rank; {doing}")
         validates = due(step, config.validation.every) or (
             step == config.train.steps and config.validation.every > 0
@@ -244,7 +245,7 @@ def report_memory(trainer: Trainer, folder: RunFolder) -> str:
     if memory.peak is not None and memory.peak_at is not None:
         unit, kind = memory.peak_at
         lines.append(
-            f"  leased  at most {in_units(memory.peak)} during a step, when {unit} gets memory for its {kind}"
+            f"  leased  up to {in_units(memory.peak)} more during a step; the most when unit {unit} gets its {kind}"
         )
     if memory.plan is not None:
         write_json(folder.plan_file, memory.plan.as_dict())
@@ -482,7 +483,9 @@ def summary(
     engine = []
     if "leased_memory" in results:
         held, leased = (in_units(results[key]) for key in ("held_memory", "leased_memory"))
-        engine = [f"  engine memory   {held} held and at most {leased} leased, each on the rank with most"]
+        engine = [
+            f"  engine memory   {held} always, and up to {leased} more during a step (largest of all ranks)"
+        ]
     memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
     alike = vocabulary(trainer.config)
     lines = [

@@ -147,6 +147,7 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
+        self.stops_after = 0  # the step after which a signal that comes now ends the run
         self._loader: Loader | None = None
         self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
 
@@ -168,6 +169,7 @@ class Trainer:
         With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
+        self.stops_after = step + 1
         boards.begin_step(step + 1)
         boards.at(boards.DATA)
         started = time.perf_counter()
@@ -301,6 +303,8 @@ class Trainer:
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
+        # A signal from here on is answered in the next step, and this one's thread may print that at once.
+        self.stops_after = self.position.step + 2
         number = stop.signal_number
         seen = [*(float(number == each) for each in SIGNALS), float(save_ended)]
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart

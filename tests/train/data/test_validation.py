@@ -131,7 +131,7 @@ def test_mistakes_of_a_source_for_validation_name_its_key(tmp_path: Path) -> Non
         ),
         (
             {"validation_sources": [{"path": write(tmp_path / "y.jsonl", "y"), "weight": 1.0}]},
-            "data.validation_sources.0.text_key: expected key 'text', found 'body'",
+            "data.validation_sources.0.text_key: expected key 'text' in each row, found only 'body'",
         ),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
