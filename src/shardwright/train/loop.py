@@ -235,6 +235,7 @@ def report_memory(trainer: Trainer, folder: RunFolder) -> str:
     """Write the memory report of this rank, and the plan if there is one, into the folder. Return lines to print."""
     boards.be_patient()  # The other ranks begin the next step, and to import what draws the picture may take long.
     memory = sw.memory_report(trainer.model, trainer.optimizer)
+    trainer.reported_deviations = memory.deviations
     write_text(folder.memory_file, f"{memory}\n")
     parts = {"shards of parameters": memory.shards, "parameters not sharded": memory.rest}
     parts |= {"optimizer state": memory.optimizer, "buffers": memory.buffers}
@@ -249,14 +250,24 @@ def report_memory(trainer: Trainer, folder: RunFolder) -> str:
         )
     if memory.plan is not None:
         write_json(folder.plan_file, memory.plan.as_dict())
+        outside = plan_picture.outside_in_words(memory.deviations)
         with writing(folder.plan_picture):
             plan_picture.draw(
-                memory.plan, folder.plan_picture, trainer.config.run.name, memory.memory, memory.rank
+                memory.plan, folder.plan_picture, trainer.config.run.name, memory.memory, memory.rank, outside
             )
         use = "for parameters alone" if memory.plan.slots else "for all leases"
         size = in_units(memory.plan.nbytes)
         lines.append(f"  plan    {memory.memory} of {size} {use}; picture: {folder.plan_picture}")
+        lines += [f"  outside {outside}"] if outside else []
     return "\n".join(lines)
+
+
+def memory_since(trainer: Trainer, folder: RunFolder) -> str:
+    """The lines of `report_memory` once more, if there were leases outside the plan since then; else empty."""
+    if trainer.config.parallel.engine != "shardwright" or trainer.reported_deviations is None:
+        return ""
+    deviations = sw.memory_report(trainer.model, trainer.optimizer).deviations
+    return report_memory(trainer, folder) if deviations != trainer.reported_deviations else ""
 
 
 def due(step: int, every: int) -> bool:
@@ -411,9 +422,12 @@ def conclude(
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         peak, held, leased = memory.tolist()
+    again = memory_since(trainer, folder) if record is not None else ""  # the sample leases in another way
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         return end
+    if again:
+        reporter.say(again)
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records, record.content["sessions"]), "peak_memory": peak}
     if leased >= 0:

@@ -147,6 +147,8 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
+        #: Leases outside the memory plan that the memory report has named; None: there is no report yet.
+        self.reported_deviations: tuple[tuple[str, str, str, int], ...] | None = None
         self.stops_after = 0  # the step after which a signal that comes now ends the run
         self._loader: Loader | None = None
         self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
