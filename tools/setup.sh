@@ -57,15 +57,16 @@ make_environment() {
 install() {
     log=$(mktemp)
     .venv/bin/python -m pip install --no-input --progress-bar off "$@" >"$log" 2>&1 &
-    pip=$! began=$(date +%s)
+    pip=$! began=$(date +%s) next=3
     trap 'kill $pip 2>/dev/null; exit 130' INT TERM
     while kill -0 $pip 2>/dev/null; do
         sleep 1
         seconds=$(($(date +%s) - began))
-        [ $((seconds % 3)) -eq 0 ] || continue
+        [ $seconds -ge $next ] || continue
+        next=$((seconds + 3))
         doing=$(sed -n 's/^ *\(Collecting [^ ]*\|Downloading .*\|Using cached .*\|Building .*\|Installing [a-z ]*\).*/\1/p' "$log" |
             tail -n 1 | sed 's/Installing collected packages/unpacking all packages/' | cut -c 1-90)
-        [ $seconds -eq 0 ] || say "${doing:-starting pip} ($seconds s)"
+        say "${doing:-starting pip} ($seconds s)"
     done
     trap - INT TERM
     wait $pip && status=0 || status=$?
