@@ -1,4 +1,5 @@
-# Every target sets up .venv first, once: the stamp is younger than pyproject.toml until that changes.
+# Every target sets up .venv first, once: the stamp is younger than pyproject.toml until that changes. `make train`
+# installs what jobs need, other targets also what tests and checks need.
 # make train ARGS="--train.steps 50"     arguments are passed on
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
 # make test  ARGS="-k prefetch -x"
@@ -18,6 +19,7 @@
 SHELL := /bin/sh
 PY := .venv/bin/python
 STAMP := .venv/.set-up
+TRAIN_STAMP := .venv/.set-up-train
 CONFIG ?= examples/llama_debug.toml
 NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
@@ -28,10 +30,14 @@ ARGS ?=
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml tools/setup.sh tools/environment.py
-	@PYTHON="$(PYTHON)" sh tools/setup.sh
+	@PYTHON="$(PYTHON)" sh tools/setup.sh dev
 	@touch $@
 
-train: $(STAMP)
+$(TRAIN_STAMP): pyproject.toml tools/setup.sh tools/environment.py
+	@PYTHON="$(PYTHON)" sh tools/setup.sh train
+	@touch $@
+
+train: $(TRAIN_STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
 
 # Each rank is a process that imports the tests and the package. Python compiles them once, not in each rank.

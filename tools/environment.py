@@ -1,4 +1,6 @@
-"""Says whether the running environment satisfies pyproject.toml: exit status 0, or 1 and what is missing.
+"""Says whether the running environment satisfies an extra of pyproject.toml: exit status 0, or 1 and what is missing.
+
+    python tools/environment.py train
 
 Only reads; tools/setup.sh decides what to install. The standard library and pip's own copy of `packaging` are
 all it may use, because it runs before anything is installed.
@@ -17,13 +19,13 @@ from pip._vendor.packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def requirements() -> list[Requirement]:
-    """What the project and its extra `dev` ask for, and the extras that `dev` names."""
+def requirements(extra: str) -> list[Requirement]:
+    """What the project and this extra ask for, and the extras that it names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines: list[str] = [*project["dependencies"]]
-    extras = ["dev"]
-    for extra in extras:  # grows on the way
-        for line in project["optional-dependencies"][extra]:
+    extras = [extra]
+    for each in extras:  # grows on the way
+        for line in project["optional-dependencies"][each]:
             requirement = Requirement(line)
             if requirement.name == project["name"]:
                 extras += sorted(requirement.extras - {*extras})
@@ -32,10 +34,10 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-def missing() -> list[str]:
+def missing(extra: str) -> list[str]:
     """One line for everything that is absent, out of range or installed from elsewhere."""
     lines = []
-    for requirement in requirements():
+    for requirement in requirements(extra):
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
@@ -54,6 +56,6 @@ def missing() -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = missing()
+    problems = missing(sys.argv[1])
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
     sys.exit(bool(problems))

@@ -1,9 +1,12 @@
 #!/bin/sh
-# Makes .venv at the root of the repository and installs the project into it, on machines with and without GPUs.
+# tools/setup.sh [train | dev]: makes .venv at the root of the repository and installs the project into it with one of its
+# extras, on machines with and without GPUs. train: what jobs need. dev (default): what tests and checks need, too.
 # An environment that is there already and satisfies pyproject.toml is left as it is. Nothing is installed outside
 # .venv, and no package index is named here: pip's own configuration decides where packages come from.
 set -eu
 cd "$(dirname "$0")/.."
+
+EXTRA=${1:-dev}
 
 # The tested range of torch, newest first; pyproject.toml states the same bound.
 TORCH_VERSIONS="2.15.0 2.14.0 2.13.0 2.12.1 2.12.0 2.11.0"
@@ -50,6 +53,28 @@ make_environment() {
     fi
 }
 
+# Installs with pip, and says every few seconds what pip does: a large package takes minutes.
+install() {
+    log=$(mktemp)
+    .venv/bin/python -m pip install --no-input --progress-bar off "$@" >"$log" 2>&1 &
+    pip=$! began=$(date +%s) next=3
+    trap 'kill $pip 2>/dev/null; exit 130' INT TERM
+    while kill -0 $pip 2>/dev/null; do
+        sleep 1
+        seconds=$(($(date +%s) - began))
+        [ $seconds -ge $next ] || continue
+        next=$((seconds + 3))
+        doing=$(sed -n 's/^ *\(Collecting [^ ]*\|Downloading .*\|Using cached .*\|Building .*\|Installing [a-z ]*\).*/\1/p' "$log" |
+            tail -n 1 | sed 's/Installing collected packages/unpacking all packages/' | cut -c 1-90)
+        say "${doing:-starting pip} ($seconds s)"
+    done
+    trap - INT TERM
+    wait $pip && status=0 || status=$?
+    [ $status -eq 0 ] || tail -n 15 "$log" >&2
+    rm -f "$log"
+    return $status
+}
+
 # Writes what pip may not choose: on a GPU machine a CPU wheel that lies about, anywhere the torch that is there.
 write_constraints() {
     present=$(torch_of .venv/bin/python || true)
@@ -63,7 +88,7 @@ write_constraints() {
 # Without a GPU a CPU wheel saves gigabytes. A miss costs one look-up; where none is found the index decides.
 install_cpu_torch() {
     for version in $TORCH_VERSIONS; do
-        if .venv/bin/python -m pip install --quiet "torch==$version+cpu" 2>/dev/null; then
+        if install "torch==$version+cpu" 2>/dev/null; then
             say "installed torch $version+cpu"
             return
         fi
@@ -71,8 +96,8 @@ install_cpu_torch() {
     say "no CPU wheel of torch at hand, leaving the choice to the package index"
 }
 
-if .venv/bin/python tools/environment.py 2>/dev/null; then
-    say ".venv satisfies pyproject.toml"
+if .venv/bin/python tools/environment.py "$EXTRA" 2>/dev/null; then
+    say ".venv has all of the extra $EXTRA"
     exit 0
 fi
 usable .venv/bin/python || make_environment
@@ -83,8 +108,8 @@ fi
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 write_constraints >"$constraints"
-say "installing shardwright and what its tests need"
-.venv/bin/python -m pip install --quiet --constraint "$constraints" --editable '.[dev]' ||
+say "installing shardwright with the extra $EXTRA; packages that are there stay"
+install --constraint "$constraints" --editable ".[$EXTRA]" ||
     fail "pip could not install the project (its message is above). Without a network the engine and the benchmarks" \
         "run from the source tree with a Python that has torch: PYTHONPATH=src python ..."
-.venv/bin/python tools/environment.py || fail "the environment still does not satisfy pyproject.toml"
+.venv/bin/python tools/environment.py "$EXTRA" || fail "the environment still does not satisfy pyproject.toml"

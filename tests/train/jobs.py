@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardwright import cli
 from shardwright.train.config import Config
+from shardwright.train.data.dataset import Dataset
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.support.pool import forkserver
@@ -80,11 +81,11 @@ HYBRID: dict[str, Any] = {
 """A small `[model]` with every kind of layer."""
 
 
-def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    """The trainer of one rank of a test's own process group, on random bytes."""
+def trainer(config: Config, rank: int, world_size: int, dataset: Dataset | None = None) -> Trainer:
+    """The trainer of one rank of a test's own process group, on random bytes unless there is another dataset."""
     mesh = make_mesh(config.parallel, "cpu", world_size)
     world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
-    return Trainer(config, world, dataset_of(config))
+    return Trainer(config, world, dataset or dataset_of(config))
 
 
 def config_file(folder: Path, text: str = TINY) -> Path:

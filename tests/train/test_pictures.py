@@ -137,7 +137,7 @@ def test_a_run_says_whose_memory_it_counts(tmp_path: Path, capsys: pytest.Captur
     assert train_here(config_file(tmp_path), *arguments) == 0
     out = capsys.readouterr().out
     assert "memory of rank 0 alone, without activations" in out and "buffers" in out
-    assert "leased  at most" in out and "plan    arena of" in out
+    assert "leased  up to" in out and "plan    arena of" in out
     assert (tmp_path / "run" / "memory.txt").read_text().startswith("Memory of rank 0 alone.")
     assert (tmp_path / "run" / "memory_plan.png").read_bytes().startswith(b"\x89PNG")
     assert out.count("figures of a step:") == 1 and "MFU" not in out

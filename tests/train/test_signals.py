@@ -79,7 +79,7 @@ def test_each_signal_saves_and_is_answered_at_once(
         status = train_here(config_file(tmp_path), "--run.dir", folder, "--train.steps", "50")
     assert status == (130 if number == signal.SIGINT else 143)
     lines = capsys.readouterr().out.splitlines()
-    answer = lines.index(f"{number.name} received; saving after this step")
+    answer = lines.index(f"{number.name} received; saving after step 2")
     assert answer < next(place for place, line in enumerate(lines) if line.startswith("step  2/50"))
     assert what_is_missing(folder / "checkpoints" / "step-2") is None
     assert [record["step"] for record in records(folder)] == [1, 2]

@@ -149,7 +149,7 @@ def test_a_signal_saves_and_the_job_starts_again(cluster: Any, tmp_path: Path) -
     assert cluster.run("scancel", "--signal=USR1", job.number).returncode == 0
     assert job.wait_for_end() == "COMPLETED", job.output()
     output = job.output()
-    assert "SIGUSR1 received; saving after this step" in output
+    assert "SIGUSR1 received; saving after step " in output
     assert "ended with status 143 after 0 restarts" in output
     stopped = re.search(r"stopped by SIGUSR1 after step (\d+), which is saved", output)
     assert stopped is not None and f"from step {stopped[1]}; folder" in output

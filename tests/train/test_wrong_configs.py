@@ -189,7 +189,7 @@ FILES: list[tuple[str, str]] = [
     ),
     (
         f'{TWO}path = "sound.jsonl"\ntext_key = "body"',
-        "data.sources.1.text_key: expected key 'body', found 'text' in line 1",
+        "data.sources.1.text_key: expected key 'body' in each row, found only 'text' in line 1",
     ),
     (
         f'{TWO}path = "chats.jsonl"\ntext_key = "messages"',
@@ -332,8 +332,8 @@ OPTIONS: list[tuple[str, str]] = [
     ("--data.tokenizer byte", "data.tokenizer: found nothing at byte; did you mean bytes?"),
     ("--data.tokenizer texts", "data.tokenizer: expected tokenizer.json in FOLDER/texts, found none; set the folder o"),
     (
-        "--data.tokenizer tokenizer --data.source sound.jsonl",
-        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700, or",
+        "--data.tokenizer tokenizer --data.source sound.jsonl --model.vocab_size 256",
+        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700 or leave",
     ),
     (
         "--data.tokenizer ./nowhere",
@@ -384,7 +384,7 @@ OPTIONS: list[tuple[str, str]] = [
     # what rows hold
     (
         "--data.source sound.jsonl --data.text_key body",
-        "data.text_key: expected key 'body', found 'text' in line 1 of FOLDER/sound.jsonl; set",
+        "data.text_key: expected key 'body' in each row, found only 'text' in line 1 of FOLDER/sound.jsonl; set",
     ),
     (
         "--data.source sound.parquet --data.text_key number",
@@ -392,11 +392,11 @@ OPTIONS: list[tuple[str, str]] = [
     ),
     (
         "--data.source sound.parquet --data.text_key body",
-        "data.text_key: expected key 'body', found 'text', 'number' in ... set it",
+        "data.text_key: expected key 'body' in each row, found only 'text', 'number' in ... set data.text_key to",
     ),
     (
         "--data.source chats.jsonl",
-        "data.text_key: expected key 'text', found 'messages' ... or data.kind = \"conversations\"",
+        "data.text_key: expected key 'text' in each row, found only 'messages' ... or data.kind = \"conversations\"",
     ),
     (
         f"{CHATS}",
@@ -807,7 +807,7 @@ ADVICE: list[tuple[str, str]] = [
     ("tiny --data.validation_fraction 0", "--data.validation_source sound.txt"),
     ("tiny --data.source short.jsonl --train.seq_len 16", "--validation.every 0"),
     ("tiny --data.source short.jsonl --train.seq_len 16", "--data.validation_fraction 0.5"),
-    ("tiny --data.source sound.jsonl --data.tokenizer tokenizer", "--model.vocab_size 700"),
+    ("tiny --data.source sound.jsonl", "--data.tokenizer tokenizer"),
 ]
 
 

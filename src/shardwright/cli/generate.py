@@ -18,6 +18,7 @@ def _run(call: Call) -> int:
         temperature=call.options.temperature,
         top_k=call.options.top_k,
         seed=call.options.seed,
+        chat=call.options.chat,
     )
     print(text)
     return 0
@@ -39,6 +40,10 @@ def _add_options(parser: Parser) -> None:
         required=True,
         help='the text that the model continues; "": a document from its beginning, if the tokenizer marks it',
     )
+    parser.add_argument(
+        "--chat", action="store_true",
+        help="the prompt is a message of the user: put it into the run's chat template, and print the reply alone",
+    )  # fmt: skip
     parser.add_argument(
         "--tokens",
         metavar="N",

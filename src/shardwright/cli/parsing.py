@@ -19,6 +19,7 @@ class Parser(argparse.ArgumentParser):
     """argparse that raises `UserError`, and that makes its help only when a user asks for it."""
 
     keys_help: Callable[[int], str] | None = None
+    section_help: Callable[[str, int], str] | None = None
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog.partition(' ')[2] or self.prog}: {message}; see {self.prog} --help")

@@ -26,7 +26,13 @@ from shardwright.cli import (
     train,
 )
 from shardwright.cli.command import Call
-from shardwright.cli.parsing import Parser, split_overrides, unknown_argument, wants_traceback
+from shardwright.cli.parsing import (
+    Parser,
+    split_overrides,
+    unknown_argument,
+    wants_traceback,
+    width_of_terminal,
+)
 from shardwright.train.errors import UserError
 from shardwright.train.relay import note_mistake
 from shardwright.train.stop import restore_handlers
@@ -145,6 +151,11 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"unknown command {name}; {hint}")
     command = COMMANDS.get(name)
     takes_keys = command is not None and command.takes_keys
+    if takes_keys and (section := _section_asked_for(arguments)):
+        own = parsers[name]
+        assert own.section_help is not None
+        print(own.section_help(section, width_of_terminal()), end="")
+        return 0
     plain_arguments, overrides = split_overrides(arguments) if takes_keys else (arguments, [])
     try:
         options, unknown = parser.parse_known_args(plain_arguments)
@@ -156,6 +167,15 @@ def _run(arguments: list[str]) -> int:
         return command.run(Call(options, overrides, arguments))
     parser.print_help()
     return 0
+
+
+def _section_asked_for(arguments: Sequence[str]) -> str:
+    """The word after --help, if there is one."""
+    place = next(
+        (number for number, each in enumerate(arguments) if each in ("-h", "--help")), len(arguments)
+    )
+    following = arguments[place + 1 : place + 2]
+    return following[0] if following and not following[0].startswith("-") else ""
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import textwrap
 from pathlib import Path
@@ -27,6 +28,9 @@ def _run(call: Call) -> int:
     try:
         try:
             config, resume = _job_of(call.options, _with_restarts(call))
+            from shardwright.train.vocabulary import with_vocabulary
+
+            config = with_vocabulary(config)
         except UserError as error:
             if not launched:
                 raise
@@ -81,13 +85,18 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         raise UserError(
             "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
         )
-    return load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None), resume
+    config = load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None)
+    if resume is not None:
+        from shardwright.train.runs import as_saved
+
+        config = as_saved(config, resume)
+    return config, resume
 
 
 def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str]:
     """The configuration of a job that begins or goes on in its `run.dir`."""
     from shardwright.train.config import load_config
-    from shardwright.train.runs import CONTINUE
+    from shardwright.train.runs import CONTINUE, as_saved
 
     if options.config is None or options.resume is not None:
         raise UserError(
@@ -99,25 +108,66 @@ def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple
         raise UserError(
             "--continue: expected run.dir, found none; add --run.dir FOLDER, the same at each start"
         )
-    return config, CONTINUE
+    return as_saved(config, CONTINUE), CONTINUE
+
+
+USUAL = {
+    "model.kind": "llama, hybrid, hf (any model of transformers), python (yours)",
+    "model.preset": "size of a llama or hybrid",
+    "data.source": "files with the text, or pydoc: text that every Python has",
+    "data.tokenizer": "bytes, a tokenizer.json, its folder, or a name on the hub",
+    "train.steps": "optimizer steps in all",
+    "train.seq_len": "tokens per sequence",
+    "train.global_batch": "sequences per optimizer step, over all ranks",
+    "train.micro_batch": "sequences per rank and forward pass; lower it if memory runs out",
+    "optimizer.lr": "peak learning rate",
+    "parallel.strategy": "what is sharded: zero3 all, zero1 the optimizer, ddp nothing",
+}
+"""The keys that most jobs set, which the help shows first."""
 
 
 def _keys_help(width: int) -> str:
-    """Every key of the configuration with type, default and description, wrapped to `width` columns."""
-    from shardwright.train.keys import keys, section_summary
+    """The usual keys, then every key of the configuration, wrapped to `width` columns."""
+    from shardwright.train.config import Config
+    from shardwright.train.keys import keys
 
+    def wrapped(text: str) -> list[str]:
+        return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
+
+    by_path = {key.path: key for key in keys()}
+    blocks = ["", "usual keys:"]
+    for path, words in USUAL.items():
+        line = f"  --{path:<20}{words} (default {by_path[path].default})"
+        blocks += textwrap.wrap(line, width, subsequent_indent=" " * 24, break_on_hyphens=False)
     intro = (
         "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
         "Other keys have their defaults. `shardwright extensions` lists all registered values and the options of "
-        "optimizers."
+        f"optimizers. `shardwright train --help SECTION` shows one of the sections {', '.join(Config.model_fields)}."
     )
-    blocks = [
-        "",
-        "configuration keys:",
-        *textwrap.wrap(intro, width, initial_indent="  ", subsequent_indent="  "),
-    ]
+    return "\n".join([*blocks, "", "configuration keys:", *wrapped(intro), *_described(width)]) + "\n"
+
+
+def _section_help(section: str, width: int) -> str:
+    """The keys of one section. Raises UserError if there is no such section."""
+    from shardwright.train.config import Config
+
+    section = section.strip("[]")
+    if section not in Config.model_fields:
+        near = difflib.get_close_matches(section, Config.model_fields, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(Config.model_fields)}"
+        raise UserError(f"train --help: expected a section, found {section!r}; {hint}")
+    return "\n".join(_described(width, section)[1:]) + "\n"
+
+
+def _described(width: int, only: str = "") -> list[str]:
+    """Lines with type, default and description of every key, or of those of one section."""
+    from shardwright.train.keys import keys, section_summary
+
+    blocks: list[str] = []
     section = ""
     for key in keys():
+        if only not in ("", key.path.partition(".")[0]):
+            continue
         if key.path.partition(".")[0] != section:
             section = key.path.partition(".")[0]
             blocks += ["", *textwrap.wrap(f"[{section}] {section_summary(section)}", width)]
@@ -126,7 +176,7 @@ def _keys_help(width: int) -> str:
         blocks += textwrap.wrap(
             key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
         )
-    return "\n".join(blocks) + "\n"
+    return blocks
 
 
 def _add_options(parser: Parser) -> None:
@@ -135,7 +185,8 @@ def _add_options(parser: Parser) -> None:
         "                         [--nproc N] [--max-restarts N]\n"
         "                         [--resume [RUN] | --continue] [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
-        "                         [--nproc N] [--max-restarts N] [--debug]"
+        "                         [--nproc N] [--max-restarts N] [--debug]\n"
+        "       shardwright train --help [SECTION]"
     )
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML")
     parser.add_argument(
@@ -157,7 +208,7 @@ def _add_options(parser: Parser) -> None:
         help="go on from the last checkpoint in run.dir, or start there if it has none: for a command that is "
         "started again and again",
     )  # fmt: skip
-    parser.keys_help = _keys_help
+    parser.keys_help, parser.section_help = _keys_help, _section_help
 
 
 COMMAND = Command("train", "train the model of a configuration", _add_options, _run, takes_keys=True)

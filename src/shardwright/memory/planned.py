@@ -76,7 +76,7 @@ class Planned:
         busy = self._overlaps[i] & self._leased
         if busy:
             other = self.plan.items[busy.bit_length() - 1]
-            self._deviate(slab, f"{other.kind} of unit {other.unit!r} uses its place")
+            self._deviate(slab, f"its place in the plan still holds the {other.kind} of unit {other.unit!r}")
             return DYNAMIC.lease(slab)
         self._leased |= 1 << i
         self.planned += 1

@@ -31,7 +31,8 @@ class Answers:
     def __init__(self, config: Config, folder: RunFolder, world: World, attempt: int) -> None:
         self.folder, self.world, self.attempt = folder, world, attempt
         self.say: Callable[[str], None] = print
-        self.saves = True  #: after the step that runs; False once the run is at its end
+        self.saves = True  #: after `step`; False once the run is at its end
+        self.step: Callable[[], int] = lambda: 0  #: after which the run saves and ends if a signal comes now
         self._launched = LAUNCHER_VARIABLE in os.environ
         # Our launcher knows the time and ends the ranks itself, also one that does not answer.
         self._seconds = 0.0 if self._launched else config.fault.save_seconds
@@ -43,7 +44,7 @@ class Answers:
     def _noted(self, number: int) -> None:
         self._number = signal.Signals(number)
         if self.world.is_first:
-            doing = "saving after this step" if self.saves else "the run is at its end"
+            doing = f"saving after step {self.step()}" if self.saves else "the run is at its end"
             try:
                 self.say(f"{self._number.name} received; {doing}")
             except (OSError, ValueError):

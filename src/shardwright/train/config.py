@@ -6,6 +6,7 @@ are answered at once.
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.keys import field_at, row_of, table_of
 from shardwright.train.mistakes import in_one_line, in_quotes, is_bracketed, takes_text_or_list, unknown_key
 from shardwright.train.models.kinds import kinds
-from shardwright.train.one_of import OneOf
+from shardwright.train.one_of import registry_of
 from shardwright.train.schema import Config, value_of
 from shardwright.train.sections.activations import ActivationConfig
 from shardwright.train.sections.checkpoint import CheckpointConfig
@@ -51,6 +52,7 @@ __all__ = [
     "ValidationConfig",
     "load_config",
     "stored_config",
+    "with_special_tokens",
 ]
 
 
@@ -84,6 +86,7 @@ def stored_config(
     """
     path = run / "config.toml"
     values = _read_toml(path)
+    special_tokens = _special_tokens_of(values)
     for key, text in overrides:
         if field_at(key.split(".")) is not None:
             _override(values, key, text)
@@ -93,7 +96,8 @@ def stored_config(
         if (error := _problem(registry, name))
     }
     if not missing:
-        return load_config(path, overrides, ranks=ranks, resumes=resumes)
+        config = load_config(path, overrides, ranks=ranks, resumes=resumes)
+        return with_special_tokens(config, special_tokens)
     modules = dict.fromkeys(
         name.partition(":")[0].partition(".")[0] for name, _ in missing.values() if ":" in name
     )
@@ -112,6 +116,19 @@ def stored_config(
     )
 
 
+def _special_tokens_of(values: Mapping[str, Any]) -> str:
+    """`data.special_tokens` of a stored configuration. Before this key a text became the tokens that it spells."""
+    data = values.get("data")
+    return str(data.get("special_tokens", "tokens")) if isinstance(data, dict) else "tokens"
+
+
+def with_special_tokens(config: Config, value: str | None) -> Config:
+    """The configuration with this `data.special_tokens`, unless it has one."""
+    if config.data.special_tokens is not None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"special_tokens": value})})
+
+
 def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[Any]]]:
     """Keys whose values are names of a registry, with name and registry. A list has several."""
     for section, info in Config.model_fields.items():
@@ -119,19 +136,11 @@ def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[
         if table is None or not isinstance(section_values, dict):
             continue
         for key, field in table.model_fields.items():
-            registry = _registry_of(field.annotation, field.metadata)
+            registry = registry_of(field.annotation, field.metadata)
             names = section_values.get(key)
             for name in names if isinstance(names, list) else [names]:
                 if registry is not None and isinstance(name, str):
                     yield f"{section}.{key}", name, registry
-
-
-def _registry_of(annotation: Any, metadata: Sequence[Any] = ()) -> Registry[Any] | None:
-    """The registry whose names an annotation takes, also in a list or beside other types."""
-    for each in (*metadata, *getattr(annotation, "__metadata__", ())):
-        if isinstance(each, OneOf):
-            return each.registry
-    return next((inner for arg in get_args(annotation) if (inner := _registry_of(arg)) is not None), None)
 
 
 def _problem(registry: Registry[Any], name: str) -> str | None:
@@ -147,7 +156,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: expected a configuration file, found nothing there") from None
+        near = _near(path)
+        hint = f"; did you mean {near}?" if near else ""
+        raise UserError(f"{path}: expected a configuration file, found nothing there{hint}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: expected a configuration file, found a folder") from None
     except OSError as error:
@@ -162,6 +173,16 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise UserError(f"{path}: found lists or tables that are too deep inside one another") from None
+
+
+def _near(path: Path) -> Path | None:
+    """The file of TOML with nearly that name, in the same folder."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.suffix == ".toml"]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, names, 1, cutoff=0.75)
+    return path.with_name(near[0]) if near else None
 
 
 def _override(values: dict[str, Any], key: str, text: str) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.train import checkpoint
+from shardwright.train.config import Config
+from shardwright.train.data.chat import SpecialTokens, content_ids, prompt_of
+from shardwright.train.data.dataset import template_of
 from shardwright.train.data.tokenizers import Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
@@ -87,18 +90,41 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
     return int(places[choice])
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, after the id that begins a document, if the tokenizer has one: as in training."""
-    ids = tokenizer.encode(text)
-    return ids if tokenizer.begin is None or ids[:1] == [tokenizer.begin] else [tokenizer.begin, *ids]
+def prompt_ids(
+    tokenizer: Tokenizer, text: str, special_tokens: SpecialTokens = "text", begins: bool = True
+) -> list[int]:
+    """The ids of a text, as in training.
+
+    Args:
+        tokenizer: of the run.
+        text: the prompt.
+        special_tokens: what becomes of special tokens that the text spells.
+        begins: whether the id that begins a document comes first, if the tokenizer has one. It is never there twice.
+    """
+    ids = content_ids(text, tokenizer, special_tokens)
+    if not begins or tokenizer.begin is None or ids[:1] == [tokenizer.begin]:
+        return ids
+    return [tokenizer.begin, *ids]
+
+
+def _begins(config: Config, tokenizer: Tokenizer) -> bool:
+    """Whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template does."""
+    data = config.data
+    if tokenizer.begin is None or {each.kind for each in data.sources or (data,)} != {"conversations"}:
+        return tokenizer.begin is not None
+    template = template_of(data, tokenizer)
+    return template is not None and prompt_of("a", template, tokenizer)[:1] == [tokenizer.begin]
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # stdout is for what was generated
 
 
-def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
-    """The prompt and the text that the run's newest checkpoint puts after it.
+def generate(
+    run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, chat: bool = False
+) -> str:
+    """The prompt and the text that the run's newest checkpoint puts after it. With `chat` the prompt is a message of
+    the user, the run's chat template makes the text of it that the model continues, and only the reply is returned.
 
     This text has at most `tokens` tokens, and ends before the first token that ends a document for the tokenizer or its
     generation_config.json. An empty prompt asks for a document from its beginning.
@@ -116,7 +142,16 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     name = recorded_tokenizer(record, config)
     tokenizer = open_tokenizer(name)
     check_same_tokenizer(folder, name, tokenizer.fingerprint, tokenizer.vocab_size)
-    ids = prompt_ids(tokenizer, prompt)
+    if chat:
+        template = template_of(config.data, tokenizer)
+        if template is None:
+            raise UserError(
+                "--chat: expected a chat template, found none beside the tokenizer; set data.chat_template in "
+                f"{folder.config_file} to a file with one, or leave --chat out"
+            )
+        ids = prompt_of(prompt, template, tokenizer, config.data.spelled)
+    else:
+        ids = prompt_ids(tokenizer, prompt, config.data.spelled, _begins(config, tokenizer))
     if not ids:
         raise UserError(
             f"--prompt: expected a text of at least one token, found none in {prompt!r}; data.tokenizer = "
@@ -138,4 +173,6 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
         context=config.train.seq_len, device=device,  # positions beyond were never trained
         ends=tokenizer.ends,
     )  # fmt: skip
+    if chat:
+        return tokenizer.decode(new_tokens)
     return prompt + tokenizer.decode([*ids, *new_tokens]).removeprefix(tokenizer.decode(ids))

@@ -25,6 +25,7 @@ from shardwright.train.rank import Place, check_place, end_of, start_together
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End, remove_exit, write_exit
 from shardwright.train.stop import restore_handlers
+from shardwright.train.vocabulary import with_vocabulary
 from shardwright.train.world import World, join_world
 
 
@@ -50,6 +51,7 @@ def train_in_group(
             )
         except ValidationError as error:
             raise UserError(in_one_line(error, "the configuration")) from None
+        config = with_vocabulary(config)
         return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
 
     store = dist.PrefixStore("shardwright", default_store())

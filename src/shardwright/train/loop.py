@@ -30,11 +30,12 @@ from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokenizers import pinned_name
 from shardwright.train.data_record import resumed_data, write_data_record
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, counted
 from shardwright.train.faults.acting import answer
 from shardwright.train.faults.looking import fault_of_state
 from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.finetune import adapters, finetuning
+from shardwright.train.metrics import Incident
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.notices import before_steps, of_first_loss
 from shardwright.train.peaks import peak_flops
@@ -50,7 +51,7 @@ from shardwright.train.starting import START
 from shardwright.train.statuses import DONE, End, read_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import StopRequest, status_of_signal
-from shardwright.train.trainer import StepResult, Trainer, learning_rate
+from shardwright.train.trainer import Sample, StepResult, Trainer, Untrained, learning_rate
 from shardwright.train.world import World
 from shardwright.train.writing import write_json, write_text, writing
 
@@ -117,6 +118,7 @@ def _train(
             stack.enter_context(reporter)
             stack.callback(trainer.close)
             answers.say = reporter.answer
+            answers.step = lambda: min(trainer.stops_after, config.train.steps)
             reporter.say(opening_line(trainer, folder))
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
@@ -156,12 +158,14 @@ def run_steps(
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
         if result.stop and stop.signal_number is None:
-            doing = "the run is at its end" if step == config.train.steps else "saving"
+            doing = "the run is at its end" if step == config.train.steps else f"saving step {step}"
             reporter.answer(f"{signal.Signals(result.stop).name} received by another rank; {doing}")
         validates = due(step, config.validation.every) or (
             step == config.train.steps and config.validation.every > 0
         )
         saving = leaving or due(step, config.checkpoint.every)
+        if result.untrained is not None:
+            report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
         if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
             answer(fault, trainer, saves, reporter)
             if result.save_ended:
@@ -191,6 +195,19 @@ def run_steps(
             return result.stop if step < config.train.steps else 0
 
 
+def report_untrained(trainer: Trainer, untrained: Untrained, reporter: Reporter, done: int) -> None:
+    """Record global batches without a trained token, which came after `done` steps. The log has the first of them, and
+    those at which their number gets another digit; metrics.jsonl has all."""
+    found = counted(untrained.batches, "global batch", "global batches")
+    total = trainer.position.past.untrained
+    before = total - untrained.batches
+    reason = f"step {done + 1}: {found} without a trained token before it, of which no step is made ({total:,} so far)"
+    if not before:
+        reason += "; prompts may fill train.seq_len: raise train.seq_len or train.global_batch, or shorten the prompts"
+    quiet = before > 0 and len(str(before)) == len(str(total))
+    reporter.incident(Incident("untrained", done + 1, reason, (untrained.first, untrained.stop)), quiet=quiet)
+
+
 @contextmanager
 def memory_history(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
     """Record this rank's GPU allocations in the next step, if `memory_snapshot` has that step; also if it fails."""
@@ -218,6 +235,7 @@ def report_memory(trainer: Trainer, folder: RunFolder) -> str:
     """Write the memory report of this rank, and the plan if there is one, into the folder. Return lines to print."""
     boards.be_patient()  # The other ranks begin the next step, and to import what draws the picture may take long.
     memory = sw.memory_report(trainer.model, trainer.optimizer)
+    trainer.reported_deviations = memory.deviations
     write_text(folder.memory_file, f"{memory}\n")
     parts = {"shards of parameters": memory.shards, "parameters not sharded": memory.rest}
     parts |= {"optimizer state": memory.optimizer, "buffers": memory.buffers}
@@ -228,18 +246,28 @@ def report_memory(trainer: Trainer, folder: RunFolder) -> str:
     if memory.peak is not None and memory.peak_at is not None:
         unit, kind = memory.peak_at
         lines.append(
-            f"  leased  at most {in_units(memory.peak)} during a step, when {unit} gets memory for its {kind}"
+            f"  leased  up to {in_units(memory.peak)} more during a step; the most when unit {unit} gets its {kind}"
         )
     if memory.plan is not None:
         write_json(folder.plan_file, memory.plan.as_dict())
+        outside = plan_picture.outside_in_words(memory.deviations)
         with writing(folder.plan_picture):
             plan_picture.draw(
-                memory.plan, folder.plan_picture, trainer.config.run.name, memory.memory, memory.rank
+                memory.plan, folder.plan_picture, trainer.config.run.name, memory.memory, memory.rank, outside
             )
         use = "for parameters alone" if memory.plan.slots else "for all leases"
         size = in_units(memory.plan.nbytes)
         lines.append(f"  plan    {memory.memory} of {size} {use}; picture: {folder.plan_picture}")
+        lines += [f"  outside {outside}"] if outside else []
     return "\n".join(lines)
+
+
+def memory_since(trainer: Trainer, folder: RunFolder) -> str:
+    """The lines of `report_memory` once more, if there were leases outside the plan since then; else empty."""
+    if trainer.config.parallel.engine != "shardwright" or trainer.reported_deviations is None:
+        return ""
+    deviations = sw.memory_report(trainer.model, trainer.optimizer).deviations
+    return report_memory(trainer, folder) if deviations != trainer.reported_deviations else ""
 
 
 def due(step: int, every: int) -> bool:
@@ -338,6 +366,8 @@ def data_in_words(trainer: Trainer) -> str:
         ends=ends_in_words(
             dataset.tokenizer, [each.kind for each in config.data.sources] or [config.data.kind]
         ),
+        spelled=dataset.spelled,
+        special_tokens=config.data.spelled,
     )
 
 
@@ -392,9 +422,12 @@ def conclude(
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         peak, held, leased = memory.tolist()
+    again = memory_since(trainer, folder) if record is not None else ""  # the sample leases in another way
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         return end
+    if again:
+        reporter.say(again)
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records, record.content["sessions"]), "peak_memory": peak}
     if leased >= 0:
@@ -441,15 +474,20 @@ def summary(
     trainer: Trainer,
     folder: RunFolder,
     results: Mapping[str, Any],
-    sampled: tuple[str, str] | None,
+    sampled: Sample | None,
     warnings: Sequence[str],
 ) -> str:
     sample_lines = []
-    if sampled is not None:
-        prompt, continuation = map(printable, sampled)
+    if sampled is not None and sampled.expected is not None:
         sample_lines = [
-            f"  sample          {prompt!r} ->",
-            *("    " + line for line in continuation.split("\n")),
+            f"  sample          prompt     {printable(sampled.prompt)!r}",
+            f"                  expected   {printable(sampled.expected)!r}",
+            f"                  generated  {printable(sampled.generated)!r}",
+        ]
+    elif sampled is not None:
+        sample_lines = [
+            f"  sample          {printable(sampled.prompt)!r} ->",
+            *("    " + line for line in printable(sampled.generated).split("\n")),
         ]
     validation = results["validation_loss"]
     compiled = []
@@ -459,7 +497,9 @@ def summary(
     engine = []
     if "leased_memory" in results:
         held, leased = (in_units(results[key]) for key in ("held_memory", "leased_memory"))
-        engine = [f"  engine memory   {held} held and at most {leased} leased, each on the rank with most"]
+        engine = [
+            f"  engine memory   {held} always, and up to {leased} more during a step (largest of all ranks)"
+        ]
     memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
     alike = vocabulary(trainer.config)
     lines = [

@@ -48,7 +48,7 @@ class Losses:
 
     def counts(self, trained: int) -> Tensor:
         """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
-        counts = [max(1, trained)] * (1 + len(self.auxiliary))
+        counts = [trained] * (1 + len(self.auxiliary))
         return torch.tensor(counts, dtype=torch.float64, device=self._world.device)
 
     def weights(self, counts: Tensor) -> Tensor:

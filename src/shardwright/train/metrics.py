@@ -148,17 +148,18 @@ EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
 
 @dataclass(frozen=True)
 class Incident:
-    """Samples that a run has left out because numbers had gone wrong.
+    """Samples that a run has left out: because numbers had gone wrong, or because no token of them is trained.
 
     Attributes:
-        action: whether it did not make the step, or went back to a checkpoint.
+        action: "skip": the step was not made. "rewind": the run went back to a checkpoint. "untrained": no step was
+            made of global batches without a trained token.
         step: the optimizer step that comes next.
         reason: what was found, in one line.
         samples: those that are left out, [first, stop).
         from_step: optimizer steps done when it went back.
     """
 
-    action: Literal["skip", "rewind"]
+    action: Literal["skip", "rewind", "untrained"]
     step: int
     reason: str
     samples: tuple[int, int]
@@ -168,7 +169,7 @@ class Incident:
     def in_words(self) -> str:
         first, stop = self.samples
         left_out = f"samples {first:,} to {stop - 1:,} are left out"
-        back = "" if self.action == "skip" else f"the run goes back to step {self.step - 1}; "
+        back = f"the run goes back to step {self.step - 1}; " if self.action == "rewind" else ""
         return f"{self.reason}; {back}{left_out}"
 
 

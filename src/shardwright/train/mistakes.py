@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardwright.train.keys import ROW, expected_of, field_at, keys, name_of, nearest_key, row_of, section_of
-from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME
+from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME, registry_of
 from shardwright.train.schema import Config, toml_value, value_of
 
 
@@ -130,6 +130,10 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
         near = f"[[{key}s]]" if field_at(f"{key}s".split(".")) else f"[{key}]"
         return f"; write {near}"
     if kind == "tuple_type" and isinstance(value, str):
+        registry = registry_of(info.annotation, info.metadata)
+        if registry is not None and ":" not in value and value not in registry.names():
+            names = difflib.get_close_matches(value, registry.names(), 1)
+            return f'; write ["{names[0]}"]' if names else f"; there is no {registry.what} {value!r}"
         return f"; write [{toml_value(value)}]" if len(value) < 200 else "; put it into brackets"
     plain = kind in ("int_type", "float_type", "bool_type") and str not in get_args(info.annotation)
     if isinstance(value, str) and plain:

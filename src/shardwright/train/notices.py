@@ -46,14 +46,21 @@ def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[st
 def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     """The notice about the loss of step 1. None if there is nothing to explain."""
     train = trainer.config.train
-    trained = trainer.dataset.train.trained(0, train.global_batch)
+    first = trainer.position.samples - train.global_batch
+    trained = trainer.dataset.train.trained(first, train.global_batch)
     per_micro_batch = trained * train.micro_batch / train.global_batch
     own = trainer.in_words if trainer.losses.has_loss else None
-    return first_loss_in_words(loss, trainer.config.model.shape().vocab_size, own, per_micro_batch)
+    shape = trainer.config.model.shape()
+    trained_before = isinstance(shape, HuggingFaceShape) and shape.weights == "pretrained"
+    return first_loss_in_words(loss, shape.vocab_size, own, per_micro_batch, trained_before)
 
 
 def first_loss_in_words(
-    loss: float, tokens: int, own: str | None = None, per_micro_batch: float = 1.0
+    loss: float,
+    tokens: int,
+    own: str | None = None,
+    per_micro_batch: float = 1.0,
+    pretrained: bool = False,
 ) -> str | None:
     """Why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
 
@@ -62,12 +69,18 @@ def first_loss_in_words(
         tokens: of the vocabulary.
         own: the model in words, if it has a loss of its own.
         per_micro_batch: the targets of a micro-batch that its loss is a mean over.
+        pretrained: the model began with weights that were trained before.
     """
     alike = math.log(tokens)
     if loss <= alike:
         return None
     above = f"the first loss is above ln({tokens}) = {alike:.4f}"
     equal = f"A model that gives all {tokens} tokens the same probability has that loss"
+    if pretrained:
+        return (
+            f"{above}. {equal}, and pretrained weights usually have a lower one: check that data.tokenizer is the one "
+            "beside the model, and that the text is of the kind that the model was trained on"
+        )
     if loss <= FAR * alike:
         return f"{above}. {equal}; random weights prefer some tokens by chance, so their loss is higher"
     above = f"the first loss, {loss:.4f}, is {loss / alike:.3g} times ln({tokens}) = {alike:.4f}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -35,3 +36,11 @@ class OneOf:
             reason = str(error).removeprefix(f"{self.registry.what}: ")
             raise PydanticCustomError(WRONG_NAME, "{reason}", {"reason": reason}) from None
         return name
+
+
+def registry_of(annotation: Any, metadata: Sequence[Any] = ()) -> Registry[Any] | None:
+    """The registry whose names an annotation takes, also in a list or beside other types."""
+    for each in (*metadata, *getattr(annotation, "__metadata__", ())):
+        if isinstance(each, OneOf):
+            return each.registry
+    return next((inner for arg in get_args(annotation) if (inner := registry_of(arg)) is not None), None)

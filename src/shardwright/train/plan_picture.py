@@ -53,12 +53,27 @@ class Block(NamedTuple):
     height: float
 
 
-def draw(plan: Plan, path: Path, name: str, memory: str, rank: int) -> None:
-    """Write the picture of the plan that `memory` has made on `rank` in the run `name`."""
-    plan_figure(plan, name, memory, rank).savefig(path, dpi=DPI)
+def outside_in_words(deviations: Sequence[tuple[str, str, str, int]]) -> str:
+    """Leases outside the plan, by unit, kind, reason and number, for the report and the picture; empty: none."""
+    if not deviations:
+        return ""
+    unit, kind, why, _ = deviations[0]
+    number = sum(each[-1] for each in deviations)
+    leases = "1 lease" if number == 1 else f"{number:,} leases"
+    return f"{leases} outside the plan, from torch's allocator: {kind} of unit {unit!r}, since {why}" + (
+        f"; and {len(deviations) - 1} more reasons" if len(deviations) > 1 else ""
+    )
 
 
-def plan_figure(plan: Plan, name: str, memory: str, rank: int) -> Figure:
+def draw(plan: Plan, path: Path, name: str, memory: str, rank: int, outside: str = "") -> None:
+    """Write the picture of the plan that `memory` has made on `rank` in the run `name`.
+
+    `outside` is about leases outside the plan, which have no place in the picture.
+    """
+    plan_figure(plan, name, memory, rank, outside).savefig(path, dpi=DPI)
+
+
+def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = "") -> Figure:
     from matplotlib.patches import Patch, Rectangle
 
     figure = new_figure(12, 7.5)
@@ -84,7 +99,8 @@ def plan_figure(plan: Plan, name: str, memory: str, rank: int) -> Figure:
         label=f"most bytes leased at once, {in_units(plan.lower_bound)}: no plan can be smaller",
     )  # fmt: skip
     figure.suptitle(textwrap.fill(title_of(plan, name, memory, rank), 110), fontsize=12)
-    axes.set_title(counted_in_words(plan), fontsize=9)
+    counted = "\n".join([counted_in_words(plan), *textwrap.wrap(outside, 150)])
+    axes.set_title(counted, fontsize=9)
     axes.set_xlabel("time in a step: number of leases and releases so far")
     axes.set_ylabel(f"address in the block ({unit})")
     axes.grid(alpha=0.3)

@@ -38,7 +38,7 @@ from shardwright.train.agreement import (
 )
 from shardwright.train.answers import SECONDS_FOR_FIRST
 from shardwright.train.config import Config
-from shardwright.train.data.dataset import Dataset, load_dataset
+from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
 from shardwright.train.ending import Complaint, fail
 from shardwright.train.environment import (
     FOLDER_VARIABLE,
@@ -70,7 +70,7 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool, attempt: int =
     """Train with one rank in this process and return the exit status. Raises UserError."""
     START.doing("reading the data")
     try:
-        dataset = load_dataset(config, progress=True)
+        dataset = _read_data(config, progress=True)
         with (
             join_world(config) as world,
             watched(config, folder.path, lambda end: write_exit(folder, end, attempt)),
@@ -164,7 +164,7 @@ def start_together(
         device = pick_device(config)
         START.doing("reading the data")
         dataset = first_of_host(
-            store, rank, lambda: load_dataset(config, progress=rank == 0, advanced=signs_of_progress(store))
+            store, rank, lambda: _read_data(config, progress=rank == 0, advanced=signs_of_progress(store))
         )
         fingerprints = {**dataset.fingerprints, **_model_fingerprint(config)}
         statement = Statement(facts_of(config, fingerprints, resume, device.type))
@@ -176,6 +176,14 @@ def start_together(
     use_one_network(store, rank, size)
     store.set_timeout(collective_timeout())
     return config, dataset
+
+
+def _read_data(
+    config: Config, progress: bool = False, advanced: Callable[[], None] = lambda: None
+) -> Dataset:
+    dataset = load_dataset(config, progress, advanced)
+    check_special_tokens(config, dataset)
+    return dataset
 
 
 def _model_fingerprint(config: Config) -> dict[str, str]:

@@ -66,12 +66,13 @@ class Reporter:
                 sink.save_failed(step, reason)
         self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
 
-    def incident(self, incident: Incident) -> None:
-        """Record that samples were left out, and that the run goes on."""
+    def incident(self, incident: Incident, quiet: bool = False) -> None:
+        """Record that samples were left out, and that the run goes on. `quiet`: only in metrics.jsonl."""
         for sink in self.sinks:
             if isinstance(sink, JsonLines):
                 sink.incident(incident)
-        self.say(f"warning: {incident.in_words}")
+        if not quiet:
+            self.say(f"warning: {incident.in_words}")
 
     def rewind(self, step: int) -> None:
         """The run goes on after `step`, so later steps come again."""

@@ -22,7 +22,7 @@ import torch
 import shardwright
 from shardwright.checkpoint.objects import ObjectStore
 from shardwright.checkpoint.places import LocalStore, new_attempt, store_of
-from shardwright.train.config import Config, stored_config
+from shardwright.train.config import Config, stored_config, with_special_tokens
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
@@ -278,6 +278,24 @@ def find_run(config: Config, resume: str) -> RunFolder:
             f"--resume: expected a run named {config.run.name} in {RUNS}, found none; pass its folder"
         )
     return RunFolder(max(runs)[2])
+
+
+def as_saved(config: Config, resume: str) -> Config:
+    """The configuration for going on with a run, with the run's own `data.special_tokens` and `model.vocab_size` unless
+    it has them.
+
+    `resume`: as for :func:`find_run`, or CONTINUE, whose run need not exist yet.
+    """
+    if resume == CONTINUE and not RunFolder(Path(config.run.dir)).exists():
+        return config
+    folder = find_run(config, "" if resume == CONTINUE else resume)
+    saved = folder.config()
+    config = with_special_tokens(config, saved.data.special_tokens)
+    same_kind = config.model.kind == saved.model.kind and config.model.vocab_size is None
+    if not same_kind or saved.model.vocab_size is None:
+        return config
+    model = config.model.model_copy(update={"vocab_size": saved.model.vocab_size})
+    return config.model_copy(update={"model": model})
 
 
 def check_same_job(folder: RunFolder, config: Config, what: str) -> None:

@@ -7,6 +7,7 @@ import itself takes seconds and has a message.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,12 +25,16 @@ class Start:
         self._doing = ""
         self._began = 0.0
         self._speaking: ExitStack | None = None
+        self._repeats = True
+        self._printed = ""
 
     def begin(self, doing: str) -> None:
-        """From now on print the current action every few seconds. A quick start prints nothing."""
+        """From now on print the current action: on a terminal every few seconds, elsewhere once. A quick start prints
+        nothing."""
         if self._speaking is None:
             self._began = float(os.environ.get(BEGAN_VARIABLE, time.monotonic()))
-            self._speaking = ExitStack()
+            self._speaking, self._printed = ExitStack(), ""
+            self._repeats = sys.stdout.isatty()
             self._speaking.enter_context(patience.patience(_print, self._line))
         self.doing(doing)
 
@@ -61,7 +66,11 @@ class Start:
             speaking.close()
 
     def _line(self) -> str:
-        return self._doing and f"{self._doing} ({time.monotonic() - self._began:.0f} s)"
+        """Empty if there is nothing new to say to a file or a pipe."""
+        if not self._doing or (self._printed == self._doing and not self._repeats):
+            return ""
+        self._printed = self._doing
+        return f"{self._doing} ({time.monotonic() - self._began:.0f} s)"
 
 
 def _print(text: str) -> None:

@@ -42,6 +42,12 @@ class Position:
         stop = self.samples + samples
         return Position(self.step, stop, self.past.after_skip((self.samples, stop)))
 
+    def after_untrained(self, stop: int, batches: int) -> Position:
+        """After so many global batches without a trained token, up to sample `stop`."""
+        if not batches:
+            return self
+        return Position(self.step, stop, self.past.after_untrained((self.samples, stop), batches))
+
     def after_rewind(self, before: Position, stop: int) -> Position:
         """This is the position in the checkpoint that was loaded. The run goes on with sample `stop`."""
         return Position(self.step, stop, self.past.after_rewind(before.past, (self.samples, stop)))

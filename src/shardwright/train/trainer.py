@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,13 @@ from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits, check_separates
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data.batch import Batch
-from shardwright.train.data.dataset import Dataset, extended
-from shardwright.train.data.loader import Loader, Share
+from shardwright.train.data.dataset import Dataset, extended, validation_samples
+from shardwright.train.data.loader import Loader, Share, StepBatches
 from shardwright.train.errors import UserError
 from shardwright.train.faults import looking, verifying
 from shardwright.train.faults.fault import Fault
 from shardwright.train.finetune import adapters
-from shardwright.train.generate import NonFiniteLogitsError, prompt_ids, sample
+from shardwright.train.generate import NonFiniteLogitsError, sample
 from shardwright.train.losses import Losses
 from shardwright.train.models import outputs
 from shardwright.train.models.kinds import model_in_words
@@ -82,6 +83,22 @@ def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
     return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
 
+class Untrained(NamedTuple):
+    """Global batches without a trained token, one after another: their samples from `first` to before `stop`."""
+
+    batches: int
+    first: int
+    stop: int
+
+
+class Sample(NamedTuple):
+    """A prompt of the data, the text that the model puts after it, and the one in the data if that is to be learnt."""
+
+    prompt: str
+    generated: str
+    expected: str | None
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What all ranks know after a step.
@@ -97,6 +114,7 @@ class StepResult:
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
     save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
     fault: Fault | None  # wrong numbers, for which the step was not done
+    untrained: Untrained | None  # global batches before this one, of which no step was made
 
 
 class Trainer:
@@ -129,6 +147,9 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
+        #: Leases outside the memory plan that the memory report has named; None: there is no report yet.
+        self.reported_deviations: tuple[tuple[str, str, str, int], ...] | None = None
+        self.stops_after = 0  # the step after which a signal that comes now ends the run
         self._loader: Loader | None = None
         self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
 
@@ -143,15 +164,18 @@ class Trainer:
     def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
         """Forward and backward over the step's micro-batches, then one optimizer step.
 
+        A global batch without a trained token has no gradient. The step is made of the next one that has some.
+
         `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
         With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
+        self.stops_after = step + 1
         boards.begin_step(step + 1)
         boards.at(boards.DATA)
         started = time.perf_counter()
-        data = next(self._steps())
+        data, untrained = self._next_trained()
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
         counts = self.losses.counts(data.trained)
         data_seconds = time.perf_counter() - started
@@ -172,7 +196,9 @@ class Trainer:
         grad_norm = None if norm is None else float(norm)
         with parallel.parallel_loss(self.config.parallel):
             fault = looking.fault_of_step(self, loss, grad_norm, flags, shares, partial(self.work, *tensors))
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault)
+        result = StepResult(
+            loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault, untrained
+        )
         if fault is None or norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)
             self.optimizer.step()
@@ -193,6 +219,18 @@ class Trainer:
                 f"finetune.targets: expected layers that the model calls, found {names[0]!r}, whose weight it uses "
                 f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
             )
+
+    def _next_trained(self) -> tuple[StepBatches, Untrained | None]:
+        """The data of the next step, and the global batches before it that have no trained token.
+
+        Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
+        """
+        first, batches = self.position.samples, 0
+        while not (data := next(self._steps())).trained:
+            boards.at(boards.DATA)
+            batches += 1
+        self.position = self.position.after_untrained(data.first, batches)
+        return data, Untrained(batches, first, data.first) if batches else None
 
     def _steps(self) -> Loader:
         """The data of the steps from here on."""
@@ -267,6 +305,8 @@ class Trainer:
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
+        # A signal from here on is answered in the next step, and this one's thread may print that at once.
+        self.stops_after = self.position.step + 2
         number = stop.signal_number
         seen = [*(float(number == each) for each in SIGNALS), float(save_ended)]
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
@@ -344,8 +384,7 @@ class Trainer:
         """Mean loss over the validation samples, the same ones every time and for any number of ranks."""
         train, world, stream = self.config.train, self.world, self.dataset.validation
         assert stream is not None
-        windows = sum(source.samples for source in stream.sources)
-        samples = min(windows, self.config.validation.batches * train.global_batch)
+        samples = validation_samples(self.config, stream)
         rounds = math.ceil(samples / (world.data_size * train.micro_batch))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
@@ -364,21 +403,19 @@ class Trainer:
         with noted("all-reduce of the validation loss", None):
             dist.all_reduce(total)
             loss_sum = float(total)
-        return loss_sum / world.tensor / max(1, stream.trained(0, samples))
+        return loss_sum / world.tensor / stream.trained(0, samples)
 
     @boards.during(boards.SAMPLE)
     @torch.no_grad()
-    def sample(self) -> tuple[str, str]:
+    def sample(self) -> Sample:
         """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
 
-        The text may end early, see `sample`. It is empty if the prompt has no token, and the reason in brackets if the
-        logits are not finite.
+        The text may end early, see `sample`. It is the reason in brackets if the logits are not finite.
         """
-        tokenizer = self.dataset.tokenizer
-        prompt = self.dataset.prompt()
-        ids = prompt_ids(tokenizer, prompt)
-        if not ids:
-            return prompt, ""
+        tokenizer, (ids, answer) = self.dataset.tokenizer, self.dataset.question()
+        if answer and answer[-1] in tokenizer.ends:
+            answer = answer[:-1]
+        prompt, expected = tokenizer.decode(ids), None if answer is None else tokenizer.decode(answer)
         try:
             with torch.compiler.set_stance("force_eager"):  # every token is of another length
                 tokens = sample(
@@ -387,10 +424,10 @@ class Trainer:
                     multiple=self.world.tensor, ends=tokenizer.ends,
                 )  # fmt: skip
         except NonFiniteLogitsError as error:
-            return prompt, f"(none: {error})"
+            return Sample(prompt, f"(none: {error})", expected)
         finally:
             parallel.free_gathered(self.model)
-        return prompt, tokenizer.decode(tokens)
+        return Sample(prompt, tokenizer.decode(tokens), expected)
 
     @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:

@@ -150,7 +150,7 @@ WRONG = [
     (
         {"body": ["x"], "id": [1]},
         {},
-        "data.text_key: expected key 'text', found 'body', 'id' in PATH; set it to the key of",
+        "data.text_key: expected key 'text' in each row, found only 'body', 'id' in PATH; set data.text_key",
     ),
     ({"text": [1, 2]}, {}, "data.text_key: expected strings, found int64 in column 'text' of PATH"),
     ({"text": [b"x"]}, {}, "expected strings, found binary in column 'text' of PATH"),
@@ -174,7 +174,7 @@ WRONG = [
     (
         {"prompt": ["x"]},
         {"kind": "completions"},
-        "data.completion_key: expected key 'completion', found 'prompt' in PATH",
+        "data.completion_key: expected key 'completion' in each row, found only 'prompt' in PATH",
     ),
 ]
 

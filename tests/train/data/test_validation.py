@@ -97,7 +97,7 @@ def test_a_source_for_validation_leaves_all_of_the_other_for_training(tmp_path: 
     assert own.validation is not None
     samples = own.validation.sources[0].samples
     assert b"trained" not in bytes(own.validation.batch(0, samples).inputs.flatten().tolist())
-    assert own.prompt().startswith("validated") and own.sha256 == split.sha256
+    assert bytes(own.question().ids).startswith(b"validated") and own.sha256 == split.sha256
     lines = statement(
         own.train, own.validation, own.tokenizer.decode, packing="best_fit", first=0, samples=80
     )
@@ -131,7 +131,7 @@ def test_mistakes_of_a_source_for_validation_name_its_key(tmp_path: Path) -> Non
         ),
         (
             {"validation_sources": [{"path": write(tmp_path / "y.jsonl", "y"), "weight": 1.0}]},
-            "data.validation_sources.0.text_key: expected key 'text', found 'body'",
+            "data.validation_sources.0.text_key: expected key 'text' in each row, found only 'body'",
         ),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):

@@ -22,6 +22,7 @@ from shardwright._torch import local_of
 from shardwright.engine.front.corruption import plain_name
 from shardwright.train import plan_picture
 from shardwright.train.config import Config
+from shardwright.train.data.dataset import Dataset
 from shardwright.train.loop import run_steps
 from shardwright.train.metrics import JsonLines
 from shardwright.train.models.build import build_model
@@ -60,10 +61,16 @@ class Run:
     """One session of a run, on one rank."""
 
     def __init__(
-        self, folder: Path, config: Config, rank: int, world_size: int, plant: Plant | None = None
+        self,
+        folder: Path,
+        config: Config,
+        rank: int,
+        world_size: int,
+        plant: Plant | None = None,
+        dataset: Dataset | None = None,
     ) -> None:
         self.folder, self.config = RunFolder(folder), config
-        self.trainer = trainer(config, rank, world_size)
+        self.trainer = trainer(config, rank, world_size, dataset)
         self.is_first = rank == 0
         self.lines: list[str] = []
         if plant is not None:

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -124,6 +125,8 @@ class Pools:
             fit = fitting(items, min(self._slots, most_at_once(items)))
             self._outside = {id(slab) for i, slab in enumerate(slabs) if i not in fit}
             items, slabs = [items[i] for i in fit], [slabs[i] for i in fit]
+        else:
+            items = self._from_the_start(items, slabs)
         self.plan = self._named.make_plan(items, min(self._slots, most_at_once(items)))
         device = slabs[0].device if slabs else torch.device("cpu")
         if device.type != "cpu":
@@ -131,6 +134,22 @@ class Pools:
                 device.type
             ).empty_cache()  # free memory of the recorded step, which has other sizes
         self._use(Planned(self.plan, slabs, self._block(self.plan.nbytes, device), self))
+
+    def _from_the_start(self, items: list[Item], slabs: list[Slab]) -> list[Item]:
+        """The items, in which units that keep their parameters lease them from the start of the step.
+
+        A forward without a backward, as in a validation, leaves these parameters gathered. The next forward begins with
+        them, so nothing that it leases may have their places. The units of a step's end hardly add to the most bytes.
+        """
+        kept = {
+            id(unit.weights.copies.training.slab)
+            for unit in self._units
+            if unit.parameters and self._keeps(unit)
+        }
+        return [
+            replace(item, spans=((0, item.spans[0][1]), *item.spans[1:])) if id(slab) in kept else item
+            for item, slab in zip(items, slabs, strict=True)
+        ]
 
     def _block(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """The block of the model. If a unit has a source, the first source allocates it for all units."""

@@ -31,7 +31,7 @@ class Assembly:
         self._done: list[FileFacts] = []  # of the files before the one that is being added
         self._file = _File()
         self._begun = False  # whether a part was added
-        self._trained = self._untrained = 0
+        self._trained = self._untrained = self._spelled = 0
         self._files = {IDS: _Hashed(folder / IDS), ENDS: _Hashed(folder / ENDS)}
         if job.masked:
             self._files[TRAINED] = _Hashed(folder / TRAINED)
@@ -42,6 +42,7 @@ class Assembly:
     def add(self, span: Span, part: Part, files: Sequence[Path]) -> None:
         if span.start == 0:
             self._begin_file(span.place)
+        self._spelled += part.spelled
         if not part.empty:
             self._join(span.place, part)
             self._copy(part, files)
@@ -129,6 +130,7 @@ class Assembly:
             documents=self.documents,
             trained=self._trained,
             untrained_documents=self._untrained,
+            spelled=self._spelled,
             masked=self._job.masked,
             fingerprint=hashlib.sha256(whole.encode()).hexdigest(),
             digests=digests,

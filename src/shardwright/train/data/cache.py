@@ -37,7 +37,7 @@ from shardwright.train.lock import UNSUPPORTED
 from shardwright.train.patience import patience
 from shardwright.train.writing import writing
 
-FORMAT = 2  #: of the folders and of how tokens are made: older folders are then not used
+FORMAT = 3  #: of the folders and of how tokens are made: older folders are then not used
 WORTH_A_PROCESS = 4 << 20  #: bytes of data: fewer do not pay for the start of a process
 _RECENT = 2_000_000_000  #: ns: a file that changed so shortly ago could change again without a new time
 _BLOCK = 1 << 20
@@ -54,6 +54,7 @@ def tokenised(
     *,
     cache: Path | None = None,
     template: str | None = None,
+    special_tokens: chat.SpecialTokens = "text",
     workers: int = 0,
     progress: bool = False,
     advanced: Callable[[], None] = lambda: None,
@@ -66,6 +67,7 @@ def tokenised(
             document. Bytes have line feeds between documents, as they always had.
         cache: the folder of all caches. Default: :func:`default_cache`.
         template: chat template of conversations. Default: the tokenizer's own.
+        special_tokens: what becomes of special tokens that a text spells.
         workers: processes that encode. 0: one per core that this process may use.
         progress: show a bar on standard error while tokens are made, or words while another process makes them.
         advanced: called from any thread when a part of the work is done, also by the process for which this one waits.
@@ -80,7 +82,7 @@ def tokenised(
     with writing(cache, "data.cache"):
         cache.mkdir(parents=True, exist_ok=True)
     before = [_identity(place) for place in files]
-    key = _key(files, source, tokenizer, template, cache, workers, advanced)
+    key = _key(files, source, tokenizer, template, special_tokens, cache, workers, advanced)
     folder = cache / key
     try:
         return open_tokens(folder)
@@ -90,7 +92,7 @@ def tokenised(
         try:
             return open_tokens(folder)
         except Damaged:
-            job = Job(source, tokenizer, template, dtype_of(tokenizer.vocab_size).name)
+            job = Job(source, tokenizer, template, dtype_of(tokenizer.vocab_size).name, special_tokens)
             _make(folder, files, before, job, workers, progress, note, advanced)
     return open_tokens(folder)
 
@@ -117,6 +119,7 @@ def _key(
     source: Source,
     tokenizer: Tokenizer,
     template: str | None,
+    special_tokens: str,
     cache: Path,
     workers: int,
     advanced: Callable[[], None],
@@ -130,6 +133,7 @@ def _key(
         "keys": [source.text_key, source.messages_key, source.prompt_key, source.completion_key],
         "tokenizer": tokenizer.fingerprint,
         "template": template,
+        "special_tokens": special_tokens if tokenizer.reserved else "",
         # A template writes these texts: bos_token, eos_token, ...
         "names": sorted(tokenizer.names.items()) if template is not None else [],
     }

@@ -7,7 +7,8 @@ learnt. So a template needs no ``{% generation %}`` tags. Where a template has t
 The text is encoded in segments that begin where a learnt part begins, and the places of the tokens say which are
 learnt. So the tokens before a reply are those of the prompt that a model is asked with, and a reply begins with a token
 of its own. Encoded as a whole, the last line break of a prompt could be one token with the first word of the reply.
-Special tokens are recognised, and none is added.
+No special token is added. Those of the template are recognised, and those that the text of a message spells only if
+`special_tokens` is "tokens".
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,11 @@ from shardwright.train.errors import UserError
 KEY = "data.chat_template"
 #: What ``strftime_now`` of a template reads. A fixed day, so that a data set has the same tokens every day.
 NOW = datetime(2024, 7, 26, 12)
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode keeps these two out of all texts.
+# Unicode keeps these out of all texts.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_BREAK = "\ufdd2"  #: inside of what a message spells, while the template is rendered
+_KEPT_OUT = re.compile("[\ufdd0-\ufdd5]")
+SpecialTokens = Literal["text", "tokens"]
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -41,7 +46,9 @@ class Encoded(NamedTuple):
     trained: np.ndarray
 
 
-def encode_conversation(conversation: Conversation, template: str, tokenizer: Tokenizer) -> Encoded:
+def encode_conversation(
+    conversation: Conversation, template: str, tokenizer: Tokenizer, special_tokens: SpecialTokens = "text"
+) -> Encoded:
     """The tokens of a conversation; those of the assistant are learnt, with the token that ends its turn.
 
     Line breaks that a template writes after that token are not learnt. Nothing is added to what the template writes.
@@ -50,18 +57,54 @@ def encode_conversation(conversation: Conversation, template: str, tokenizer: To
         UserError: the template fails, or writes earlier messages differently when later ones follow. The message
         names the file, its line and the number of the message.
     """
-    text, learnt = rendered(conversation, template, tokenizer.names)
-    return _encoded(text, learnt, tokenizer)
+    if special_tokens == "tokens" or not spelled_places(conversation, tokenizer):
+        text, learnt = rendered(conversation, template, tokenizer.names)
+        return _encoded(text, learnt, tokenizer)
+    text, learnt = rendered(_broken(conversation, tokenizer), template, tokenizer.names)
+    return _encoded_literally(text, learnt, tokenizer)
 
 
-def encode_completion(completion: Completion, tokenizer: Tokenizer) -> Encoded:
+def prompt_of(
+    message: str, template: str, tokenizer: Tokenizer, special_tokens: SpecialTokens = "text"
+) -> list[int]:
+    """The ids with which a model is asked for a reply to one message of the user.
+
+    Raises:
+        UserError: the template fails.
+    """
+    conversation = Conversation(({"role": "user", "content": message},))
+    literally = special_tokens == "text" and bool(tokenizer.spelled(message))
+    if literally:
+        conversation = _broken(conversation, tokenizer)
+    text = _render(template, conversation.messages, None, tokenizer.names, True, conversation)
+    text = text.replace(_OPEN, "").replace(_CLOSE, "")
+    encoded = (_encoded_literally if literally else _encoded)(text, [], tokenizer)
+    return encoded.ids.tolist()  # type: ignore[no-any-return]
+
+
+def content_ids(text: str, tokenizer: Tokenizer, special_tokens: SpecialTokens) -> list[int]:
+    """The ids of a text. With "text" it has no reserved token."""
+    ids = tokenizer.encode(text)
+    return tokenizer.literal.encode(text) if special_tokens == "text" and _reserved(ids, tokenizer) else ids
+
+
+def _reserved(ids: Iterable[int], tokenizer: Tokenizer) -> bool:
+    return bool(tokenizer.reserved) and not tokenizer.reserved.isdisjoint(ids)
+
+
+def encode_completion(
+    completion: Completion, tokenizer: Tokenizer, special_tokens: SpecialTokens = "text"
+) -> Encoded:
     """The tokens of a prompt and its completion, which is learnt, as is the token that ends the document.
 
     Bytes have no such token; there a line feed ends a completion.
     """
     text = completion.prompt + completion.completion
-    ids, trained = _encoded(text, [(len(completion.prompt), len(text))], tokenizer)
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    learnt = [(len(completion.prompt), len(text))]
+    ids, trained = _encoded(text, learnt, tokenizer)
+    if special_tokens == "text" and _reserved(ids.tolist(), tokenizer):
+        ids, trained = _encoded(text, learnt, tokenizer.literal)
+    begin = [] if tokenizer.begin is None or ids[:1].tolist() == [tokenizer.begin] else [tokenizer.begin]
     end = [] if tokenizer.end is None else [tokenizer.end]
     if isinstance(tokenizer, Bytes):
         end = [ord("\n")]
@@ -69,6 +112,84 @@ def encode_completion(completion: Completion, tokenizer: Tokenizer) -> Encoded:
         np.concatenate([np.array(begin, np.int64), ids, np.array(end, np.int64)]),
         np.concatenate([np.zeros(len(begin), bool), trained, np.ones(len(end), bool)]),
     )
+
+
+def spelled_places(item: Conversation | Completion, tokenizer: Tokenizer) -> int:
+    """How many places of its texts spell a reserved token."""
+    if isinstance(item, Completion):
+        return len(tokenizer.spelled(item.prompt + item.completion))
+    return sum(len(tokenizer.spelled(text)) for text in strings_of([item.messages, item.tools]))
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings in nested values, keys of mappings too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from strings_of(key)
+            yield from strings_of(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from strings_of(each)
+
+
+def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
+    """The conversation with a mark inside of each reserved token that its texts spell, so that a template cannot mix
+    them with its own.
+
+    Raises:
+        UserError: a text has such a mark.
+    """
+
+    def broken(value: Any) -> Any:
+        if isinstance(value, str):
+            if match := _KEPT_OUT.search(value):
+                raise UserError(
+                    f"{KEY}: expected texts without the character U+{ord(match[0]):04X}, which Unicode keeps out of "
+                    f"texts, beside spelled special tokens, found it in {_where(conversation)}; remove it"
+                )
+            parts, end = [], 0
+            for start, stop in tokenizer.spelled(value):
+                inside = start + (stop - start > 1)  # a token of one character has its mark before it
+                parts += [value[end:inside], _BREAK]
+                end = inside
+            return "".join([*parts, value[end:]])
+        if isinstance(value, Mapping):
+            return {broken(key): broken(each) for key, each in value.items()}
+        return [broken(each) for each in value] if isinstance(value, list | tuple) else value
+
+    tools = conversation.tools
+    return Conversation(
+        tuple(map(broken, conversation.messages)),
+        None if tools is None else tuple(map(broken, tools)),
+        conversation.origin,
+    )
+
+
+def _encoded_literally(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> Encoded:
+    """The tokens of a rendered text with marks. The tokenizer knows the template's tokens by other names, so that what
+    a message spells is no token to it."""
+    renamed, names = tokenizer.renamed()
+    pieces: list[str] = []
+    places: list[Place] = []  # in the text, and in the result
+    done = length = 0
+    for start, stop in tokenizer.spelled(text):
+        if text[start - 1 : start] == _BREAK:
+            continue
+        for piece in (text[done:start].replace(_BREAK, ""), names[text[start:stop]]):
+            pieces.append(piece)
+            length += len(piece)
+        places.append((stop, length))
+        done = stop
+    pieces.append(text[done:].replace(_BREAK, ""))
+
+    def moved(place: int) -> int:
+        before, there = max((each for each in places if each[0] <= place), default=(0, 0))
+        return there + len(text[before:place].replace(_BREAK, ""))
+
+    moved_learnt = [(moved(start), moved(stop)) for start, stop in learnt]
+    return _encoded("".join(pieces), moved_learnt, renamed)
 
 
 def rendered(conversation: Conversation, template: str, names: Mapping[str, str]) -> tuple[str, list[Place]]:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from shardwright.train.sections.data import SourceConfig
 
 VALIDATION_SEED = 0  # of the order of validation samples: the same ones whatever the run's own seed
 PROMPT = 48  # tokens
+QUESTIONS = 100  # documents that are searched for one
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,27 @@ class Material:
     def is_whole(self) -> bool:
         """Whether the run began with all tokens."""
         return not self.known.epochs and not appended_documents(self.known, self.tokens)
+
+
+class Question(NamedTuple):
+    """Ids that a model is asked to continue, and the ids that the data has after them; None: not a fixed answer."""
+
+    ids: list[int]
+    answer: list[int] | None = None
+
+
+def _first_question(tokens: Tokens) -> Question | None:
+    """Of the first conversation or completion with a prompt: what is before the first learnt stretch, and that."""
+    assert tokens.trained is not None
+    start = 0
+    for stop in tokens.ends[:QUESTIONS].tolist():
+        flags = np.asarray(tokens.trained[start:stop])
+        if flags.any() and (first := int(flags.argmax())):
+            count = int(np.argmin(flags[first:])) or stop - start - first
+            ids = np.asarray(tokens.ids[start : start + first + count]).tolist()
+            return Question(ids[:first], ids[first:])
+        start = stop
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,16 +134,28 @@ class Dataset:
         """Training samples of one epoch of all sources."""
         return sum(source.samples for source in self.train.sources)
 
-    def prompt(self) -> str:
-        """The beginning of the validation text, or of the training text."""
+    @property
+    def spelled(self) -> int:
+        """Places where texts spell special tokens."""
+        return sum(each.tokens.spelled for each in (*self.materials, *self.validation_materials))
+
+    def question(self) -> Question:
+        """The beginning of the validation text, or of the training text. Of conversations and completions the first
+        one with a prompt, up to what is learnt of it."""
         for stream in (self.validation, self.train):
             if stream is None:
                 continue
-            ids = stream.sources[0].parts[0].tokens.ids[:PROMPT]
-            # Bytes may cut a character in half at either end.
-            if text := self.tokenizer.decode(np.asarray(ids).tolist()).strip("\ufffd"):
-                return text
-        return "\n"
+            tokens = stream.sources[0].parts[0].tokens
+            if tokens.trained is not None:
+                if question := _first_question(tokens):
+                    return question
+                continue
+            ids = np.asarray(tokens.ids[:PROMPT]).tolist()
+            if isinstance(self.tokenizer, Bytes):  # which may cut a character in half at either end
+                ids = self.tokenizer.encode(self.tokenizer.decode(ids).strip("\ufffd"))
+            if ids:
+                return Question(ids)
+        return Question(self.tokenizer.encode("\n"))
 
 
 def load_dataset(
@@ -139,7 +174,13 @@ def load_dataset(
 
     def material(files: Files, weight: float) -> Material:
         tokens = tokenised(
-            files, tokenizer, cache=cache, template=template, progress=progress, advanced=advanced
+            files,
+            tokenizer,
+            cache=cache,
+            template=template,
+            special_tokens=data.spelled,
+            progress=progress,
+            advanced=advanced,
         )
         _check_completions(files, tokens, tokenizer)
         known = known_of(tokens, _identity(config, tokens))
@@ -148,6 +189,27 @@ def load_dataset(
     materials = [material(*each) for each in _files(data)]
     validation = [material(*each) for each in _validation_files(data)] if config.validation.every else []
     return _dataset(config, tokenizer, materials, validation)
+
+
+def check_special_tokens(config: Config, dataset: Dataset) -> None:
+    """Refuse documents that spell special tokens, if the configuration does not say what becomes of them."""
+    data = config.data
+    if data.special_tokens is not None:
+        return
+    kinds = [each.kind for each in data.sources] or [data.kind]
+    validation_kinds = [each.kind for each in data.validation_sources] or [data.kind]
+    pairs = (
+        *zip(kinds, dataset.materials, strict=False),
+        *zip(validation_kinds, dataset.validation_materials, strict=False),
+    )
+    for kind, material in pairs:
+        if kind == "documents" and material.tokens.spelled:
+            places = counted(material.tokens.spelled, "place")
+            raise UserError(
+                f'data.special_tokens: expected "text" or "tokens", since documents of {material.name} spell special '
+                f'tokens of the tokenizer in {places}, found neither; "text" keeps them as text, "tokens" makes '
+                "tokens of them, for text that was rendered with a template before"
+            )
 
 
 def continued(config: Config, dataset: Dataset, known: Sequence[Known]) -> Dataset:
@@ -247,6 +309,7 @@ def _dataset(
             ]
         weights = [each.weight for each in validation or materials]
         stream = Stream(sources, weights, VALIDATION_SEED, separate=config.data.separates)
+        _check_validated(config, stream)
     return Dataset(
         tokenizer,
         train,
@@ -255,6 +318,23 @@ def _dataset(
         tuple(materials),
         tuple(validation),
     )
+
+
+def validation_samples(config: Config, stream: Stream) -> int:
+    """The samples that each validation is computed on, the first ones of the stream."""
+    windows = sum(source.samples for source in stream.sources)
+    return min(windows, config.validation.batches * config.train.global_batch)
+
+
+def _check_validated(config: Config, stream: Stream) -> None:
+    """Refuse validations without a trained token, whose loss would be 0."""
+    samples = validation_samples(config, stream)
+    if not stream.trained(0, samples):
+        raise UserError(
+            f"validation.batches: expected trained tokens in the first {counted(samples, 'validation sample')} "
+            f"({config.validation.batches} of train.global_batch), found none; raise validation.batches, or raise "
+            "train.seq_len so that samples reach the text to learn"
+        )
 
 
 def _part(config: Config, tokens: Tokens) -> Part:
@@ -310,6 +390,14 @@ def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key:
 
 def _paths(source: str | tuple[str, ...]) -> tuple[str, ...]:
     return (source,) if isinstance(source, str) else source
+
+
+def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """The chat template of a run: that of data.chat_template, else the tokenizer's own. None: there is none.
+
+    Raises UserError if the file cannot be read."""
+    template = _template(data)
+    return tokenizer.chat_template if template is None else template
 
 
 def _template(data: DataConfig) -> str | None:

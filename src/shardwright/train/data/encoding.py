@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from shardwright.train.data import chat
-from shardwright.train.data.documents import Completion, Conversation, Document, Ids, Item, Source, Span, read
+from shardwright.train.data.documents import Conversation, Document, Ids, Item, Source, Span, read
 from shardwright.train.data.places import PYDOC, Place
 from shardwright.train.data.tokenizers import Bytes, Tokenizer
 from shardwright.train.errors import UserError
@@ -21,8 +21,15 @@ from shardwright.train.errors import UserError
 BATCH = 1 << 18  #: characters that are encoded in one call, about
 LARGEST_BATCH = 512  #: documents in one call
 
-#: Ids, what is learnt of them (None: all), whether a document begins with them, and whether it ends.
-Piece: TypeAlias = tuple[np.ndarray, np.ndarray | None, bool, bool]
+
+class Piece(NamedTuple):
+    """A document as ids, or a part of one."""
+
+    ids: np.ndarray
+    trained: np.ndarray | None  #: what is learnt of them; None: all
+    first: bool  #: a document begins with them
+    last: bool  #: a document ends with them
+    spelled: int = 0  #: places where the text spells a reserved token
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Job:
     tokenizer: Tokenizer
     template: str | None  #: chat template; needed for conversations
     dtype: str  #: of the ids in the part files
+    special_tokens: chat.SpecialTokens = "text"  #: what becomes of special tokens that a text spells
 
     @property
     def masked(self) -> bool:
@@ -46,6 +54,7 @@ class Part(NamedTuple):
     documents: int = 0  #: that end in it
     trained: int = 0
     untrained_documents: int = 0
+    spelled: int = 0  #: places where a text spells a reserved token
     begins: bool = False  #: a document begins with it; else it goes on with the one before
     ends: bool = False  #: a document ends with it
     empty: bool = True  #: neither a document nor a part of one
@@ -64,11 +73,12 @@ def encode_span(job: Job, span: Span, folder: Path, number: int) -> Part:
 
 
 def _write(job: Job, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryIO) -> Part:
-    tokens = documents = learnt = untrained = learnt_of_document = 0
+    tokens = documents = learnt = untrained = learnt_of_document = spelled = 0
     begins = ended = False
     empty = True
     joint = separator(job, span.place)
-    for piece, mask, first, last in pieces(job, span):
+    for piece, mask, first, last, of_piece in pieces(job, span):
+        spelled += of_piece
         if empty:
             empty, begins = False, first
         elif ended:
@@ -92,7 +102,7 @@ def _write(job: Job, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryI
             untrained += learnt_of_document == 0
     if ended:
         ends.write(tokens.to_bytes(8, "little"))
-    return Part(tokens, documents, learnt, untrained, begins, ended, empty)
+    return Part(tokens, documents, learnt, untrained, spelled, begins, ended, empty)
 
 
 def separator(job: Job, place: Place) -> bytes:
@@ -106,19 +116,22 @@ def pieces(job: Job, span: Span) -> Iterator[Piece]:
     """The items of a span as ids, in order."""
     for items in _batches(read(span, job.source)):
         if isinstance(items[0], Document):
-            yield from _documents(job.tokenizer, [item for item in items if isinstance(item, Document)])
+            yield from _documents(job, [item for item in items if isinstance(item, Document)])
             continue
         for item in items:
             if isinstance(item, Ids):
                 yield from _ids(job.tokenizer, item)
-            elif isinstance(item, Conversation):
+            if isinstance(item, Ids | Document):
+                continue
+            spelled = chat.spelled_places(item, job.tokenizer)
+            if isinstance(item, Conversation):
                 if job.template is None:
                     raise UserError(_no_template(item))
-                encoded = chat.encode_conversation(item, job.template, job.tokenizer)
-                yield encoded.ids, encoded.trained, True, True
-            elif isinstance(item, Completion):
-                encoded = chat.encode_completion(item, job.tokenizer)
-                yield encoded.ids, encoded.trained, True, True
+                encoded = chat.encode_conversation(item, job.template, job.tokenizer, job.special_tokens)
+                yield Piece(encoded.ids, encoded.trained, True, True, spelled)
+            else:
+                encoded = chat.encode_completion(item, job.tokenizer, job.special_tokens)
+                yield Piece(encoded.ids, encoded.trained, True, True, spelled)
 
 
 def _no_template(conversation: Conversation) -> str:
@@ -145,7 +158,8 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[Piece]:
+def _documents(job: Job, documents: Sequence[Document]) -> Iterator[Piece]:
+    tokenizer, reserved = job.tokenizer, job.tokenizer.reserved
     whole = [document.text for document in documents if document.first and document.last]
     encoded = iter(tokenizer.encode_batch(whole))
     for document in documents:
@@ -153,9 +167,16 @@ def _documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[
             ids = next(encoded)
         else:
             ids = tokenizer.encode_part(document.text, document.before, document.after)
+        spelled = 0
+        if reserved and not reserved.isdisjoint(ids):
+            spelled = len(tokenizer.spelled(document.text))
+            if job.special_tokens == "text":
+                ids = tokenizer.literal.encode_part(document.text, document.before, document.after)
         begin = [tokenizer.begin] if document.first and tokenizer.begin is not None else []
+        if begin == list(ids[:1]):
+            begin = []
         end = [tokenizer.end] if document.last and tokenizer.end is not None else []
-        yield _array(ids, begin, end), None, document.first, document.last
+        yield Piece(_array(ids, begin, end), None, document.first, document.last, spelled)
 
 
 def _array(ids: Sequence[int], begin: list[int], end: list[int]) -> np.ndarray:
@@ -181,5 +202,5 @@ def _ids(tokenizer: Tokenizer, item: Ids) -> Iterator[Piece]:
     for stop in stops:
         ended = tokenizer.end is not None and int(ids[stop - 1]) == tokenizer.end
         last = ended or (item.last and stop == len(ids))
-        yield ids[start:stop], None, first, last
+        yield Piece(ids[start:stop], None, first, last)
         start, first = stop, last

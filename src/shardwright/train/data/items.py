@@ -5,6 +5,7 @@ Nothing here opens a file.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -134,10 +135,13 @@ def check_keys(names: Mapping[str, Any], source: Source, where: object) -> None:
     """Raise UserError if a key is missing, with the keys that are there."""
     for setting, key in needed_keys(source).items():
         if key not in names:
-            there = ", ".join(repr(name) for name in list(names)[:20]) or "none"
+            there = ", ".join(repr(name) for name in list(names)[:20])
+            full, what = f"{source.section}.{setting}", setting.removesuffix("_key")
+            near = difflib.get_close_matches(key, list(names), 1) or (list(names) if len(names) == 1 else [])
+            way = f"set {full} = {near[0]!r}" if near else f"set {full} to the key that has the {what}"
             raise UserError(
-                f"{source.section}.{setting}: expected key {key!r}, found {there} in {where}; set it to the key of "
-                f"the {setting.removesuffix('_key')}{_other_kind(names, source)}"
+                f"{full}: expected key {key!r} in each row, found {f'only {there}' if there else 'none'} in {where}; "
+                f"{way}{_other_kind(names, source)}"
             )
 
 

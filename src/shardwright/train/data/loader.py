@@ -61,6 +61,8 @@ class Loader(Iterator[StepBatches]):
     steps are the same for any number. The `next` that would return a step raises the error that a worker had with it;
     no step is skipped. Close the loader, or use it in a `with` statement: then no thread is left.
 
+    A step without a trained token is returned, too, but does not count: `stop` moves by its samples.
+
     `pin`: batches in page-locked memory, for copies to a GPU that do not wait.
     """
 
@@ -92,6 +94,8 @@ class Loader(Iterator[StepBatches]):
         if not self._pending:
             raise StopIteration
         step = self._pending[0].result()
+        if not step.trained and self._stop is not None:
+            self._stop += self._share.global_batch
         self._pending.popleft()  # not before: an error or a signal during the wait must not lose the step
         return step
 

@@ -80,16 +80,27 @@ def statement(
     first: int,
     samples: int,
     ends: str = "",
+    spelled: int = 0,
+    special_tokens: str = "text",
 ) -> str:
     """Lines that describe the data of a run over `samples` samples in all, of which it has done `first`. `ends` is the
-    text of :func:`ends_in_words`."""
+    text of :func:`ends_in_words`. `spelled`: places of the texts that spell a special token; `special_tokens`: the
+    setting for them."""
     lines = [
         f"data: samples of {stream.seq_len:,} tokens, packing {packing}: {_view(stream, packing)}",
         *_indented(_table(stream, validation, samples)),
         *_indented(iter([ends] if ends else [])),
+        *_indented(_spelled(spelled, special_tokens)),
         *_indented(_sample_lines(stream, first, decode)),
     ]
     return "\n".join(lines)
+
+
+def _spelled(number: int, special_tokens: str) -> Iterator[str]:
+    if number:
+        places, verb = counted(number, "place"), "spells" if number == 1 else "spell"
+        outcome = "stays text" if special_tokens == "text" else "becomes the token"
+        yield f"{places} of the texts {verb} a special token, which {outcome} (data.special_tokens)"
 
 
 def _view(stream: Stream, packing: str) -> str:

@@ -3,16 +3,19 @@
     tokenizer = open_tokenizer("llama/tokenizer.json")   # or a folder, a hub name, or "bytes"
 
 Nothing here adds tokens to a text: where documents begin and end is decided in ``encoding``, and in a chat by its
-template.
+template. A tokenizer turns a text that spells a special token into that token. Its ``literal`` and ``renamed`` do not.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -36,6 +39,8 @@ _ENDINGS = (".json", ".model", ".txt", ".jinja")
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 #: Texts that may stand before a text that goes on inside a line, so that no token joins both.
 _LEADS = ("\n", ":", "0", "x", "\u4e00", "\ue000")
+#: Around the name that a special token has in a renamed tokenizer. Unicode keeps both out of all texts.
+_NAME_BEGINS, _NAME_ENDS = "\ufdd4", "\ufdd5"
 
 
 class Tokenizer(Protocol):
@@ -64,6 +69,21 @@ class Tokenizer(Protocol):
     @property
     def special(self) -> frozenset[int]:
         """Ids that stand for no text, such as those at the end of a turn."""
+
+    @property
+    def reserved(self) -> frozenset[int]:
+        """Ids that a text should not become by spelling them: special ones, and those that begin and end documents."""
+
+    def spelled(self, text: str) -> list[Place]:
+        """Where a text spells reserved tokens."""
+
+    @property
+    def literal(self) -> Tokenizer:
+        """The same tokenizer for texts that spell no token: what they spell stays text. It does not decode."""
+
+    def renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
+        """The same tokenizer, whose reserved tokens have names that no text has, and these names by the usual ones.
+        It does not decode."""
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -104,10 +124,21 @@ class Bytes:
     ends: tuple[int, ...] = ()
     begin: int | None = None
     special: frozenset[int] = frozenset()
+    reserved: frozenset[int] = frozenset()
     names: Mapping[str, str] = {}
     fingerprint = "bytes"
     chat_template: str | None = None
     file: Path | None = None
+
+    def spelled(self, text: str) -> list[Place]:
+        return []
+
+    @property
+    def literal(self) -> Tokenizer:
+        return self
+
+    def renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
+        return self, {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -136,7 +167,7 @@ class FromFile:
     """A tokenizer.json, read by the library tokenizers, with the settings in the files beside it.
 
     Truncation and padding that the file may ask for are switched off: they would cut documents in silence. Special
-    tokens in a text are recognised, as everywhere in Hugging Face's libraries.
+    tokens in a text are recognised, as everywhere in Hugging Face's libraries; not by `literal`.
 
     Args:
         path: of the file.
@@ -165,6 +196,15 @@ class FromFile:
         self.end = self._end(vocabulary, {token.content for token in added.values()})
         self.end_token: str | None = None if self.end is None else self._tokenizer.id_to_token(self.end)
         self.ends = self._ends(_settings(path.with_name(GENERATION)).get("eos_token_id"))
+        marks = {each for each in (self.begin, self.end, *self.ends) if each is not None}
+        texts = {number: self._tokenizer.id_to_token(number) for number in self.special | marks}
+        # An end token that was never added may be any word. It is reserved if it looks like a mark.
+        self._reserved_texts: dict[str, int] = {
+            text: number for number, text in texts.items() if number in added or text[:1] in ("<", "[")
+        }
+        self.reserved = frozenset(self._reserved_texts.values())
+        longest_first = sorted(self._reserved_texts, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self.chat_template = _template(config, path.with_name(TEMPLATE))
         facts = f"{hashlib.sha256(content).hexdigest()} {self.begin} {self.end}"
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
@@ -172,6 +212,58 @@ class FromFile:
 
     def __reduce__(self) -> tuple[type[FromFile], tuple[Path]]:
         return FromFile, (self.file,)
+
+    def spelled(self, text: str) -> list[Place]:
+        return [] if self._spelled is None else [match.span() for match in self._spelled.finditer(text)]
+
+    @cached_property
+    def literal(self) -> Tokenizer:
+        return self._with(self._renamed_library(literal=True))
+
+    def renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
+        return self._renamed
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
+        return self._with(self._renamed_library(literal=False)), self._new_names()
+
+    def _with(self, library: Any) -> FromFile:
+        other = copy.copy(self)
+        other._tokenizer = library
+        return other
+
+    def _new_names(self) -> dict[str, str]:
+        return {
+            text: f"{_NAME_BEGINS}{self.fingerprint[:16]} {number}{_NAME_ENDS}"
+            for text, number in self._reserved_texts.items()
+        }
+
+    def _renamed_library(self, literal: bool) -> Any:
+        """The library's tokenizer with other names for reserved tokens, and equal ids.
+
+        The library can ignore added tokens in a text. Models of words and of pieces (WordLevel, Unigram) would still
+        find them in their vocabulary.
+        """
+        content, names = json.loads(self._tokenizer.to_str()), self._new_names()
+        for token in content["added_tokens"]:
+            if token["content"] in names:
+                token.update(content=names[token["content"]], special=True, normalized=False)
+        model = content["model"]
+        vocabulary = model["vocab"]
+        if isinstance(vocabulary, list):
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+        else:
+            model["vocab"] = {names.get(piece, piece): number for piece, number in vocabulary.items()}
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        if "merges" in model:
+            pairs = [
+                tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in model["merges"]
+            ]
+            model["merges"] = [list(pair) for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+        library = _parsed(json.dumps(content).encode(), self.file)
+        library.encode_special_tokens = literal
+        return library
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -62,6 +62,7 @@ class Facts:
     documents: int
     trained: int  #: tokens that are learnt; all of them where there is no ``trained.bin``
     untrained_documents: int  #: documents without a token that is learnt
+    spelled: int  #: places where a text spells a special token
     masked: bool  #: whether there is a ``trained.bin``
     fingerprint: str
     digests: Mapping[str, str]  #: SHA-256 of each file
@@ -133,6 +134,7 @@ class Tokens:
     sha256: str = ""
     trained_tokens: int = 0
     untrained_documents: int = 0  #: for example conversations in which the assistant says nothing
+    spelled: int = 0  #: places where a text spells a special token
     files: tuple[
         FileFacts, ...
     ] = ()  #: of the files of the source; empty where the tokens come from elsewhere
@@ -178,6 +180,7 @@ def open_tokens(folder: Path) -> Tokens:
         sha256=facts.digests[IDS],
         trained_tokens=facts.trained,
         untrained_documents=facts.untrained_documents,
+        spelled=facts.spelled,
         files=facts.files,
     )
 
@@ -191,7 +194,7 @@ def _facts(content: Mapping[str, Any]) -> Facts:
         facts = replace(facts, files=tuple(FileFacts(*each) for each in facts.files))
     except TypeError:
         raise Damaged(f"{FACTS} has other values than expected") from None
-    numbers = (facts.tokens, facts.documents, facts.trained, facts.untrained_documents)
+    numbers = (facts.tokens, facts.documents, facts.trained, facts.untrained_documents, facts.spelled)
     if facts.dtype not in ("uint8", "uint16", "uint32") or not all(type(each) is int for each in numbers):
         raise Damaged(f"{FACTS} has other values than expected")
     if sum(each.documents for each in facts.files) != facts.documents:

@@ -23,6 +23,7 @@ class Past:
         skips_in_a_row: those since the last optimizer step.
         rewinds: returns to an earlier checkpoint.
         losses: of the last steps, the newest last; empty unless the run looks for spikes.
+        untrained: global batches without a trained token, of which no step was made.
     """
 
     left_out: tuple[Range, ...] = ()
@@ -30,6 +31,7 @@ class Past:
     skips_in_a_row: int = 0
     rewinds: int = 0
     losses: tuple[float, ...] = ()
+    untrained: int = 0
 
     def after_step(self, loss: float, window: int) -> Past:
         """After an optimizer step. `window`: losses to keep."""
@@ -45,6 +47,10 @@ class Past:
             skips=self.skips + 1,
             skips_in_a_row=self.skips_in_a_row + 1,
         )
+
+    def after_untrained(self, samples: Range, batches: int) -> Past:
+        """After so many global batches without a trained token."""
+        return replace(self, left_out=joined(self.left_out, samples), untrained=self.untrained + batches)
 
     def after_rewind(self, before: Past, samples: Range) -> Past:
         """This is the past in the checkpoint that was loaded, and `before` the past before that."""
@@ -66,6 +72,7 @@ class Past:
             "skips_in_a_row": self.skips_in_a_row,
             "rewinds": self.rewinds,
             "losses": list(self.losses),
+            "untrained": self.untrained,
         }
 
     @classmethod
@@ -73,22 +80,24 @@ class Past:
         """Raises ValueError for what `stored` does not return."""
         if content == {}:
             return cls()
+        if isinstance(content, Mapping):
+            content = {"untrained": 0, **content}  # checkpoints before this key have none
         if not isinstance(content, Mapping) or content.keys() != cls().__dict__.keys():
             raise ValueError("expected the past of a run")
         ranges, losses = content["left_out"], content["losses"]
-        numbers = [content[key] for key in ("skips", "skips_in_a_row", "rewinds")]
+        numbers = [content[key] for key in ("skips", "skips_in_a_row", "rewinds", "untrained")]
         if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
             raise ValueError(f"expected ranges of samples, found {ranges!r:.100}")
         bounds = [bound for each in ranges for bound in each]
         if bounds != sorted(bounds):
             raise ValueError(f"expected ranges of samples in ascending order, found {ranges!r:.100}")
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"expected numbers of skips and rewinds >= 0, found {numbers!r:.100}")
+            raise ValueError(f"expected numbers of skips, rewinds and batches >= 0, found {numbers!r:.100}")
         if not isinstance(losses, list) or not all(map(_is_loss, losses)):
             raise ValueError(f"expected finite losses, found {losses!r:.100}")
-        skips, in_a_row, rewinds = numbers
+        skips, in_a_row, rewinds, untrained = numbers
         left_out = tuple((first, stop) for first, stop in ranges)
-        return cls(left_out, skips, in_a_row, rewinds, tuple(losses))
+        return cls(left_out, skips, in_a_row, rewinds, tuple(losses), untrained)
 
 
 def _is_range(value: Any) -> bool:

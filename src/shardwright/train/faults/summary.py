@@ -14,7 +14,8 @@ def counts_of_incidents(trainer: Trainer) -> dict[str, int]:
     past = trainer.position.past
     if not past.left_out:
         return {}
-    return {"skipped_steps": past.skips, "rewinds": past.rewinds, "samples_left_out": past.samples_left_out}
+    counts = {"skipped_steps": past.skips, "rewinds": past.rewinds, "samples_left_out": past.samples_left_out}
+    return {**counts, "untrained_batches": past.untrained} if past.untrained else counts
 
 
 def incidents_in_words(results: Mapping[str, Any]) -> list[str]:
@@ -22,7 +23,7 @@ def incidents_in_words(results: Mapping[str, Any]) -> list[str]:
     if "samples_left_out" not in results:
         return []
     samples, skips, rewinds = (results[key] for key in ("samples_left_out", "skipped_steps", "rewinds"))
-    return [
-        f"{counted(samples, 'sample')} left out: {counted(skips, 'step')} skipped, {counted(rewinds, 'rewind')}; "
-        "metrics.jsonl has the reasons"
-    ]
+    causes = [f"{counted(skips, 'step')} skipped", counted(rewinds, "rewind")] if skips or rewinds else []
+    if untrained := results.get("untrained_batches", 0):
+        causes.append(f"{counted(untrained, 'global batch', 'global batches')} without a trained token")
+    return [f"{counted(samples, 'sample')} left out: {', '.join(causes)}; metrics.jsonl has the reasons"]

@@ -9,6 +9,7 @@ from shardwright.train.models.kinds import kind_of, model_in_words, offers_of
 from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
 from shardwright.train.models.outputs import check_class
 from shardwright.train.models.presets import Shape
+from shardwright.train.vocabulary import check_vocabulary
 
 
 def model_of(shape: Shape) -> LanguageModel:
@@ -35,13 +36,5 @@ def build_model(model_config: ModelConfig, vocab_size: int) -> LanguageModel:
     fine, the rows beyond are never used.
     """
     shape = model_config.shape()
-    if shape.vocab_size < vocab_size:
-        least = f"at least the tokenizer's {vocab_size}"
-        key, expected, way = "vocab_size", least, f"set model.vocab_size to {vocab_size}, or"
-        if key not in kind_of(shape).numbers:
-            key, expected, way = "path", f"a model with a vocabulary of {least}", "take another model, or"
-        raise UserError(
-            f"model.{key}: expected {expected}, found {shape.vocab_size}; {way} set data.tokenizer to a tokenizer with "
-            "at most as many tokens"
-        )
+    check_vocabulary(shape, vocab_size)
     return model_of(shape)

@@ -34,6 +34,7 @@ from shardwright.train.models.documents import Separation, separation_of
 from shardwright.train.models.foreign import PREFIX, ForeignModel
 from shardwright.train.models.language_model import draws_numbers, multiplied
 from shardwright.train.models.packed import IGNORED, within_trained
+from shardwright.train.models.rope_tables import one_place
 from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
 from shardwright.train.models.units import Units, find_units
 
@@ -477,6 +478,9 @@ def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
     values = dict(shape.config)
     for key in ("auto_map", "torch_dtype", "_name_or_path"):
         values.pop(key, None)
+    values = one_place(values)
+    if isinstance(inner := values.get("text_config"), Mapping):
+        values["text_config"] = one_place(inner)
     return {**values, "dtype": "float32", "architectures": [_architecture(shape)]}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardwright.checkpoint.names import Source, Stacked, Transposed
 from shardwright.train.errors import UserError
 from shardwright.train.models.presets import HybridConfig, LlamaConfig, RopeScaling
+from shardwright.train.models.rope_tables import rope_tables
 
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _MLP = {"up": "up_proj", "down": "down_proj"}
@@ -86,7 +87,7 @@ def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, Source]:
 
 
 def llama_config(shape: LlamaConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default"}
+    rope: dict[str, Any] | None = None
     if shape.rope_scaling is not None:
         scaling = shape.rope_scaling
         rope = {
@@ -112,10 +113,9 @@ def llama_config(shape: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # Before version 5 transformers read these two, since then the third.
+        # Every version of transformers reads these two. A second table in `rope_parameters` could differ after an edit.
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None if shape.rope_scaling is None else rope,
-        "rope_parameters": {"rope_theta": shape.rope_theta, **rope},
+        "rope_scaling": rope,
     }
 
 
@@ -165,6 +165,27 @@ def _refuse_others(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
             raise UserError(f"config.json: {key}: this model supports only {value!r}, found {config[key]!r}")
 
 
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary table that all layers share."""
+    try:
+        tables = rope_tables(config)
+    except ValueError as error:
+        raise UserError(f"config.json: {error}") from error
+    first = next(iter(tables.values()), {})
+    if other := next((name for name, table in tables.items() if table != first), None):
+        raise UserError(
+            f"config.json: expected one rotary table for all layers, found another one for {other}; this model "
+            "supports one"
+        )
+    return {key: value for key, value in first.items() if (key, value) != ("partial_rotary_factor", 1)}
+
+
 def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
     _refuse_others(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
     heads, dim = config["num_attention_heads"], config["hidden_size"]
@@ -173,10 +194,15 @@ def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
             f"config.json: head_dim: this model supports only hidden_size / num_attention_heads = {dim // heads}, "
             f"found {config['head_dim']}"
         )
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    rope = _rope(config)
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE_KEYS:
         raise UserError(f"config.json: rope_type: expected default or llama3, found {kind!r}")
+    if more := sorted(rope.keys() - _ROPE_KEYS[kind] - {"rope_type", "rope_theta"}):
+        raise UserError(
+            f"config.json: expected a rotary table of rope_type {kind!r} without {more[0]}, which this model does not "
+            f"support, found {more[0]} = {rope[more[0]]!r}"
+        )
     scaling = None
     if kind == "llama3":
         scaling = RopeScaling(
@@ -194,7 +220,7 @@ def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
         vocab_size=config["vocab_size"],
         max_seq_len=config["max_position_embeddings"],
         # 10,000 is what transformers takes where nothing is said.
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
+        rope_theta=rope.get("rope_theta") or 10_000.0,
         rope_scaling=scaling,
         tied_embeddings=config.get("tie_word_embeddings", False),
         norm_eps=config.get("rms_norm_eps", 1e-6),

@@ -7,8 +7,9 @@ Nothing here imports torch until it is asked for, so that configurations can be 
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.names import Source
     from shardwright.train.models.language_model import LanguageModel
     from shardwright.train.models.plans import Plan
+
+
+def _near(name: str, names: Iterable[str]) -> str | None:
+    """The name with nearly these letters, in capitals or not."""
+    lower = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(name.lower(), lower, 1)
+    return lower[near[0]] if near else None
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class Kind:
         if preset not in self.presets:
             raise ValueError(
                 f"preset: expected one of {', '.join(self.presets)} with kind {self.name!r}, found {preset!r}"
+                + (f"; did you mean {near!r}?" if (near := _near(preset, self.presets)) else "")
             )
         return replace(self.presets[preset], **values)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwright.train.errors import UserError
 from shardwright.train.hub import fetch_file, is_hub_name, pinned
+from shardwright.train.models.rope_tables import rope_tables
 
 CONFIG = "config.json"
 #: Keys of config.json, by model type, that limit the length of a sequence.
@@ -172,6 +173,11 @@ def check_config(path: str, config: Mapping[str, Any]) -> None:
             f"path: expected weights in floating point, found {path} with quantised weights (method {method}); set a "
             "model that is not quantised"
         )
+    for values in (config, _text_config(config)):
+        try:
+            rope_tables(values)
+        except ValueError as error:
+            raise ValueError(f"path: the {CONFIG} of {path}: {error}") from None
     vocabulary = _text_config(config).get("vocab_size")
     if type(vocabulary) is not int or vocabulary < 1:
         raise ValueError(f"path: expected a vocab_size in the {CONFIG} of {path}, found {vocabulary!r}")

@@ -86,6 +86,14 @@ class DataConfig(Section):
     chat_template: str = Field(
         default="", description="File with the chat template of conversations. Empty: the tokenizer's own."
     )
+    special_tokens: Literal["text", "tokens"] | None = Field(
+        default=None,
+        description=(
+            "What becomes of a special token that the text of a document or a message spells. text: it stays text. "
+            "tokens: it becomes the token, for text that was rendered with a template before. Unset: text; a run ends "
+            "before its first step if documents spell one. Also for prompts of `shardwright generate`."
+        ),
+    )
     packing: Literal["split", "best_fit", "none"] = Field(
         default="split",
         description=(
@@ -177,6 +185,11 @@ class DataConfig(Section):
         return self.document_mask
 
     @property
+    def spelled(self) -> Literal["text", "tokens"]:
+        """What becomes of special tokens that a text spells."""
+        return self.special_tokens or "text"
+
+    @property
     def split_fraction(self) -> float:
         """Fraction of each source that is kept for validation."""
         return 0.0 if self.validation_source or self.validation_sources else self.validation_fraction
@@ -188,7 +201,7 @@ class DataConfig(Section):
 
     def resolved(self) -> DataConfig:
         """The same data with absolute paths, to be found from any folder."""
-        changes: dict[str, Any] = {"source": _absolute(self.source)}
+        changes: dict[str, Any] = {"source": _absolute(self.source), "special_tokens": self.spelled}
         if self.validation_source:
             changes["validation_source"] = _absolute(self.validation_source)
         for key in ("sources", "validation_sources"):

@@ -107,7 +107,9 @@ class ModelConfig(Section):
     )
     ffn_dim: int | None = Field(default=None, ge=1, description="Hidden width of the feed-forward part.")
     vocab_size: int | None = Field(
-        default=None, ge=1, description="Tokens of the vocabulary; at least the tokenizer's."
+        default=None,
+        ge=1,
+        description="Tokens of the vocabulary, at least the tokenizer's. Unset: as many, or the preset's for bytes.",
     )
     max_seq_len: int | None = Field(default=None, ge=1, description="Longest sequence, in tokens.")
     rope_theta: float | None = Field(
