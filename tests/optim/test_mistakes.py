@@ -31,7 +31,7 @@ def test_torchs_clipping_of_mixed_gradients_names_ours(
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sw.fully_shard(model, mesh=world_mesh(world_size), ignored_params=set(model[1].parameters()))
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="sw.clip_grad_norm_"):
+    with pytest.raises(RuntimeError, match=r"sw\.clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
 
 

@@ -73,9 +73,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
-        ValueError: none of its parameters belongs to a sharded model; the optimizer is unknown; something other than a scheduler has replaced its ``step``; it has state
-            on the meta device; or a layout cuts a block that must stay whole. ``add_param_group`` raises the last one,
-            too.
+        ValueError: none of its parameters belongs to a sharded model; the optimizer is unknown; something other than a
+            scheduler has replaced its ``step``; it has state on the meta device; or a layout cuts a block that must
+            stay whole. ``add_param_group`` raises the last one, too.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -267,8 +267,9 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
             unit: Unit = each.__dict__[UNIT]
             names = ", ".join(repr(p.name) for p in unit.parameters) or "none"
             raise ValueError(
-                f"fully_shard was already applied to this {original_class(type(each)).__name__}: it is unit {unit.name!r}, with "
-                f"parameters {names}. Apply it once, also to a module with several names in the model."
+                f"fully_shard was already applied to this {original_class(type(each)).__name__}: it is unit "
+                f"{unit.name!r}, with parameters {names}. Apply it once, also to a module with several names in the "
+                "model."
             )
     below = {id(child): each for each in modules for child in each.modules() if child is not each}
     for each in modules:
