@@ -69,7 +69,7 @@ def test_modules_that_cannot_be_sharded(rank: int, world_size: int) -> None:
     refused("expects nn.Module, got int", ValueError, 3)
     refused("pass only the outer module", ValueError, [nn.Sequential(linear), linear])
     sharded = sw.fully_shard(nn.Linear(2, 2))
-    refused("already applied to this FSDPLinear", ValueError, sharded)
+    refused("already applied to this Linear", ValueError, sharded)
 
 
 @multirank(2)

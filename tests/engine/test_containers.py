@@ -107,6 +107,7 @@ class Fixed:
 
 class Slots(list[Any]):
     __slots__ = ("label",)
+    label: str
 
 
 def couple(x: Tensor) -> Couple:

@@ -73,9 +73,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
-        ValueError: the optimizer is unknown; something other than a scheduler has replaced its ``step``; it has state
-            on the meta device; or a layout cuts a block that must stay whole. ``add_param_group`` raises the last one,
-            too.
+        ValueError: none of its parameters belongs to a sharded model; the optimizer is unknown; something other than a
+            scheduler has replaced its ``step``; it has state on the meta device; or a layout cuts a block that must
+            stay whole. ``add_param_group`` raises the last one, too.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -98,6 +98,12 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         )
     became = _became(optimizer)
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
+    if not any(isinstance(p, Managed) for params in groups for p in params):
+        raise ValueError(
+            f"None of the {sum(map(len, groups))} parameters of this {type(optimizer).__name__} belongs to a sharded "
+            "model, so its step would not train one. Build the optimizer from model.parameters() of the model that "
+            "fully_shard got, and call fully_shard before fully_shard_optimizer."
+        )
     with _parameters_in_groups(optimizer, groups):
         needs_of_parameters = check(optimizer.param_groups, companion.needs)
         _check_state_per_block(optimizer, needs_of_parameters)

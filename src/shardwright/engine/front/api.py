@@ -37,7 +37,7 @@ from shardwright.engine.base.precision import as_precision
 from shardwright.engine.base.settings import Settings
 from shardwright.engine.front.composable import state_of
 from shardwright.engine.front.copies import convert_buffer
-from shardwright.engine.front.module import FSDPModule, install
+from shardwright.engine.front.module import FSDPModule, install, original_class
 from shardwright.engine.front.selected import hook_backward
 from shardwright.engine.front.undo import Undo
 from shardwright.engine.model.optimizer_hook import hook_optimizers
@@ -266,7 +266,13 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 "modules that it calls."
             )
         if isinstance(each, FSDPModule):
-            raise ValueError(f"fully_shard was already applied to this {type(each).__name__}; apply it once")
+            unit: Unit = each.__dict__[UNIT]
+            names = ", ".join(repr(p.name) for p in unit.parameters) or "none"
+            raise ValueError(
+                f"fully_shard was already applied to this {original_class(type(each)).__name__}: it is unit "
+                f"{unit.name!r}, with parameters {names}. Apply it once, also to a module with several names in the "
+                "model."
+            )
     below = {id(child): each for each in modules for child in each.modules() if child is not each}
     for each in modules:
         if id(each) in below:

@@ -225,11 +225,12 @@ class ParamGroup(_Part):
 
     @property
     def is_unsharded(self) -> bool:
-        return self.unit.weights.forms.full_shown
+        """Whether this rank has the full weights, also if modules show sharded parameters."""
+        return self.unit.weights.ready
 
     @property
     def is_sharded(self) -> bool:
-        return not self.unit.weights.forms.full_shown
+        return not self.unit.weights.ready
 
     def reshard(self) -> None:
         self.unit.release()
@@ -262,6 +263,10 @@ class Param(_Part):
     @property
     def unsharded_param(self) -> torch.Tensor:
         """The full parameter. It has values only while the module is unsharded."""
+        return self.parameter.full
+
+    @property
+    def _unsharded_param(self) -> torch.Tensor:
         return self.parameter.full
 
     @property

@@ -154,7 +154,7 @@ class FSDPModule(TorchFSDPModule):
         """A module with the same parts and the same unit, as ``copy.copy`` of a plain module."""
         if hasattr(super(), "__copy__"):
             return super().__copy__()  # type: ignore[misc,no-any-return]
-        result: nn.Module = object.__new__(type(self))
+        result = cast(nn.Module, object.__new__(type(self)))
         # The unit refers to the original, which lives as long as its copy.
         result.__dict__.update({**self.__dict__, COPY_OF: self.__dict__.get(COPY_OF, self)})
         return result

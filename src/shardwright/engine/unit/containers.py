@@ -17,7 +17,7 @@ import torch
 
 def with_items(tree: Any, items: list[Any]) -> Any:
     """A list or tuple of the class of ``tree``, with its attributes and these items."""
-    cls = type(tree)
+    cls: Any = type(tree)
     if cls is list or cls is tuple:
         return cls(items)
     if isinstance(tree, list):
