@@ -500,7 +500,7 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
+def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
     raise RuntimeError(
         f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
