@@ -113,9 +113,9 @@ def _equal_samples(path: Path) -> set[Key]:
     """Samples that were equal in this engine or, per parameter, in torch's FSDP2 when the file was made."""
     lines = [line.split("\t") for line in path.read_text().splitlines() if not line.startswith("#")]
     return {
-        (op, int(n), layout, kind, which)
-        for op, layout, kind, which, numbers in lines
-        for n in numbers.split()
+        (op, int(number), layout, kind, which, int(ranks))
+        for op, layout, kind, which, ranks, numbers in lines
+        for number in numbers.split()
     }
 
 

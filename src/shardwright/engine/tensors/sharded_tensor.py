@@ -40,7 +40,7 @@ from shardwright.engine.tensors.averaging import (
 )
 from shardwright.engine.tensors.drawing import agree_to_draw
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import EDITED, note_origin, parameter_of
+from shardwright.engine.tensors.naming import EDITED, note_origin
 from shardwright.engine.tensors.operations import (
     by_parts,
     can_use_wholes,
@@ -275,6 +275,8 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
         if func._schema.is_mutable:
             written = args[0] if "out" not in kwargs and args else kwargs.get("out")
             if isinstance(written, ShardedCopy):
+                if not written.numel():
+                    return written
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
                 if _RANDOM in func.tags:
@@ -530,10 +532,12 @@ def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
     if view is None:
         refuse(func, target)
     made: Any = view(*args, **kwargs)
-    own_memory = EDITED not in target.__dict__ and not parameter_of(local_of(target))
-    if own_memory or (
-        type(made) is ShardedTensor and storage_key(local_of(made)) == storage_key(local_of(target))
-    ):
+    shares = type(made) is ShardedTensor and storage_key(local_of(made)) == storage_key(local_of(target))
+    # A parameter that is no longer over its unit's memory is a replaced one, which the unit takes over.
+    owns = EDITED not in target.__dict__ or isinstance(target, torch.nn.Parameter)
+    if shares or (owns and made.numel() == target.numel()):
+        if not shares:
+            target.__dict__.pop(EDITED, None)
         rebind(target, made)
         return target
     refuse(func, target)
