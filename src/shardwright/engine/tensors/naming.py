@@ -45,6 +45,14 @@ def _origin_of(tensor: Any) -> Any:
     return known if known is not None else weakref.ref(tensor.__dict__.get(EDITED, tensor._local_tensor))
 
 
+def gathered_dtype(key: Any) -> Any:
+    """The dtype in which modules compute with the parameter of this local tensor, if its unit is gathered now."""
+    unit: Any = _UNITS.get(id(key))
+    if unit is None or not unit.weights.gathered:
+        return None
+    return next((p.full.dtype for p in unit.parameters if key is p.sharded._local_tensor), None)
+
+
 def _keys(sharded: Any) -> list[Any]:
     spec = getattr(sharded, "spec", None)
     return [sharded._local_tensor, *([spec] if spec is not None else [])]

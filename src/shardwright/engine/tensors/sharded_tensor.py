@@ -40,7 +40,7 @@ from shardwright.engine.tensors.averaging import (
 )
 from shardwright.engine.tensors.drawing import agree_to_draw
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import EDITED, note_origin
+from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
 from shardwright.engine.tensors.operations import (
     by_parts,
     can_use_wholes,
@@ -62,6 +62,8 @@ from shardwright.engine.tensors.through_whole import (
 )
 from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
+#: The dtype in which modules compute, set on a sharded tensor that was used beside this rank's plain tensors.
+BESIDE_PLAIN = "_shardwright_beside_plain"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -166,7 +168,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
-            _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
+            return _beside_plain(func, args, kwargs, RuntimeError("each rank may have another value"))
         if func in _SUMMED and is_real(args[0]):
             _cut_gradient(args[0])
         if func is _detach and any(p.is_partial() for p in args[0].placements):
@@ -441,6 +443,8 @@ def _mean(mesh: DeviceMesh, recipe: int, gradient: torch.Tensor) -> torch.Tensor
     groups, device = groups_of(mesh), torch.device(mesh.device_type)
     if not isinstance(gradient, DTensor):
         return average(gradient, groups, device, recipe)
+    if any(p.is_shard() for p in gradient.placements):
+        return gradient  # it is averaged already
     placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
     local = DTensor.to_local(DTensor.redistribute(gradient, placements=placements))
     mean = average(local, groups, device, recipe)
@@ -502,6 +506,11 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         for t in leaves:
             if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and is_real(t):
                 _cut_gradient(t)
+    if in_backward() and any(BESIDE_PLAIN in t.__dict__ for t in leaves if isinstance(t, ShardedTensor)):
+        return _with_wholes(func, args, kwargs)
+    if in_backward() and func is _aten.add.Tensor and _adds_own_gradient(*args[:2]):
+        mine, other = args[:2] if isinstance(args[1], DTensor) else args[1::-1]
+        return func(_cut_mean(mine, other), other)
     wholes = can_use_wholes(func, args, kwargs)
     if wholes and not by_parts(func, args):
         return on_wholes(func, args, kwargs)
@@ -520,8 +529,55 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not all(is_real(t) for t in leaves if isinstance(t, DTensor)):
             raise
         if "mixed torch.Tensor and DTensor" in str(error):
-            _refuse_mixed(func, leaves, error)
+            return _beside_plain(func, args, kwargs, error)
         refuse_operation(func, leaves, error)
+
+
+def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    """An operation of this rank's plain tensors and parameters whose unit is gathered now. The result is plain.
+
+    For example a loss that uses the output layer's weight after the root's forward. Modules show sharded parameters
+    then, and in FSDP2 full ones.
+    """
+    sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor)]
+    dtypes = [gathered_dtype(t.__dict__.get(EDITED, local_of(t))) for t in sharded]
+    written = any(isinstance(t, DTensor) for t, _ in written_arguments(func, args, kwargs))
+    if None in dtypes or written or func.namespace != "aten" or not all(map(is_real, sharded)):
+        _refuse_mixed(func, tree_leaves((args, kwargs)), error)
+    for t, dtype in zip(sharded, dtypes, strict=True):
+        t.__dict__[BESIDE_PLAIN] = dtype
+        average_number(t)
+        _cut_gradient(t)
+    return _with_wholes(func, args, kwargs)
+
+
+def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on plain tensors: of sharded ones the whole tensor, in the dtype in which modules compute."""
+
+    def whole_of(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        whole = _whole(value)
+        return whole.to(value.__dict__.get(BESIDE_PLAIN, whole.dtype))
+
+    return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+
+
+def _adds_own_gradient(one: Any, other: Any) -> bool:
+    """Whether backward adds a gradient of this rank's own, which is whole, to one that is sharded."""
+    plain = [t for t in (one, other) if type(t) is torch.Tensor]
+    return (
+        len(plain) == 1
+        and plain[0].dim() > 0
+        and one.shape == other.shape
+        and is_real(other if plain[0] is one else one)
+    )
+
+
+def _cut_mean(gradient: torch.Tensor, like: DTensor) -> torch.Tensor:
+    mesh = like.device_mesh
+    mean = average(gradient, groups_of(mesh), torch.device(mesh.device_type), 0)
+    return _cut_again(mesh, like.placements, mean)
 
 
 def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
@@ -649,13 +705,12 @@ def _filled(tensor: Any, value: float) -> Any:
 def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
     raise RuntimeError(
-        f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}). Modules show "
-        "full parameters only inside the forward of a sharded module, also with reshard_after_forward=False. Move "
-        "this use into such a "
-        "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
-        "weight after forward, in a loss for example, call unshard() on the module of its unit before each such use. "
-        "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "
-        "make the plain tensor a DTensor, or edit full parameters inside `with shardwright.unsharded(model):`."
+        f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}), and the weights of "
+        "its unit are not gathered now. Move this use into the forward of a sharded module, or into a method that you "
+        "register with sw.register_fsdp_forward_method(module, name). To use a weight after forward, in a loss for "
+        "example, call unshard() on the module of its unit before each such use. If a module was called outside the "
+        "forward of its unit, apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or "
+        "edit full parameters inside `with shardwright.unsharded(model):`."
         + (_CLIP if func in _OF_CLIPPING else "")
     ) from error
 
