@@ -178,7 +178,15 @@ def test_compare_hands_on_the_runs(calls: list[dict[str, Any]]) -> None:
 def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) -> None:
     assert main(["generate", "r", "--prompt", "so", "--top-k", "0", "--temperature", "1.5"]) == 0
     assert calls == [
-        {"run": Path("r"), "prompt": "so", "tokens": 200, "temperature": 1.5, "top_k": 0, "seed": 0}
+        {
+            "run": Path("r"),
+            "prompt": "so",
+            "tokens": 200,
+            "temperature": 1.5,
+            "top_k": 0,
+            "seed": 0,
+            "chat": False,
+        }
     ]
     assert capsys.readouterr().out == "so and so on\n"
 

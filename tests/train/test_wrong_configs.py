@@ -807,7 +807,6 @@ ADVICE: list[tuple[str, str]] = [
     ("tiny --data.validation_fraction 0", "--data.validation_source sound.txt"),
     ("tiny --data.source short.jsonl --train.seq_len 16", "--validation.every 0"),
     ("tiny --data.source short.jsonl --train.seq_len 16", "--data.validation_fraction 0.5"),
-    ("tiny --data.source sound.jsonl", "--data.tokenizer tokenizer"),
 ]
 
 

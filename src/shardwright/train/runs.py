@@ -288,8 +288,10 @@ def as_saved(config: Config, resume: str) -> Config:
     """
     if resume == CONTINUE and not RunFolder(Path(config.run.dir)).exists():
         return config
-    folder = find_run(config, "" if resume == CONTINUE else resume)
-    saved = folder.config()
+    try:
+        saved = find_run(config, "" if resume == CONTINUE else resume).config()
+    except UserError:
+        return config  # the job says so when it opens the folder
     config = with_special_tokens(config, saved.data.special_tokens)
     same_kind = config.model.kind == saved.model.kind and config.model.vocab_size is None
     if not same_kind or saved.model.vocab_size is None:
