@@ -21,7 +21,7 @@ from shardwright.comm import Communicator
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
-from shardwright.engine.tensors.summed import EngineHook
+from shardwright.engine.tensors.summed import CutGradient, EngineHook
 
 #: Set on a tensor that was computed from sharded parameters: a hash of the operations and numbers that made it.
 RECIPE = "_shardwright_recipe"
@@ -111,6 +111,9 @@ def register(tensor: torch.Tensor, hook: EngineHook) -> None:
             hooks[number] = hook
             return
     tensor.register_hook(hook)
+    hooks = gradient_hooks(tensor) or {}
+    for number in [number for number, each in hooks.items() if type(each) is CutGradient]:
+        hooks[number] = hooks.pop(number)  # a gradient is averaged before it is cut
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -357,6 +357,8 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         made._local_tensor = waited(local_of(made))
         made._edited = base.__dict__.get(EDITED, viewed)
         note_origin(made, base)
+        if BESIDE_PLAIN in base.__dict__:
+            made.__dict__[BESIDE_PLAIN] = base.__dict__[BESIDE_PLAIN]
         if type(base) is not ShardedCopy and (not is_real(made) or _shares_order(made, base)):
             made.__class__ = ShardedTensor
             if func is _detach:
@@ -506,7 +508,11 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         for t in leaves:
             if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and is_real(t):
                 _cut_gradient(t)
-    if in_backward() and any(BESIDE_PLAIN in t.__dict__ for t in leaves if isinstance(t, ShardedTensor)):
+    if (
+        in_backward()
+        and any(BESIDE_PLAIN in t.__dict__ for t in leaves if isinstance(t, ShardedTensor))
+        and any(type(t) is torch.Tensor and t.numel() != 1 for t in leaves)
+    ):
         return _with_wholes(func, args, kwargs)
     if in_backward() and func is _aten.add.Tensor and _adds_own_gradient(*args[:2]):
         mine, other = args[:2] if isinstance(args[1], DTensor) else args[1::-1]
@@ -555,9 +561,9 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on plain tensors: of sharded ones the whole tensor, in the dtype in which modules compute."""
 
     def whole_of(value: Any) -> Any:
-        if not isinstance(value, ShardedTensor):
+        if not isinstance(value, DTensor):
             return value
-        whole = _whole(value)
+        whole = _whole(cast(ShardedTensor, value))
         return whole.to(value.__dict__.get(BESIDE_PLAIN, whole.dtype))
 
     return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
