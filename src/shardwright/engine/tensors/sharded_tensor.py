@@ -130,7 +130,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return _whole(args[0]).item()
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         sharded = [t for t in tensors if isinstance(t, DTensor)]
-        if not all(map(is_real, sharded)):
+        if (in_backward() and not torch.is_grad_enabled()) or not all(map(is_real, sharded)):
             return cls._run(func, types, args, kwargs)
         if not _reads_numbers(func, args, kwargs, sharded):
             recorded = tracked(sharded)
@@ -450,8 +450,10 @@ def _mean(mesh: DeviceMesh, recipe: int, gradient: torch.Tensor) -> torch.Tensor
     placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
     local = DTensor.to_local(DTensor.redistribute(gradient, placements=placements))
     mean = average(local, groups, device, recipe)
-    return DTensor.from_local(
-        mean, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+    return as_sharded(
+        DTensor.from_local(
+            mean, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+        )
     )
 
 
