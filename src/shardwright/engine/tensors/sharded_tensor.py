@@ -134,8 +134,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return cls._run(func, types, args, kwargs)
         if not _reads_numbers(func, args, kwargs, sharded):
             recorded = tracked(sharded)
-            if recorded:
-                _agree_on_factors(sharded, tensors)
+            if recorded and func not in _ON_DATA:
+                _agree_on_factors(func, sharded, tensors)
             result = cls._run(func, types, args, kwargs)
             if recorded:
                 note_recipe(func, args, kwargs, result)
@@ -494,13 +494,16 @@ def _number_of(value: Any) -> Any:
     return _whole(value)
 
 
-def _agree_on_factors(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> None:
+def _agree_on_factors(func: Any, sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> None:
     """Raise if the ranks join parts of a sharded tensor with different numbers."""
     mesh = next(t for t in sharded if t.requires_grad).device_mesh
     for t in tensors:
         if is_own(t) or (not t.dim() and not isinstance(t, DTensor)):
             plain = local_of(t) if isinstance(t, DTensor) else t
-            agree_on_value(plain, groups_of(mesh), torch.device(mesh.device_type))
+            try:
+                agree_on_value(plain, groups_of(mesh), torch.device(mesh.device_type))
+            except RuntimeError as error:
+                raise RuntimeError(f"{label(sharded)} in {func}: {error}") from error
 
 
 def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
