@@ -113,7 +113,8 @@ class RaggedTensor(torch.Tensor):
         if all(not t.dim() for t in ragged) and not is_sum_of_numbers(func, args, kwargs, RaggedTensor):
             return _read_numbers(func, args, kwargs, tensors, run)
         spec = ragged[0].spec
-        agree_on_factors(tensors, spec)
+        if func in HANDLERS:
+            agree_on_factors(tensors, spec)
         result = run()
         if isinstance(result, (list, tuple)):
             return [_as_number(each, func, args, kwargs, spec) for each in result]
