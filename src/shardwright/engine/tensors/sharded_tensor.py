@@ -178,9 +178,16 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         elif func in _LINEAR_BY_TORCH:
             args = (_reduced(args[0]), *args[1:])
         elif func in _JOINS:
+            if any(type(t) is torch.Tensor for t in args[0]) and not in_backward():
+                _refuse_mixed(func, args[0], RuntimeError("each rank may have another value"))
             args = (_alike(args[0]), *args[1:])
-        elif func.overloadpacket not in _LINEAR:
+        elif func.is_view and isinstance(args[0], ShardedTensor):
+            _reduce_in_place(args[0])  # what is written into the view is the whole tensor's
+        elif func.overloadpacket not in _LINEAR and not _adds_partial(func, args, kwargs):
             # DTensor would divide by a rank's own part of a sum, for example.
+            written = args[0] if func._schema.is_mutable and args else None
+            if isinstance(written, ShardedTensor):
+                _reduce_in_place(written)
             args = tuple(_reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
         result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
@@ -478,11 +485,9 @@ def _read(in_place: bool, value: Any) -> Any:
     if not isinstance(value, ShardedTensor):
         return value
     average_number(value)
-    reduced = _reduced(value, lambda placement: False)
-    if in_place and reduced is not value:
-        rebind(value, reduced)
-        return value
-    return reduced
+    if in_place:
+        _reduce_in_place(value)
+    return _reduced(value, lambda placement: False)
 
 
 def _number_of(value: Any) -> Any:
@@ -679,6 +684,22 @@ def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
         return tensor
     _agree(tensor)
     return DTensor.redistribute(tensor, placements=placements)
+
+
+def _reduce_in_place(tensor: ShardedTensor) -> None:
+    """Reduce a tensor that is Partial, because an operation writes into it, or into a view of it."""
+    reduced = _reduced(tensor, lambda placement: False)
+    if reduced is not tensor:
+        rebind(tensor, reduced)
+
+
+def _adds_partial(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether both are sums that are not reduced yet, and may be added so."""
+    if func not in _SUMS or not all(isinstance(t, DTensor) for t in args[:2]):
+        return False
+    one, other = args[:2]
+    alike = one.placements == other.placements and one.dtype == other.dtype and one.shape == other.shape
+    return alike and all(p.is_replicate() or _adds_up(p) for p in one.placements)
 
 
 def _alike(tensors: Sequence[Any]) -> Sequence[Any]:
