@@ -126,9 +126,7 @@ def test_each_addition_rounds_once(rank: int, world_size: int, strategy: str, la
             Factors(), mesh=world_mesh(2), strategy=strategy, layout=layout, mp_policy=policy
         )
         torch.manual_seed(rank)
-        steps = [
-            {name: torch.randn(p.shape) for name, p in model.named_parameters()} for _ in range(micros)
-        ]
+        steps = [{name: torch.randn(p.shape) for name, p in model.named_parameters()} for _ in range(micros)]
         for micro, factors in enumerate(steps):
             model.set_requires_gradient_sync(micro == micros - 1)
             model(factors).backward()

@@ -1,4 +1,4 @@
-"""torch's FSDPMemTracker on a sharded model: it changes no number, reads the memory, and leaves the hooks as they were."""
+"""torch's FSDPMemTracker on a sharded model: it changes no number, reads the memory, and leaves the hooks in place."""
 
 from __future__ import annotations
 

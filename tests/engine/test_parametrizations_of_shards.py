@@ -5,12 +5,14 @@ So an operation in ``right_inverse`` gives the result on the whole tensor, or ra
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -31,9 +33,7 @@ def from_numpy(w: torch.Tensor) -> torch.Tensor:
 
 
 def pickled(w: torch.Tensor) -> torch.Tensor:
-    import copyreg
-
-    copyreg.__reduce_ex__(w, 2) if type(w) is torch.Tensor else w.__reduce_ex__(2)
+    pickle.dumps(w)
     return 2 * w
 
 
@@ -87,7 +87,9 @@ OPERATIONS: dict[str, Operation] = {
     "unfold": lambda w: w.unfold(0, 6, 1)[0].clone(),
     "numpy": from_numpy,
     "tolist": lambda w: torch.tensor(w.tolist()) * 2,
-    "redistribute": lambda w: 2 * w.redistribute(placements=w.placements) if hasattr(w, "placements") else 2 * w,
+    "redistribute": lambda w: (
+        2 * w.redistribute(placements=w.placements) if hasattr(w, "placements") else 2 * w
+    ),
     "pickle": pickled,
     "data": with_data,
     "double backward": with_graph,
@@ -139,3 +141,86 @@ def test_operations_of_a_right_inverse(rank: int, world_size: int, layout: str, 
             if not torch.allclose(actual, expected, atol=1e-5):
                 wrong.append((name, "not applied" if torch.equal(actual, plain.weight) else actual))
     assert not wrong, wrong
+
+
+@multirank(2)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_an_assigned_weight_passes_through_the_right_inverse(
+    rank: int, world_size: int, layout: str, strategy: str
+) -> None:
+    """``module.weight = value`` calls it, too: of a module that was parametrized first, and then sharded."""
+    wrong = []
+    for name, operation in OPERATIONS.items():
+        torch.manual_seed(0)
+        model: Any = nn.Linear(6, 6)
+        register_parametrization(model, "weight", Parametrization(lambda w: w))
+        value = torch.randn(6, 6)
+        with torch.no_grad():
+            expected = operation(value)
+        sw.fully_shard(model, mesh=world_mesh(2), layout=layout, strategy=strategy)
+        parametrization = model.parametrizations.weight
+        with torch.no_grad():
+            sharded = parametrization.original.clone().copy_(cut_as(parametrization.original, value))
+        parametrization[0].operation = operation
+        try:
+            with torch.no_grad():
+                model.weight = sharded
+        except NotImplementedError as error:
+            wrong.append((name, error))
+        except Exception as error:
+            print(name, type(error).__name__, str(error)[:150])
+        else:
+            actual = whole(parametrization.original)
+            if not torch.allclose(actual, expected, atol=1e-5):
+                wrong.append((name, "not applied" if torch.equal(actual, value) else actual))
+    assert not wrong, wrong
+
+
+def cut_as(sharded: Any, value: torch.Tensor) -> Any:
+    if isinstance(sharded, DTensor):
+        return distribute_tensor(value, sharded.device_mesh, sharded.placements)
+    return type(sharded.detach()).from_full(value, sharded.spec)
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_weight_norm_of_a_sharded_module(rank: int, world_size: int, layout: str) -> None:
+    """Equal to the plain module's, or an error that names the parameter and the way out."""
+    plain, model = linear(layout, "zero3")
+    x = torch.randn(3, 6)
+    try:
+        parametrizations.weight_norm(model)
+    except RuntimeError as error:
+        assert layout == "ragged" and "parameter 'weight'" in str(error) and "per_parameter" in str(error)
+        assert not isinstance(error, NotImplementedError)
+        assert torch.equal(model(x), plain(x))  # nothing has changed
+    else:
+        parametrizations.weight_norm(plain)
+        for kind in ("original0", "original1"):
+            actual = whole(getattr(model.parametrizations.weight, kind))
+            torch.testing.assert_close(actual, getattr(plain.parametrizations.weight, kind).detach())
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_data_of_gradients_and_results(rank: int, world_size: int, layout: str) -> None:
+    """An assignment changes the values, or raises."""
+    plain, model = linear(layout, "zero3")
+    for module in (plain, model):
+        module(torch.ones(2, 6)).square().mean().backward()
+        for p in module.parameters():
+            p.grad.data = p.grad.data / 2
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad), p.grad)
+        with pytest.raises(NotImplementedError, match="copy_ under no_grad"):
+            q.grad.data = p.grad.clone()
+        with pytest.raises(NotImplementedError, match="copy_ under no_grad"):
+            q.detach().clone().data = p.detach().clone()
+    for module in (plain, model):
+        torch.optim.SGD(module.parameters(), 0.1).step()
+        module.zero_grad()
+        module(torch.ones(2, 6)).square().mean().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad), p.grad)

@@ -220,9 +220,7 @@ class RaggedTensor(torch.Tensor):
                 f"on the other dimensions, not to {placements}. Redistribute the result again."
             )
         if device_mesh is not None and device_mesh != mesh:
-            raise refusal(
-                f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}."
-            )
+            raise refusal(f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}.")
         return dtensor_of(local, mesh, placements, self.shape, self.stride())
 
     def as_dtensor(self) -> RaggedDTensor:
