@@ -1,20 +1,24 @@
 """The state of a sharded module for torch's own code.
 
-Pipeline schedules, ``replicate``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch recognise a sharded
-module by its class and by the result of ``torch.distributed.fsdp.fully_shard.state(module)``. This file has that
-result. It has only the attributes that these callers use. Each passes on to the module's unit.
+Pipeline schedules, ``replicate``, ``register_fsdp_forward_method``, ``share_comm_ctx`` and ``FSDPMemTracker`` of torch
+recognise a sharded module by its class and by the result of ``torch.distributed.fsdp.fully_shard.state(module)``. This
+file has that result. It has only the attributes that these callers use. Each passes on to the module's unit.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwright._torch import mark_fully_sharded, mark_managed, sharded_state_of
 from shardwright.engine.assembly.find import own_modules
+from shardwright.engine.base.visit import Visit
+from shardwright.engine.model.backward import BACKWARD, Backward
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import ManagedParameter
@@ -23,8 +27,15 @@ from shardwright.engine.unit.uses import reduce
 
 
 def introduce(unit: Unit, modules: list[nn.Module]) -> None:
-    """Register the modules as sharded with torch and transformers."""
-    state = ModuleState(unit)
+    """Call the unit before and after the modules' forward, and register them as sharded with torch and transformers."""
+    calls = Calls(unit)
+    before = [
+        m.register_forward_pre_hook(calls.before_forward, prepend=True, with_kwargs=True) for m in modules
+    ]
+    after = [m.register_forward_hook(calls.after_forward) for m in modules]
+    state = ModuleState(
+        unit, ForwardHooks(before, calls.before_forward), ForwardHooks(after, calls.after_forward)
+    )
     for module in modules:
         mark_fully_sharded(module, state)
         for _, child in own_modules(module):
@@ -62,11 +73,12 @@ class _Part:
 class ModuleState(_Part):
     """What ``fully_shard.state(module)`` returns."""
 
-    __slots__ = ("__weakref__", "calls", "unit")
+    __slots__ = ("__weakref__", "_hooks_after", "_hooks_before", "calls", "unit")
     torch_class = "FSDPState"
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, before: ForwardHooks, after: ForwardHooks) -> None:
         self.unit = unit
+        self._hooks_before, self._hooks_after = before, after
         #: For running forward methods of torch: an object that notices their end, and the number of earlier calls.
         self.calls: list[tuple[weakref.finalize[Any, Any], int]] = []
 
@@ -118,6 +130,25 @@ class ModuleState(_Part):
     def _comm_ctx(self, value: Any) -> None:
         pass
 
+    # FSDPMemTracker removes these hooks, registers its own around ``_pre_forward`` and ``_post_forward``, and assigns
+    # their handles. In the end it removes these and registers the methods themselves.
+
+    @property
+    def _pre_forward_hook_handle(self) -> ForwardHooks:
+        return self._hooks_before
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._hooks_before.replace(handle)
+
+    @property
+    def _post_forward_hook_handle(self) -> ForwardHooks:
+        return self._hooks_after
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._hooks_after.replace(handle)
+
     def _lazy_init(self) -> None:
         unit = self.unit
         if unit.root is None:
@@ -130,6 +161,9 @@ class ModuleState(_Part):
         # torch's caller does not report an exception. It holds these arguments until the call ends.
         kwargs = _Keywords(kwargs)
         root = cast(Root, root_of(unit))
+        visit = root.visits.frames[-1].visit
+        if visit is not None and unit in _replaced:
+            visit.listener = _LISTENER
         left = weakref.finalize(kwargs, _leave, unit, root.visits.frames[-1], depth)
         left.atexit = False
         self.calls.append((left, depth))
@@ -150,6 +184,44 @@ class ModuleState(_Part):
         root = root_of(self.unit)
         if root is not None:
             root.finish_held()
+
+
+class ForwardHooks:
+    """The handle of the hooks before, or after, the forward of a unit's modules.
+
+    Removed hooks keep their places among the other hooks of a module, so that they come back to these.
+    """
+
+    def __init__(self, handles: list[RemovableHandle], hook: Callable[..., Any]) -> None:
+        self._handles = handles
+        self._hook = hook
+        self._others: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        """Remove these hooks, or those that replace them."""
+        self._set(_nothing)
+        for handle in self._others:
+            handle.remove()
+        self._others.clear()
+
+    def replace(self, handle: RemovableHandle) -> None:
+        """Note a hook that is called in their place. If it is the method of a state, set these hooks again instead."""
+        hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+        if isinstance(getattr(hook, "__self__", None), ModuleState):
+            handle.remove()
+            self._set(self._hook)
+        else:
+            self._others.append(handle)
+
+    def _set(self, hook: Callable[..., Any]) -> None:
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = hook
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a removed hook."""
 
 
 class _Keywords(dict[str, Any]):
@@ -187,6 +259,25 @@ class StateContext(_Part):
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
         cast(Any, self.unit.watch.modules()[0]).set_is_last_backward(value)
+
+
+#: Methods of groups that FSDPMemTracker has replaced.
+_replaced: weakref.WeakKeyDictionary[Unit, dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+class _Replaced(Backward):
+    """Calls the methods that replace those of a unit's group."""
+
+    def enter(self, visit: Visit) -> None:
+        if visit not in visit.unit.activity.visits:
+            ParamGroup(visit.unit).pre_backward(visit)
+
+    def close(self, visit: Visit) -> None:
+        if visit in visit.unit.activity.visits:
+            ParamGroup(visit.unit).post_backward(visit)
+
+
+_LISTENER = _Replaced()
 
 
 class ParamGroup(_Part):
@@ -235,9 +326,44 @@ class ParamGroup(_Part):
     def reshard(self) -> None:
         self.unit.release()
 
-    def post_backward(self, *_: Any) -> None:
-        """After all backwards of a step: release the weights, and reduce the held gradients."""
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        """Called where backward reaches the module, if it was replaced before the forward."""
+        return _replaced.get(self.unit, {}).get("pre_backward", self._enter)
+
+    @pre_backward.setter
+    def pre_backward(self, function: Callable[..., None]) -> None:
+        self._replace("pre_backward", function)
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        """After all backwards of a step: release the weights, and reduce the held gradients.
+
+        Also called where backward leaves the module, if it was replaced before the forward.
+        """
+        return _replaced.get(self.unit, {}).get("post_backward", self._leave)
+
+    @post_backward.setter
+    def post_backward(self, function: Callable[..., None]) -> None:
+        self._replace("post_backward", function)
+
+    def _replace(self, name: str, function: Callable[..., None]) -> None:
+        if isinstance(getattr(function, "__self__", None), ParamGroup):
+            _replaced.get(self.unit, {}).pop(name, None)
+            if not _replaced.get(self.unit, True):
+                del _replaced[self.unit]
+        else:
+            _replaced.setdefault(self.unit, {})[name] = function
+
+    def _enter(self, visit: Visit) -> None:
+        BACKWARD.enter(visit)
+
+    def _leave(self, visit: Visit | None = None) -> None:
         unit = self.unit
+        if visit is not None:
+            BACKWARD.close(visit)
+            cast(Root, unit.root).reductions.finish()  # so that its caller finds the gradients
+            return
         if unit.root is None or unit.activity.busy:
             return
         if unit.settings.reshard_after_backward and not unit.ranks.keeps_full:

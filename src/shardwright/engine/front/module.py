@@ -75,11 +75,8 @@ def _files_of_engine() -> list[str]:
 def install(unit: Unit, modules: list[nn.Module]) -> None:
     """Connect the modules with the unit: hooks, state dicts, and a class in front of each module's own class."""
     _hide_engine()
-    calls = Calls(unit)
     for module in modules:
         module.__dict__[UNIT] = unit  # not by setattr, which wrappers forward to the inner module
-        module.register_forward_pre_hook(calls.before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(calls.after_forward)
         for _, child in own_modules(module):
             child.register_state_dict_pre_hook(AtRest(unit))
             child.register_state_dict_post_hook(as_dtensors)

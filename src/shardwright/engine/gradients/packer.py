@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,6 +36,7 @@ class Packer:
         packing: the places of the gradients.
         parameters: the parameters of the gradients.
         shardeds: the sharded forms of these parameters.
+        dtype: the dtype of the gradients before the cast; it holds each parameter's gradient exactly.
     """
 
     def __init__(
@@ -45,10 +47,9 @@ class Packer:
         self.shardeds = [p.sharded for p in self.parameters]
         self._ranks = ranks
         # _chunk_cat accepts only one input dtype. Gradients have the parameters' compute dtypes; if these differ,
-        # each gradient is cast separately before.
-        dtypes = {layout.specs[part.index].compute_dtype for part in packing.parts}
-        self._input_dtype = dtypes.pop() if len(dtypes) == 1 else None
-        dtype = self._input_dtype or packing.reduce_dtype
+        # each narrower gradient is cast separately before.
+        dtypes = (layout.specs[part.index].compute_dtype for part in packing.parts)
+        self.dtype = dtype = reduce(torch.promote_types, dtypes)
         self._flags = torch.zeros(ranks.parts, packing.flag_slots, dtype=dtype, device=ranks.device)
         self._flags[:, : len(packing.parts)] = 1
         #: The shared zeros of which items are views.
@@ -83,7 +84,7 @@ class Packer:
     def _take_gradients(self, fill: bool) -> tuple[list[torch.Tensor], list[bool] | None]:
         gradients: list[torch.Tensor] = []
         present: list[bool] | None = None
-        dtype, n = self._input_dtype, self._ranks.parts
+        dtype, n = self.dtype, self._ranks.parts
         for i, parameter in enumerate(self.parameters):
             full = parameter.full
             gradient = full.grad
@@ -95,12 +96,12 @@ class Packer:
                         present = [True] * len(self.parameters)
                     present[i] = False
                 shape = parameter.spec.shape
-                gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
+                gradient = torch.zeros(shape, dtype=dtype, device=self._flags.device)
             else:
                 if parameter.view is not full:
                     gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)  # type: ignore[union-attr]
                 if gradient.dtype != dtype:
-                    gradient = gradient.to(self._flags.dtype)
+                    gradient = gradient.to(dtype)
             if not self._plain:
                 spec = parameter.spec
                 gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)

@@ -102,10 +102,10 @@ class Flight:
         #: Sums that were added to it, with their earlier values. If it fails, the unit holds them again.
         self._merged: list[tuple[Sum, torch.Tensor, list[bool]]] = []
 
-    def merge(self, earlier: Sum) -> None:
-        """Add the sum that was held before to the result."""
+    def merge(self, earlier: Sum, value: torch.Tensor) -> None:
+        """Add the sum that was held before to ``value``, which is the result so far, or becomes it."""
         if earlier.value is not None:
-            self.value.view(-1).add_(earlier.value.view(-1))
+            value.view(-1).add_(earlier.value.view(-1))
             self.present = earlier.with_present(self.present)
             self._merged.append((earlier, earlier.value, earlier.present))
             earlier.forget()
@@ -172,8 +172,10 @@ class Reduction:
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the dtype of such sums, without communication."""
         tensors, present = self._packer.take()
-        device = self._ranks.device
-        packed = torch.empty(self._packed_view.shape, dtype=self.packing.held_dtype, device=device)
+        dtype = self.packing.held_dtype
+        if self._whole_gradients.value is not None:
+            dtype = torch.promote_types(dtype, self._packer.dtype)  # rounded once, after the addition
+        packed = torch.empty(self._packed_view.shape, dtype=dtype, device=self._ranks.device)
         self._packer.pack(tensors, packed)
         self._whole_gradients.add(packed, present)
 
@@ -202,20 +204,30 @@ class Reduction:
         tensors, present = self._packer.take(fill and not self.retired)
         if ranks.parts > 1:
             self._packed.lease()
-            value = self._packed_flat
-            self._packer.pack(tensors, self._packed_view)
+            value, packed = self._packed_flat, self._packed_view
         else:
             value = self._new(numel) if output is None else output
-            self._packer.pack(tensors, value.view(1, numel))
+            packed = value.view(1, numel)
+        total = packed if self._whole_gradients.value is None else self._room_for_sum(packed)
+        self._packer.pack(tensors, total)
         tensors.clear()
         todo = self._way[:] if last else ranks.scatters[:]
         division = self._division(factor, force_sum)
         flight = self._flight = Flight(announcer, division, todo, value, present, output, fresh)
-        flight.merge(self._whole_gradients)
+        flight.merge(self._whole_gradients, total)
+        if total is not packed:
+            packed.copy_(total)
         if flight.todo:
             self._next(flight, None)
         else:
             _scale(flight.value, flight.division)
+
+    def _room_for_sum(self, packed: torch.Tensor) -> torch.Tensor:
+        """Memory in which held sums and gradients are added: wider than ``packed`` if gradients are, to round once."""
+        if torch.promote_types(self._packer.dtype, packed.dtype) == packed.dtype:
+            return packed
+        dtype = torch.promote_types(self._packer.dtype, self.packing.held_dtype)
+        return packed.new_empty(packed.shape, dtype=dtype)
 
     def start_late(self, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
         """Issue the remaining collectives for sums that the ranks that shard gradients hold."""
@@ -226,7 +238,7 @@ class Reduction:
         todo = [*self._ranks.late, *self._ranks.replicas]
         division = self._division(factor, force_sum)
         flight = self._flight = Flight(announcer, division, todo, value, present, output, fresh)
-        flight.merge(self._partial)
+        flight.merge(self._partial, flight.value)
         self._next(flight, None)
 
     def _division(self, factor: float | None, force_sum: bool) -> Division:
@@ -320,7 +332,7 @@ class Reduction:
             self._packed.release()
             after: Pending | None = flight.pending
             if flight.todo[0] not in self._ranks.scatters and self._partial.value is not None:
-                flight.merge(self._partial)
+                flight.merge(self._partial, flight.value)
                 after = None  # the next collective comes after the addition
             self._next(flight, after)
 

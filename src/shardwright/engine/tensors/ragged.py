@@ -216,14 +216,12 @@ class RaggedTensor(torch.Tensor):
             start, stop = rows[self.spec.rank]
             local = local.view((stop - start) // max(math.prod(row), 1) if self.spec.numel else 0, *row)
         else:
-            raise NotImplementedError(
+            raise refusal(
                 "A ragged tensor redistributes to Replicate() or Shard(0) on the last mesh dimension and Replicate() "
                 f"on the other dimensions, not to {placements}. Redistribute the result again."
             )
         if device_mesh is not None and device_mesh != mesh:
-            raise NotImplementedError(
-                f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}."
-            )
+            raise refusal(f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}.")
         return dtensor_of(local, mesh, placements, self.shape, self.stride())
 
     def as_dtensor(self) -> RaggedDTensor:
@@ -241,7 +239,7 @@ class RaggedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
-            raise NotImplementedError(
+            raise refusal(
                 f".data of {described(self)} accepts only a RaggedTensor of the same shape, got a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_ under no_grad."
             )
@@ -279,7 +277,7 @@ class RaggedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Mostly only rank 0 calls torch.save, so gathering would hang.
-        raise NotImplementedError(
+        raise refusal(
             f"pickle and torch.save cannot save {described(self)}: this rank has only a part of it. Save "
             ".full_tensor(), called on every rank, or the state dict with torch.distributed.checkpoint, or shard "
             'with layout="per_parameter".'
@@ -509,7 +507,7 @@ def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
 def refuse_traced(local: torch.Tensor) -> None:
     """Raise if torch.compile traces, because the collectives here would run now and not in the graph."""
     if is_traced(local):
-        raise NotImplementedError(
+        raise refusal(
             "A compiled function gathers a ragged tensor, or copies one to a tensor that is cut differently. "
             "torch.compile cannot record that. Call full_tensor(), and copy_ between tensors that are cut "
             "differently, outside of the compiled function."
@@ -542,7 +540,7 @@ def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
     """Raise for a tensor whose part has a class that cannot make tensors of other lengths."""
     local = tensor._local_tensor
     kind = "" if has_other_lengths(local) else f" ({type(local).__name__})"
-    raise NotImplementedError(
+    raise refusal(
         f"{described(tensor)} cannot be gathered or moved to other ranks: in a ragged layout parts have different "
         f"lengths, and the class of its part on {where}{kind} cannot make tensors of another length. Save and load "
         "sharded state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
@@ -553,7 +551,7 @@ def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
 def refuse_to_cut(source: torch.Tensor, spec: RaggedSpec, shape: Sequence[int]) -> NoReturn:
     """Raise for a tensor whose class cannot be cut into this part."""
     parameter = parameter_of(spec)
-    raise NotImplementedError(
+    raise refusal(
         f"The {type(source).__name__} of shape {tuple(source.shape)}"
         + (f" (cut as parameter {parameter})" if parameter else "")
         + (
@@ -615,7 +613,7 @@ def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
     if gradient is None or isinstance(gradient, RaggedTensor):
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
-        raise NotImplementedError(
+        raise refusal(
             f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph "
             "itself (create_graph=True), which is not supported. Compute with the full parameters inside `with "
             'shardwright.unsharded(model):`, or shard with layout="per_parameter".'

@@ -23,6 +23,7 @@ from shardwright._torch import (
     increment_version,
     local_of,
     rebind,
+    refusal,
     storage_key,
     subclasses_dispatch,
     waited,
@@ -237,6 +238,25 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         if everywhere and own and not kwargs and gathers_plainly(self) and not self.requires_grad:
             return as_sharded(replicated(self))
         return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # A DTensor would change on the outside only, so that its values stay.
+        if (
+            not isinstance(value, DTensor)
+            or value.shape != self.shape
+            or value.device_mesh != self.device_mesh
+        ):
+            raise refusal(
+                f".data of a sharded tensor of shape {tuple(self.shape)} accepts only a DTensor of the same shape on "
+                f"the same mesh, got a {type(value).__name__} of shape {tuple(value.shape)}. Distribute it with "
+                "torch.distributed.tensor.distribute_tensor, or use copy_ under no_grad."
+            )
+        rebind(self, value)
 
     def data_ptr(self) -> int:
         return 0 if called_by_stager() else local_of(self).data_ptr()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwright._torch import gradient_hooks
+from shardwright._torch import gradient_hooks, refusal
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ def forget_hooks(tensor: torch.Tensor) -> None:
 
 
 def refuse_loss_in_place(func: Any) -> NoReturn:
-    raise NotImplementedError(
+    raise refusal(
         f"{func} adds a plain tensor, such as a loss, in place into a sharded tensor without dimensions, such as "
         "a penalty. The plain tensor may have a different value on each rank; the sharded tensor must have one "
         "value. Write `loss = loss + penalty`, or `loss += penalty`."
