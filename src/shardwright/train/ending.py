@@ -38,6 +38,8 @@ class Complaint:
     kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"]
     message: str
     trace: str
+    done: int | None = None
+    """Steps that the rank had done, if it was in the loop over steps."""
 
     @property
     def in_line(self) -> str:
@@ -69,6 +71,13 @@ class Ending:
     """It killed them because they did not go on."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """What run.json has of this start of the ranks; empty if they did not come so far."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Steps that each rank had done, by its board. A rank without a board is missing."""
+
+    def done(self, rank: int) -> int | None:
+        """The steps that a rank had done, as it says itself, else as its board has it. None: not known."""
+        said = next((each.done for each in self.complaints if each.rank == rank), None)
+        return self.steps.get(rank) if said is None else said
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
@@ -104,9 +113,10 @@ def judge(ending: Ending) -> End:
         return End(TRY_AGAIN, passing.message)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:  # on all ranks
-        return End(FAILED, nonfinite.message)
+        return End(FAILED, nonfinite.message, done=nonfinite.done)
     culprit_rank, how, status, lost = culprit(ending)
-    return End(status, f"rank {culprit_rank} of {len(ending.statuses)} {how}", culprit_rank, lost)
+    reason = f"rank {culprit_rank} of {len(ending.statuses)} {how}"
+    return End(status, reason, culprit_rank, lost, ending.done(culprit_rank))
 
 
 def _is_finished(ending: Ending) -> bool:
@@ -124,7 +134,7 @@ def _is_finished(ending: Ending) -> bool:
 def end_of_hang(hang: Hang) -> End:
     verdict = hang.verdict
     culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
-    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost)
+    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
 
 
 def ranks_have_said_it(ending: Ending) -> bool:

@@ -210,7 +210,7 @@ def record_end(folder: RunFolder, end: End) -> None:
     """Add the end of this attempt to launch.json, if there is one."""
     launch = _read(folder)
     if launch is not None:
-        step = recorded_step(folder.metrics_file)
+        step = recorded_step(folder.metrics_file) if end.done is None else end.done
         try:
             _write(folder, replace(launch, ends=(*launch.ends, (end.status, end.reason, step))))
         except UserError:

@@ -48,7 +48,7 @@ from shardwright.train.environment import (
     collective_timeout,
     rank_and_size,
 )
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, steps_done
 from shardwright.train.faults.fault import NonFiniteError
 from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.fresh_store import fresh_store
@@ -77,7 +77,7 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool, attempt: int =
         ):
             end = train(config, folder, dataset, world, resumes, attempt)
     except NonFiniteError as error:
-        end = End(FAILED, str(error))
+        end = End(FAILED, str(error), done=steps_done(error))
         fail(end.reason)
     except CorruptionError as error:
         end = End(TRY_AGAIN, str(error))
@@ -251,7 +251,7 @@ def end_of(error: BaseException, rank: int) -> End:
 def _end_of(complaint: Complaint) -> End:
     """The end of a job that this complaint describes."""
     rank = None if complaint.kind in SHARED else complaint.rank
-    return End(STATUSES.get(complaint.kind, FAILED), complaint.in_line, rank)
+    return End(STATUSES.get(complaint.kind, FAILED), complaint.in_line, rank, done=complaint.done)
 
 
 def _record(place: Place, end: End) -> None:
@@ -343,7 +343,7 @@ def _complaint(error: BaseException, rank: int) -> Complaint:
     message = str(error) if kind in ("user", "passing", "nonfinite") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
-    return Complaint(rank, 0, kind, message, traceback.format_exc())
+    return Complaint(rank, 0, kind, message, traceback.format_exc(), steps_done(error))
 
 
 def _is_lost_contact(error: BaseException) -> bool:

@@ -101,6 +101,10 @@ class Eyes:
         folder = self.folder / evidence.folder_name()
         return Hang(verdict, evidence.write(folder, self._readers.values(), verdict, seen))
 
+    def steps_done(self) -> dict[int, int]:
+        """The steps that each rank has done, also one that has ended."""
+        return {rank: max(0, reader.last().step - 1) for rank, reader in self._readers.items()}
+
     def close(self) -> None:
         """Remove what killed ranks have left."""
         for reader in self._readers.values():
