@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from shardwright import board as boards
 from shardwright.train import plan_picture
 from shardwright.watching.reading import Reader
 from tests.train.jobs import config_file, train_here
-from tests.train.kit import faults
+from tests.train.kit import faults, stopped
 from tests.train.kit.forked import launch
 
 STEPS = 5
@@ -96,6 +97,34 @@ def test_one_rank_that_sleeps_in_a_validation_ends(tmp_path: Path) -> None:
     assert "\nthe job has ended\nstep 3 is saved; to continue:\n" in err
     end = json.loads((folder / "exit.json").read_text())
     assert (end["status"], end["step"], end["saved"]) == (75, 5, 3)
+
+
+DRAW = random.Random(7)
+STOPS = [(place, DRAW.randrange(2)) for place in stopped.PLACES]
+STOPPED = "tests.train.kit.stopped"
+
+
+@pytest.mark.parametrize(("place", "rank"), STOPS)
+def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
+    tmp_path: Path, place: str, rank: int
+) -> None:
+    again = place == "_watched"
+    status, out, err = launch(
+        tmp_path, "train", config_file(tmp_path), "--nproc", "2", *SHARDED, "--run.dir", tmp_path / "run",
+        "--fault.stall_seconds", "300" if place == "join_world" else "2", "--train.steps", "2",
+        *(("--max-restarts", "1") if again else ()),
+        environment=stopped.environment(rank, place), imports=STOPPED, seconds=60,
+    )  # fmt: skip
+    where = rf"rank {rank}: start since \d+ s, process stopped \(T\), pid \d+; rank {1 - rank}: start since"
+    if again:
+        assert (status, err) == (0, "")
+        assert re.search(f"^restart 1 of 1: the job hung: {where}", out, re.MULTILINE), out
+        return
+    assert status == 75, out + err
+    head = f"error: the job hangs at the start of the job: rank {rank} is behind the others, outside any collective"
+    assert err.startswith(f"{head}\n  rank {rank}: start since ")
+    assert re.search(where, err.replace("\n  ", "; ")), err
+    assert "has stopped the process." in err and "the job has ended" in err
 
 
 def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,8 @@ class Verdict:
             place = f"in the {boards.PHASES[self.phase]} after step {self.done}"
         if self.phase == boards.END:
             place = f"at the end of the job, after step {self.done}"
+        if self.phase == boards.START:
+            place = "at the start of the job"
         hangs = f"the job hangs {place}"
         if self.kind == BEHIND:
             return f"{hangs}: {who} {'are' if several else 'is'} behind the others"
@@ -148,6 +150,19 @@ def judge(
         {_place(each) for each in waiting}
     )
     return _verdict(MIXED if mixed else JOINED, [], ranks, key)
+
+
+def judge_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Verdict | None:
+    """The verdict on ranks of which some have no board yet. None: no process is stopped, or not for so many seconds.
+
+    A rank without a board has the age of its process's state.
+    """
+    stopped = [each for each in seen if each.process == STOPPED and each.age > seconds]
+    ranks = {each.rank: each for each in seen}
+    if not stopped:
+        return None
+    kind = ALONE if len(stopped) == len(seen) else OUTSIDE
+    return replace(_verdict(kind, stopped, ranks, key), phase=boards.START)
 
 
 def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Verdict | None:
