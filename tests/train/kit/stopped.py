@@ -1,6 +1,7 @@
 """Ranks that stop themselves at the start of a job. Import it with :func:`tests.train.kit.forked.launch`.
 
-`environment(1, "run_rank")` stops rank 1 before it calls this function of `shardwright.train.rank`, in the first attempt.
+`environment(1, "run_rank")` stops rank 1, in the first attempt, before it calls this function of
+`shardwright.train.rank`.
 """
 
 from __future__ import annotations
