@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,42 @@ def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
     assert err.startswith(f"{head}\n  rank {rank}: start since ")
     assert re.search(where, err.replace("\n  ", "; ")), err
     assert "has stopped the process." in err and "the job has ended" in err
+
+
+@pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("_watched", 0)])
+def test_ranks_of_torchrun_end_one_that_is_stopped_at_the_start(
+    tmp_path: Path, place: str, rank: int
+) -> None:
+    """Real processes: a forked one shows the command line and the variables of its parent."""
+    stop = f"import os\nif 'RANK' in os.environ: import {STOPPED}"
+    if place == "import":
+        condition = "os.environ.get('RANK') == '0' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+        stop = f"import os, signal\nif {condition}: os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "sitecustomize.py").write_text(stop)
+    source = Path(__file__).parents[2]
+    paths = os.pathsep.join(map(str, [tmp_path, source / "src", source]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        **stopped.environment(rank, place),
+    }
+    arguments = (
+        "-m", "shardwright", "train", config_file(tmp_path), *SHARDED, "--run.dir", tmp_path / "run",
+        "--fault.stall_seconds", "4", "--train.steps", "2", "--validation.every", "0",
+    )  # fmt: skip
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    ended = subprocess.run(
+        [sys.executable, *torchrun, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    head = f"error: the job hangs at the start of the job: rank {rank} is behind the others, outside any collective"
+    assert f"{head}\n  rank {rank}: start since " in ended.stderr
+    assert ended.stderr.count(head) == 1
+    attempts = [
+        each["ended_by"] for each in json.loads((tmp_path / "run/run.json").read_text())["sessions"][:-1]
+    ]
+    assert all(each.startswith(f"the job hung: rank {rank}: start since") for each in attempts)
 
 
 def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

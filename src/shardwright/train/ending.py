@@ -21,6 +21,7 @@ from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
 from shardwright.train.stop import SIGNALS, status_of_signal
+from shardwright.watching.diagnosis import Verdict
 from shardwright.watching.launched import Hang
 
 LOG_TAIL = 12
@@ -102,7 +103,7 @@ def judge(ending: Ending) -> End:
         known = str(ending.session.get("ended_by", ""))  # also of a signal that only a rank got
         return End(status, known if number is None and known.startswith("stopped by ") else reason)
     if ending.hang is not None:
-        return end_of_hang(ending.hang)
+        return end_of_hang(ending.hang.verdict)
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if user is not None:
         return End(USER_ERROR, user.message, user.rank)
@@ -131,8 +132,7 @@ def _is_finished(ending: Ending) -> bool:
     )
 
 
-def end_of_hang(hang: Hang) -> End:
-    verdict = hang.verdict
+def end_of_hang(verdict: Verdict) -> End:
     culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
     return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
 

@@ -72,6 +72,21 @@ def _open(pid: int) -> Reader | None:
     return None
 
 
+class Processes:
+    """The processes of ranks that may have no boards yet."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[str, int]] = {}  # by process, with the time of the first look at it
+
+    def look(self, rank: int, pid: int, since: int = 0) -> Seen:
+        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`Reader.look`."""
+        state, at = self._states.get(pid, ("", 0))
+        now = time.monotonic_ns()
+        if (found := state_of(pid)) != state:
+            state, at = self._states[pid] = found, now
+        return Seen(rank, "", pid, state, None, (now - max(at, since)) / 1e9, phase=boards.START)
+
+
 class Eyes:
     """The boards of the ranks that this launcher has started, all on this host."""
 
@@ -81,7 +96,7 @@ class Eyes:
         self._readers: dict[int, Reader] = {}
         self._looks = Looks(stall_seconds)
         self._next = 0.0
-        self._states: dict[int, tuple[str, int]] = {}  # of processes at the start, and since when
+        self._processes = Processes()
 
     def look(self) -> Hang | None:
         """The hang, once the job hangs. Call it often; it looks each half second."""
@@ -108,11 +123,7 @@ class Eyes:
         """The rank now. ``begun``: all ranks have boards. Before that, its age is the one of its process's state."""
         if begun:
             return self._readers[rank].look(since=since, within=silence(self.stall_seconds))
-        state, at = self._states.get(rank, ("", 0))
-        now = time.monotonic_ns()
-        if (found := state_of(self.pids[rank])) != state:
-            state, at = self._states[rank] = found, now
-        return Seen(rank, "", self.pids[rank], state, None, (now - max(at, since)) / 1e9, phase=boards.START)
+        return self._processes.look(rank, self.pids[rank], since)
 
     def steps_done(self) -> dict[int, int]:
         """The steps that each rank has done, also one that has ended."""
