@@ -46,6 +46,7 @@ _WAYS = {
     SILENT: "Look whether its host runs, and at the network.",
     RUNS: "",  # only its stacks show more, and whoever writes them says so
 }
+_WAY_ALONE = " No other host answers host {host}, so its own link may be cut: look there, too."
 _WAY_HELD = "A call into C or C++ code keeps the interpreter and does not return."
 _WAY_JOINED = (
     "Every rank must call it with the same arguments, such as the source of a broadcast. Else look at the network "
@@ -213,7 +214,12 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
     known = [each for each in culprits if each.step] or [each for each in ranks.values() if each.step]
     behind = min(known, key=lambda each: each.step, default=None)
     step, phase = (behind.step, outer_phase(behind.phase, behind.around)) if behind else (0, boards.OUTSIDE)
-    return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step, phase)
+    way = _way(kind, culprits, key)
+    hosts = {each.host for each in ranks.values() if each.process != SILENT}
+    if len(hosts) == 1 and any(each.process == SILENT for each in culprits):
+        (here,) = hosts  # a cut link looks the same at both ends
+        way += _WAY_ALONE.format(host=here)
+    return Verdict(kind, tuple(sorted(numbers)), reason, way, lost, step, phase)
 
 
 def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
