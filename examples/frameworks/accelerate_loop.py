@@ -1,6 +1,6 @@
 """A training loop of Accelerate, sharded by its FSDP2 plugin, with gradient accumulation and clipping.
 
-    torchrun --standalone --nproc-per-node 2 examples/frameworks/accelerate_loop.py
+torchrun --standalone --nproc-per-node 2 examples/frameworks/accelerate_loop.py
 """
 
 import torch
@@ -34,5 +34,10 @@ for step in range(8):
     report(step, loss)
 state = accelerator.get_state_dict(sharded)
 if accelerator.is_main_process:
-    print("saved", sum(t.numel() for name, t in state.items() if name != "lm_head.weight"), "parameters", flush=True)
+    print(
+        "saved",
+        sum(t.numel() for name, t in state.items() if name != "lm_head.weight"),
+        "parameters",
+        flush=True,
+    )
 dist.destroy_process_group()

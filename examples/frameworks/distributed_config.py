@@ -1,6 +1,6 @@
 """transformers shards a model while it loads it, by its ``DistributedConfig``.
 
-    torchrun --standalone --nproc-per-node 2 examples/frameworks/distributed_config.py
+torchrun --standalone --nproc-per-node 2 examples/frameworks/distributed_config.py
 """
 
 import tempfile
@@ -24,7 +24,9 @@ if dist.get_rank() == 0:
 dist.barrier()
 
 sharded = AutoModelForCausalLM.from_pretrained(
-    folder / "first", distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()), dtype=torch.float32
+    folder / "first",
+    distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()),
+    dtype=torch.float32,
 )
 say_engine(sharded)
 optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2, foreach=False)

@@ -1,7 +1,7 @@
 """Fine-tuning on completions with TRL's collator; transformers shards the model while it loads it.
 
-    pip install trl
-    torchrun --standalone --nproc-per-node 2 examples/frameworks/trl_sft.py
+pip install trl
+torchrun --standalone --nproc-per-node 2 examples/frameworks/trl_sft.py
 """
 
 import tempfile

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,14 +46,14 @@ def settings(storage: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def kill_a_worker(run: Path) -> None:
-    """After five steps, without a word."""
+def send_to_a_worker(run: Path, number: int) -> None:
+    """A signal, after five steps."""
     import psutil
 
     wait_for_steps(run, 5)
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [""])[0].startswith("ray::RayTrainWorker"):
-            process.kill()
+            process.send_signal(number)
             return
     raise AssertionError("found no worker")
 
@@ -69,7 +71,7 @@ def test_a_job_goes_on_after_its_worker_was_killed_and_in_a_new_trainer(
         "train.steps": 60,
     }
     run = storage / "job/run"
-    killer = threading.Thread(target=kill_a_worker, args=(run,))
+    killer = threading.Thread(target=send_to_a_worker, args=(run, signal.SIGKILL))
     killer.start()
     result = trainer(config, values, **settings(storage, max_failures=1)).fit()
     killer.join()
@@ -88,6 +90,29 @@ def test_a_job_goes_on_after_its_worker_was_killed_and_in_a_new_trainer(
     ours, theirs = (weights(each / "checkpoints/step-64", tmp_path / "weights.pt") for each in (run, whole))
     assert ours.keys() == theirs.keys() and len(ours) > 5
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_job_whose_worker_is_stopped_goes_on(cluster: None, tmp_path: Path) -> None:
+    from shardwright.integrations.ray import trainer
+
+    values = {
+        "parallel.engine": "shardwright",
+        "validation.every": 0,
+        "checkpoint.every": 2,
+        "train.steps": 60,
+    }
+    run = tmp_path / "ray/job/run"
+    stopper = threading.Thread(target=send_to_a_worker, args=(run, signal.SIGSTOP))
+    stopper.start()
+    values["fault.stall_seconds"] = 3
+    result = trainer(config_file(tmp_path), values, **settings(tmp_path / "ray", max_failures=1)).fit()
+    stopper.join()
+    assert result.error is None and result.metrics["step"] == 60
+    (diagnosis,) = run.glob("hangs/*/diagnosis.txt")
+    assert "process stopped (T)" in diagnosis.read_text()
+    first, second = json.loads((run / "run.json").read_text())["sessions"]
+    assert (first["status"], second["status"]) == ("failed", "finished")
+    assert first["ended_by"].startswith("the job hung: rank ")
 
 
 def weights(checkpoint: Path, file: Path) -> dict[str, Any]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from shardwright import board as boards
 from shardwright.train import plan_picture
 from shardwright.watching.reading import Reader
 from tests.train.jobs import config_file, train_here
-from tests.train.kit import faults
+from tests.train.kit import faults, stopped
 from tests.train.kit.forked import launch
 
 STEPS = 5
@@ -96,6 +100,70 @@ def test_one_rank_that_sleeps_in_a_validation_ends(tmp_path: Path) -> None:
     assert "\nthe job has ended\nstep 3 is saved; to continue:\n" in err
     end = json.loads((folder / "exit.json").read_text())
     assert (end["status"], end["step"], end["saved"]) == (75, 5, 3)
+
+
+DRAW = random.Random(7)
+STOPS = [(place, DRAW.randrange(2)) for place in stopped.PLACES]
+STOPPED = "tests.train.kit.stopped"
+
+
+@pytest.mark.parametrize(("place", "rank"), STOPS)
+def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
+    tmp_path: Path, place: str, rank: int
+) -> None:
+    again = place == "_watched"
+    status, out, err = launch(
+        tmp_path, "train", config_file(tmp_path), "--nproc", "2", *SHARDED, "--run.dir", tmp_path / "run",
+        "--fault.stall_seconds", "300" if place == "join_world" else "2", "--train.steps", "2",
+        *(("--max-restarts", "1") if again else ()),
+        environment=stopped.environment(rank, place), imports=STOPPED, seconds=60,
+    )  # fmt: skip
+    where = rf"rank {rank}: start since \d+ s, process stopped \(T\), pid \d+; rank {1 - rank}: start since"
+    if again:
+        assert (status, err) == (0, "")
+        assert re.search(f"^restart 1 of 1: the job hung: {where}", out, re.MULTILINE), out
+        return
+    assert status == 75, out + err
+    head = f"error: the job hangs at the start of the job: rank {rank} is behind the others, outside any collective"
+    assert err.startswith(f"{head}\n  rank {rank}: start since ")
+    assert re.search(where, err.replace("\n  ", "; ")), err
+    assert "has stopped the process." in err and "the job has ended" in err
+
+
+@pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("_watched", 0)])
+def test_ranks_of_torchrun_end_one_that_is_stopped_at_the_start(
+    tmp_path: Path, place: str, rank: int
+) -> None:
+    """Real processes: a forked one shows the command line and the variables of its parent."""
+    stop = f"import os\nif 'RANK' in os.environ: import {STOPPED}"
+    if place == "import":
+        condition = "os.environ.get('RANK') == '0' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+        stop = f"import os, signal\nif {condition}: os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "sitecustomize.py").write_text(stop)
+    source = Path(__file__).parents[2]
+    paths = os.pathsep.join(map(str, [tmp_path, source / "src", source]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        **stopped.environment(rank, place),
+    }
+    arguments = (
+        "-m", "shardwright", "train", config_file(tmp_path), *SHARDED, "--run.dir", tmp_path / "run",
+        "--fault.stall_seconds", "4", "--train.steps", "2", "--validation.every", "0",
+    )  # fmt: skip
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    ended = subprocess.run(
+        [sys.executable, *torchrun, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    head = f"error: the job hangs at the start of the job: rank {rank} is behind the others, outside any collective"
+    assert f"{head}\n  rank {rank}: start since " in ended.stderr
+    assert ended.stderr.count(head) == 1
+    attempts = [
+        each["ended_by"] for each in json.loads((tmp_path / "run/run.json").read_text())["sessions"][:-1]
+    ]
+    assert all(each.startswith(f"the job hung: rank {rank}: start since") for each in attempts)
 
 
 def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

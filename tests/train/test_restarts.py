@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwright import cli
 from shardwright.train.fresh_store import fresh_store
-from shardwright.train.launches import GivenUpError, Launch
+from shardwright.train.launches import GivenUpError, Launch, record_end
 from shardwright.train.restarts import Attempt, Restarts, without_numbers
 from shardwright.train.runs import RunFolder
 from shardwright.train.sections.fault import FaultConfig
@@ -189,9 +189,8 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
 def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     faults = environment(tmp_path / "faults", *["1 2 error"] * 4)
     options = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", "--max-restarts", "3")
-    # Rank 0 needs rank 1 in the validation, so it does not record step 2. Else it may have recorded it, or not.
-    validates = ("--validation.every", "1")
-    arguments = ("train", config_file(tmp_path), *SHARDED, *FAULTY, *validates, "--run.dir", tmp_path / "run")
+    # Rank 0 may have recorded step 2, or not.
+    arguments = ("train", config_file(tmp_path), *SHARDED, *FAULTY, "--run.dir", tmp_path / "run")
     status, _, err = launch(tmp_path, *arguments, torchrun=options, environment=faults)
     assert status == 1
     reason = (
@@ -205,6 +204,39 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     content = ended(tmp_path / "run")
     assert (content["status"], content["attempt"]) == (1, 2)
     assert re.fullmatch(reason, content["reason"])
+
+
+@pytest.mark.parametrize("kind", ["error", "exit", "SIGSEGV"])
+@pytest.mark.parametrize("later", [False, True])
+def test_the_step_of_the_failed_rank_decides(tmp_path: Path, kind: str, later: bool) -> None:
+    """Rank 0 records the step in which rank 1 fails at first, and not when rank 1 fails again."""
+    step = 2 + later
+    faults = ["0 2 pass", *([] if later else ["0 2 sleep"]), *["0 3 sleep"] * later]
+    variables = environment(tmp_path / "faults", f"1 2 {kind}", f"1 {step} {kind}", *faults)
+    arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", tmp_path / "run", "--max-restarts", "9")
+    options = ("--checkpoint.every", "0")
+    config = config_file(tmp_path)
+    status, out, err = launch(tmp_path, "train", config, *arguments, *options, environment=variables)
+    assert ("restart 2" in out) == later
+    assert ", after step 1; " in out
+    if later:
+        assert (status, err) == (0, "")
+        assert ", after step 2; " in out
+    else:
+        assert status == 1
+        assert "the same error came twice after step 1, so it does not start again" in err
+
+
+def test_the_step_of_the_failed_rank_is_recorded_for_torchrun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.launch_file.write_text('{"agents": ["a"], "attempt": 1, "ends": []}')
+    for recorded in (1, 2):
+        folder.metrics_file.write_text(f'{{"step": {recorded}}}\n')
+        record_end(folder, End(FAILED, f"at 0x{recorded}", 1, done=1))
+    ends = json.loads(folder.launch_file.read_text())["ends"]
+    assert [each["step"] for each in ends] == [1, 1]
+    record_end(folder, End(TRY_AGAIN, "lost"))
+    assert json.loads(folder.launch_file.read_text())["ends"][-1]["step"] == 2
 
 
 def test_a_mistake_in_a_job_that_goes_on_is_in_exit_json(tmp_path: Path) -> None:

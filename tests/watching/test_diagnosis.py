@@ -176,6 +176,22 @@ def test_each_host_that_does_not_answer_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize("lost", [("b", "c"), ("a", "c"), ("b",), ("c",)])
+def test_a_host_that_hears_no_other_one_names_itself_too(lost: tuple[str, ...]) -> None:
+    """A cut link looks the same at both ends. Only a host that others answer is sure."""
+    hosts = {0: "a", 1: "b", 2: "b", 3: "c"}
+    seen = [
+        Seen(rank, host, 0, SILENT, None, 31.0) if host in lost else waiting(rank, 31, host=host)
+        for rank, host in hosts.items()
+    ]
+    verdict = judge(seen, STALL)
+    assert verdict is not None and verdict.culprits == tuple(r for r, host in hosts.items() if host in lost)
+    here = {*hosts.values()} - {*lost}
+    alone = f"No other host answers host {min(here)}, so its own link may be cut"
+    assert (alone in verdict.text) == (len(here) == 1)
+    assert all(f"host {host} does not answer" in verdict.reason for host in lost)
+
+
 def test_what_is_seen_travels_as_json() -> None:
     seen = waiting(1, 2.5, flights=(("barrier", "0-3#0", 1, 31.0),))
     assert Seen.of(json.loads(json.dumps(asdict(seen)))) == seen

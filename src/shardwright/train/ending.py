@@ -21,6 +21,7 @@ from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
 from shardwright.train.stop import SIGNALS, status_of_signal
+from shardwright.watching.diagnosis import Verdict
 from shardwright.watching.launched import Hang
 
 LOG_TAIL = 12
@@ -38,6 +39,8 @@ class Complaint:
     kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"]
     message: str
     trace: str
+    done: int | None = None
+    """Steps that the rank had done, if it was in the loop over steps."""
 
     @property
     def in_line(self) -> str:
@@ -69,6 +72,13 @@ class Ending:
     """It killed them because they did not go on."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """What run.json has of this start of the ranks; empty if they did not come so far."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Steps that each rank had done, by its board. A rank without a board is missing."""
+
+    def done(self, rank: int) -> int | None:
+        """The steps that a rank had done, as it says itself, else as its board has it. None: not known."""
+        said = next((each.done for each in self.complaints if each.rank == rank), None)
+        return self.steps.get(rank) if said is None else said
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
@@ -93,7 +103,7 @@ def judge(ending: Ending) -> End:
         known = str(ending.session.get("ended_by", ""))  # also of a signal that only a rank got
         return End(status, known if number is None and known.startswith("stopped by ") else reason)
     if ending.hang is not None:
-        return end_of_hang(ending.hang)
+        return end_of_hang(ending.hang.verdict)
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if user is not None:
         return End(USER_ERROR, user.message, user.rank)
@@ -104,9 +114,10 @@ def judge(ending: Ending) -> End:
         return End(TRY_AGAIN, passing.message)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:  # on all ranks
-        return End(FAILED, nonfinite.message)
+        return End(FAILED, nonfinite.message, done=nonfinite.done)
     culprit_rank, how, status, lost = culprit(ending)
-    return End(status, f"rank {culprit_rank} of {len(ending.statuses)} {how}", culprit_rank, lost)
+    reason = f"rank {culprit_rank} of {len(ending.statuses)} {how}"
+    return End(status, reason, culprit_rank, lost, ending.done(culprit_rank))
 
 
 def _is_finished(ending: Ending) -> bool:
@@ -121,10 +132,9 @@ def _is_finished(ending: Ending) -> bool:
     )
 
 
-def end_of_hang(hang: Hang) -> End:
-    verdict = hang.verdict
+def end_of_hang(verdict: Verdict) -> End:
     culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
-    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost)
+    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
 
 
 def ranks_have_said_it(ending: Ending) -> bool:

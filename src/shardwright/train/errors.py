@@ -21,6 +21,16 @@ class UserError(Exception):
         self.status = self.PASSING if passes else self.MISTAKE
 
 
+def note_steps_done(error: BaseException, steps: int) -> None:
+    """Let an error carry the steps that this rank had done when it was raised."""
+    vars(error)["steps_done"] = steps
+
+
+def steps_done(error: BaseException) -> int | None:
+    """The steps that the rank of this error had done; None if the error came outside the loop over steps."""
+    return vars(error).get("steps_done")
+
+
 def counted(number: int, one: str, more: str = "") -> str:
     """ "1 token", "2,000 tokens". `more`: the plural, if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"

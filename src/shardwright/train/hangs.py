@@ -50,7 +50,7 @@ def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iter
         return
 
     def keep(hang: Hang) -> None:
-        record(replace(end_of_hang(hang), done=hang.verdict.done))
+        record(end_of_hang(hang.verdict))
 
     try:
         settings = _settings(config, folder, record=keep)

@@ -1,7 +1,8 @@
 """A job in processes that another framework has started, whose process group exists and stays after the job.
 
 The run's folder is given. If it has a checkpoint, the job goes on from there: such frameworks call the same function
-again after a failure. Errors are raised; no process is ended here, and no signal has a handler.
+again after a failure. Errors are raised, and no signal has a handler. Only if the job hangs, the watch ends the
+processes: nothing else ends a rank that waits in a collective.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pydantic import ValidationError
 from shardwright._torch import default_store
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.hangs import watched
 from shardwright.train.launches import open_or_reopen
 from shardwright.train.loop import train
 from shardwright.train.mistakes import in_one_line
 from shardwright.train.rank import Place, check_place, end_of, start_together
+from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End, remove_exit, write_exit
 from shardwright.train.stop import restore_handlers
@@ -59,7 +62,7 @@ def train_in_group(
     with join_world(config) as world:
         place = _open_together(config, folder, world)
         note = None if saved is None else partial(saved, place.folder)
-        with place.lock:
+        with place.lock, watched(config, place.folder.path, partial(_record, place)):
             try:
                 end = train(config, place.folder, dataset, world, place.resumes, place.attempt, note)
             except BaseException as error:
@@ -71,6 +74,11 @@ def train_in_group(
             if world.is_first:
                 write_exit(place.folder, end, place.attempt)
     return end
+
+
+def _record(place: Place, end: End) -> None:
+    close_session(place.folder, end)
+    write_exit(place.folder, end, place.attempt)
 
 
 def _open_together(config: Config, path: Path, world: World) -> Place:

@@ -169,11 +169,9 @@ def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> i
             sessions = sessions_of(folder)
             ending = _launch(config, folder, attempt, signals, sessions)
             end = judge(ending)
-            if ending.hang is not None:
-                end = replace(end, done=ending.hang.verdict.done)
             next_ranks, note = 0, ""
             if signals.first is None:
-                step = recorded_step(folder.metrics_file)
+                step = recorded_step(folder.metrics_file) if end.done is None else end.done
                 next_ranks, note = restarts.after(end, step, attempt.ranks)
             if end.status != DONE:
                 close_session(folder, end, sessions)
@@ -226,6 +224,7 @@ def _launch(
     watch = Watch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
     with _eyes(config, processes, folder) as watch.eyes:
         statuses = watch.until_all_ended()
+        steps = {} if watch.eyes is None else watch.eyes.steps_done()
     processes.close()  # the files of its logs
     if watch.hang is not None:
         say_in_logs(watch.hang, logs, ranks)
@@ -240,6 +239,7 @@ def _launch(
         watch.late,
         watch.hang,
         session_after(folder, sessions_before),
+        steps,
     )
 
 

@@ -86,6 +86,11 @@ def this_launch(size: int) -> Launch | None:
 
 
 def _agent() -> str:
+    agent = agent_process()
+    return f"{socket.gethostname()} {agent.pid} {_start_of(agent)}"
+
+
+def agent_process() -> psutil.Process:
     """The torchrun process that started this rank: the nearest one above it that has no variables of a rank.
 
     A script may be in between. It is another process at each restart.
@@ -98,7 +103,7 @@ def _agent() -> str:
                 break
     except psutil.Error:
         pass  # of another user: the parent, then
-    return f"{socket.gethostname()} {agent.pid} {_start_of(agent)}"
+    return agent
 
 
 def _start_of(process: psutil.Process) -> str:
@@ -210,7 +215,7 @@ def record_end(folder: RunFolder, end: End) -> None:
     """Add the end of this attempt to launch.json, if there is one."""
     launch = _read(folder)
     if launch is not None:
-        step = recorded_step(folder.metrics_file)
+        step = recorded_step(folder.metrics_file) if end.done is None else end.done
         try:
             _write(folder, replace(launch, ends=(*launch.ends, (end.status, end.reason, step))))
         except UserError:

@@ -30,7 +30,7 @@ from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokenizers import pinned_name
 from shardwright.train.data_record import resumed_data, write_data_record
-from shardwright.train.errors import UserError, counted
+from shardwright.train.errors import UserError, counted, note_steps_done
 from shardwright.train.faults.acting import answer
 from shardwright.train.faults.looking import fault_of_state
 from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
@@ -130,6 +130,7 @@ def _train(
                 ended_by = run_steps(trainer, folder, reporter, saves, stop) if more else 0
             answers.saves = False
         except BaseException as error:
+            note_steps_done(error, trainer.position.step)
             if record is not None:
                 cause = read_exit(folder)  # of another rank, which this one waited for in vain
                 reason = cause["reason"] if cause else " ".join(in_words(error).split())

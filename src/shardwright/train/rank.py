@@ -48,7 +48,7 @@ from shardwright.train.environment import (
     collective_timeout,
     rank_and_size,
 )
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, steps_done
 from shardwright.train.faults.fault import NonFiniteError
 from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.fresh_store import fresh_store
@@ -61,6 +61,7 @@ from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.record import close_session
 from shardwright.train.relay import note_mistake
 from shardwright.train.runs import CONTINUE, RunFolder, discard_if_unused
+from shardwright.train.siblings import watch_start
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
 from shardwright.train.world import World, join_world, pick_device
@@ -77,7 +78,7 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool, attempt: int =
         ):
             end = train(config, folder, dataset, world, resumes, attempt)
     except NonFiniteError as error:
-        end = End(FAILED, str(error))
+        end = End(FAILED, str(error), done=steps_done(error))
         fail(end.reason)
     except CorruptionError as error:
         end = End(TRY_AGAIN, str(error))
@@ -96,12 +97,21 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         threading.Thread(target=_leave_with, args=(int(launcher),), daemon=True).start()
     store: dist.Store | None = None
     place: Place | None = None
+
+    def record(end: End) -> None:
+        if place is not None:
+            close_session(place.folder, end)
+            _record(place, end)
+        elif resume:
+            _record_mistake(_folder_to_resume(configured, resume), end)
+
     try:
         rank, size = rank_and_size()
         if rank == 0:
             if launcher:
                 _contact().set(SPEAKING, "")
             START.begin("waiting for the other ranks")
+        begun = threading.Event() if launcher else watch_start(rank, configured, record)
         # The store must hear of what this rank cannot do, so it is there first.
         patience = max(collective_timeout(), PATIENCE)
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
@@ -110,6 +120,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         with join_world(config, store) as world:
             place = _agree_on_place(config, resume, world)
             with place.lock, _watched(config, place, rank, size, launched=bool(launcher)):
+                begun.set()
                 end = train(config, place.folder, dataset, world, place.resumes, place.attempt)
                 if world.is_first and not launcher:
                     _record(place, end)
@@ -125,12 +136,8 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
                 # torchrun sends it to all ranks once one has failed. The end would else not be recorded.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             status = _report_alone(complaint, store, debug)
-            if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
-                _record_mistake(_folder_to_resume(configured, resume), _end_of(complaint))
-            elif place is not None and _is_to_record(complaint, store, place):
-                end = _end_of(complaint)
-                close_session(place.folder, end)
-                _record(place, end)
+            if _is_to_record(complaint, store, place):
+                record(_end_of(complaint))
         if launcher or debug:  # Of our launcher stderr is a log.
             traceback.print_exc()
         sys.stdout.flush()
@@ -233,8 +240,10 @@ SECONDS_FOR_CAUSE = 1.0
 """Seconds that a rank which lost contact leaves to the rank that caused it, to record its error."""
 
 
-def _is_to_record(complaint: Complaint, store: dist.Store | None, place: Place) -> bool:
+def _is_to_record(complaint: Complaint, store: dist.Store | None, place: Place | None) -> bool:
     """Whether this rank writes how the job ended, without our launcher. One does, best with an error of its own."""
+    if place is None:
+        return complaint.kind == "user" and complaint.rank == 0
     if complaint.kind == "lost contact":
         time.sleep(SECONDS_FOR_CAUSE)
     own = str(complaint.rank)
@@ -251,7 +260,7 @@ def end_of(error: BaseException, rank: int) -> End:
 def _end_of(complaint: Complaint) -> End:
     """The end of a job that this complaint describes."""
     rank = None if complaint.kind in SHARED else complaint.rank
-    return End(STATUSES.get(complaint.kind, FAILED), complaint.in_line, rank)
+    return End(STATUSES.get(complaint.kind, FAILED), complaint.in_line, rank, done=complaint.done)
 
 
 def _record(place: Place, end: End) -> None:
@@ -343,7 +352,7 @@ def _complaint(error: BaseException, rank: int) -> Complaint:
     message = str(error) if kind in ("user", "passing", "nonfinite") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
-    return Complaint(rank, 0, kind, message, traceback.format_exc())
+    return Complaint(rank, 0, kind, message, traceback.format_exc(), steps_done(error))
 
 
 def _is_lost_contact(error: BaseException) -> bool:

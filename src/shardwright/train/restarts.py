@@ -100,7 +100,8 @@ class Restarts:
     def after(self, end: End, step: int, ranks: int) -> tuple[int, str]:
         """The ranks of the next attempt, 0 for none, and why there is none, as the rest of "the job has ended".
 
-        `step` is the last one that was done, `ranks` the number of the attempt that ended.
+        `step` is the last one that was done: by the rank that failed, if that is known, else in the record. `ranks` is
+        the number of the attempt that ended.
         """
         if end.status not in (FAILED, TRY_AGAIN) or not self.settings.max_restarts:
             return 0, ""

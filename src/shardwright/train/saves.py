@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from shardwright import board as boards
 from shardwright.checkpoint.asynchronous import AsyncCheckpoint
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.ranks import Ranks
@@ -140,7 +141,8 @@ class Saves:
     def _saved(self, step: int) -> None:
         self._whole[step] = True
         if self._note is not None:
-            self._note(step)
+            with boards.during(boards.SAVE):
+                self._note(step)
         self._delete_old(step)
 
     def _make_way(self, step: int) -> None:

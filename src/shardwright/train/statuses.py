@@ -38,14 +38,15 @@ class End:
         reason: one line without a capital letter and a full stop.
         rank: the rank that caused it; None if none did.
         lost: that rank was killed or did not answer, so the others could go on without it.
-        done: steps that were done, if the last one may be in no record yet: it hung in its validation.
+        done: steps that this rank had done, or all ranks. The first rank may have recorded one more or one less. None:
+            not known.
     """
 
     status: int
     reason: str
     rank: int | None = None
     lost: bool = False
-    done: int = 0
+    done: int | None = None
 
 
 def write_exit(folder: RunFolder, end: End, attempt: int) -> None:
@@ -55,7 +56,7 @@ def write_exit(folder: RunFolder, end: End, attempt: int) -> None:
     content = {
         "status": end.status,
         "reason": end.reason,
-        "step": max(end.done, recorded_step(folder.metrics_file)),
+        "step": max(end.done or 0, recorded_step(folder.metrics_file)),
         "saved": _saved(folder),
         "rank": end.rank,
         "attempt": attempt,

@@ -46,6 +46,7 @@ _WAYS = {
     SILENT: "Look whether its host runs, and at the network.",
     RUNS: "",  # only its stacks show more, and whoever writes them says so
 }
+_WAY_ALONE = " No other host answers host {host}, so its own link may be cut: look there, too."
 _WAY_HELD = "A call into C or C++ code keeps the interpreter and does not return."
 _WAY_JOINED = (
     "Every rank must call it with the same arguments, such as the source of a broadcast. Else look at the network "
@@ -96,6 +97,8 @@ class Verdict:
             place = f"in the {boards.PHASES[self.phase]} after step {self.done}"
         if self.phase == boards.END:
             place = f"at the end of the job, after step {self.done}"
+        if self.phase == boards.START:
+            place = "at the start of the job"
         hangs = f"the job hangs {place}"
         if self.kind == BEHIND:
             return f"{hangs}: {who} {'are' if several else 'is'} behind the others"
@@ -150,6 +153,19 @@ def judge(
     return _verdict(MIXED if mixed else JOINED, [], ranks, key)
 
 
+def judge_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Verdict | None:
+    """The verdict on ranks of which some have no board yet. None: no process is stopped, or not for so many seconds.
+
+    A rank without a board has the age of its process's state.
+    """
+    stopped = [each for each in seen if each.process == STOPPED and each.age > seconds]
+    ranks = {each.rank: each for each in seen}
+    if not stopped:
+        return None
+    kind = ALONE if len(stopped) == len(seen) else OUTSIDE
+    return replace(_verdict(kind, stopped, ranks, key), phase=boards.START)
+
+
 def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Verdict | None:
     """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
@@ -198,7 +214,12 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
     known = [each for each in culprits if each.step] or [each for each in ranks.values() if each.step]
     behind = min(known, key=lambda each: each.step, default=None)
     step, phase = (behind.step, outer_phase(behind.phase, behind.around)) if behind else (0, boards.OUTSIDE)
-    return Verdict(kind, tuple(sorted(numbers)), reason, _way(kind, culprits, key), lost, step, phase)
+    way = _way(kind, culprits, key)
+    hosts = {each.host for each in ranks.values() if each.process != SILENT}
+    if len(hosts) == 1 and any(each.process == SILENT for each in culprits):
+        (here,) = hosts  # a cut link looks the same at both ends
+        way += _WAY_ALONE.format(host=here)
+    return Verdict(kind, tuple(sorted(numbers)), reason, way, lost, step, phase)
 
 
 def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from shardwright import board as boards
 from shardwright.watching import evidence
-from shardwright.watching.diagnosis import Verdict, judge
-from shardwright.watching.reading import Reader
+from shardwright.watching.diagnosis import Verdict, judge, judge_start
+from shardwright.watching.reading import Reader, Seen, state_of
 
 #: Seconds between two looks at the boards.
 EVERY = 0.5
 #: The time between two looks after which the watching process itself was stopped, in times that a rank may wait.
 GAP = 0.5
+#: Seconds that a process may be stopped before every rank has a board. Nobody waits that long for a start.
+STOPPED_AT_START = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,21 @@ def _open(pid: int) -> Reader | None:
     return None
 
 
+class Processes:
+    """The processes of ranks that may have no boards yet."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[str, int]] = {}  # by process, with the time of the first look at it
+
+    def look(self, rank: int, pid: int, since: int = 0) -> Seen:
+        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`Reader.look`."""
+        state, at = self._states.get(pid, ("", 0))
+        now = time.monotonic_ns()
+        if (found := state_of(pid)) != state:
+            state, at = self._states[pid] = found, now
+        return Seen(rank, "", pid, state, None, (now - max(at, since)) / 1e9, phase=boards.START)
+
+
 class Eyes:
     """The boards of the ranks that this launcher has started, all on this host."""
 
@@ -79,6 +96,7 @@ class Eyes:
         self._readers: dict[int, Reader] = {}
         self._looks = Looks(stall_seconds)
         self._next = 0.0
+        self._processes = Processes()
 
     def look(self) -> Hang | None:
         """The hang, once the job hangs. Call it often; it looks each half second."""
@@ -90,16 +108,26 @@ class Eyes:
         for rank, pid in self.pids.items():
             if rank not in self._readers and (reader := _open(pid)) is not None:
                 self._readers[rank] = reader
-        if len(self._readers) < len(self.pids):
-            return None  # they begin
-        seen = [
-            reader.look(since=since, within=silence(self.stall_seconds)) for reader in self._readers.values()
-        ]
-        verdict = judge(seen, self.stall_seconds, self.key, strict=True)
+        begun = len(self._readers) == len(self.pids)
+        seen = [self._seen(rank, since, begun) for rank in self.pids]
+        if begun:
+            verdict = judge(seen, self.stall_seconds, self.key, strict=True)
+        else:
+            verdict = judge_start(seen, min(STOPPED_AT_START, self.stall_seconds), self.key)
         if verdict is None:
             return None
         folder = self.folder / evidence.folder_name()
         return Hang(verdict, evidence.write(folder, self._readers.values(), verdict, seen))
+
+    def _seen(self, rank: int, since: int, begun: bool) -> Seen:
+        """The rank now. ``begun``: all ranks have boards. Before that, its age is the one of its process's state."""
+        if begun:
+            return self._readers[rank].look(since=since, within=silence(self.stall_seconds))
+        return self._processes.look(rank, self.pids[rank], since)
+
+    def steps_done(self) -> dict[int, int]:
+        """The steps that each rank has done, also one that has ended."""
+        return {rank: max(0, reader.last().step - 1) for rank, reader in self._readers.items()}
 
     def close(self) -> None:
         """Remove what killed ranks have left."""

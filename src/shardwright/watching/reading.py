@@ -218,7 +218,7 @@ class Reader:
             return LEFT
         if not self.is_alive():
             return ENDED
-        return _STATES.get(_letter(self.pid), RUNS)
+        return state_of(self.pid)
 
     def answers(self, within: float) -> bool | None:
         """Whether a thread of the process ran in the last ``within`` seconds. None: it has no such thread."""
@@ -277,6 +277,11 @@ def outer_phase(phase: int, around: int) -> int:
 def step_in_words(step: int, phase: int, around: int) -> str:
     """Where a process is: "step 5" or "after step 4"."""
     return f"after step {step - 1}" if outer_phase(phase, around) in BETWEEN_STEPS else f"step {step}"
+
+
+def state_of(pid: int) -> str:
+    """RUNS, STOPPED, DISK or ENDED. A process without a board has only this."""
+    return _STATES.get(_letter(pid), RUNS)
 
 
 def _letter(pid: int) -> str:

@@ -1,7 +1,7 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". A kind is `error`, `exit`, `sleep`, `validation` (sleep in the next
-forward in eval mode), or the name of a signal that the rank sends to itself.
+A line is "RANK STEP KIND". A kind is `error`, `exit`, `sleep`, `pass` (no fault this time), `validation` (sleep in the
+next forward in eval mode), or the name of a signal that the rank sends to itself.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def _fail(step: int) -> None:
             (folder / str(number)).touch(exist_ok=False)
         except FileExistsError:
             continue  # it has been
+        if kind == "pass":
+            return
         if kind == "error":
             raise RuntimeError(f"planned at {id(folder):#x}")
         if kind == "sleep":
