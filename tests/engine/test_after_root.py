@@ -119,7 +119,7 @@ def test_without_gathered_weights_it_is_an_error(rank: int, world_size: int) -> 
     ):
         model.lm_head(torch.ones(2, 8))
     h = model(x)
-    with pytest.raises(RuntimeError, match="'weight' of unit 'body' .* not gathered now"):
+    with pytest.raises(RuntimeError, match=r"'weight' of unit 'body' .* not gathered now"):
         F.linear(x, model.body.weight)
     LOSSES["linear"](model, h, y).backward()
     with pytest.raises(RuntimeError, match="not gathered now"):
