@@ -173,7 +173,7 @@ def test_reads_change_no_later_step(
     turn = list(SHARDINGS).index(sharding) + 4 * ["before", "held", "after"].index(moment)
     for number, (optimizer, policy, wrap) in enumerate(CASES):
         name = list(READS)[(number + turn) % len(READS)]
-        if number % 4 != turn % 4:
+        if number % 6 != turn % 6:
             continue
 
         def run(read: Callable[[Any, Any, str], Any] | None) -> list[torch.Tensor]:
@@ -213,7 +213,7 @@ def test_state_is_saved_and_loaded(
     ways: dict[str, Callable[[Any, Any, Any, Any], None]] = {
         "checkpoint": through_checkpoint,
         "torch": lambda m, o, n, q: set_optimizer_state_dict(
-            n, q, get_optimizer_state_dict(m, o), options=StateDictOptions(strict=False)
+            n, q, copy.deepcopy(get_optimizer_state_dict(m, o)), options=StateDictOptions(strict=False)
         ),
         "torch, full": lambda m, o, n, q: set_optimizer_state_dict(
             n, q, get_optimizer_state_dict(m, o, options=WHOLE), options=WHOLE
@@ -223,7 +223,7 @@ def test_state_is_saved_and_loaded(
     wrong = []
     for number, (optimizer, policy, wrap) in enumerate(CASES):
         for i, (name, way) in enumerate(ways.items()):
-            if (number + i + len(sharding)) % 2 and optimizer != "adamw8bit" and name != "checkpoint":
+            if (number + i + len(sharding)) % 4 and optimizer not in ("adamw8bit", "sgd momentum"):
                 continue
             if name == "torch, full" and optimizer == "sgd":
                 continue  # torch's function fails for an optimizer without state, sharded or not
@@ -247,7 +247,10 @@ def test_state_is_saved_and_loaded(
             except Exception as error:
                 wrong.append(f"{where}: {error}")
                 continue
-            if (moment == "after" or name == "checkpoint") and not equal(weights(model), weights(other)):
+            # torch casts state to the parameter's dtype, which only our optimizers undo.
+            cast = wrap == "plain" and policy in ("gradients", "one parameter")
+            exact = (moment == "after" or name == "checkpoint") and not cast
+            if exact and not equal(weights(model), weights(other)):
                 wrong.append(f"{where}: the loaded state is another")
     assert not wrong, "\n".join(wrong)
 

@@ -442,12 +442,25 @@ class _ShardedStep:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if sharded_companion(self).host_state is None or _loads_itself(_kind_of(self)):
             super().load_state_dict(state_dict)  # type: ignore[misc]
-            return
-        handle = self.register_load_state_dict_pre_hook(kept_from_device)  # type: ignore[attr-defined]
-        try:
-            super().load_state_dict(state_dict)  # type: ignore[misc]
-        finally:
-            handle.remove()
+        else:
+            handle = self.register_load_state_dict_pre_hook(kept_from_device)  # type: ignore[attr-defined]
+            try:
+                super().load_state_dict(state_dict)  # type: ignore[misc]
+            finally:
+                handle.remove()
+        self._keep_gradient_dtypes(state_dict)
+
+    def _keep_gradient_dtypes(self, state_dict: dict[str, Any]) -> None:
+        """Undo torch's cast of state to the parameter's dtype where it was in the dtype of the gradients."""
+        for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            for p, number in zip(group["params"], theirs["params"], strict=False):
+                dtype = getattr(p, "grad_dtype", None)
+                if dtype in (None, p.dtype):
+                    continue
+                state = self.state.get(p, {})
+                for key, value in state_dict["state"].get(number, {}).items():
+                    if getattr(value, "dtype", None) == dtype and isinstance(state.get(key), torch.Tensor):
+                        state[key] = state[key].to(dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]

@@ -38,7 +38,7 @@ def sum_by_python(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_in_place(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = terms[0] * 1
+    total = 0 + terms[0]  # a copy, of a sum that is not reduced yet
     for term in terms[1:]:
         total += term
     return total
