@@ -65,3 +65,11 @@ def test_the_group_says_whether_the_full_weights_are_there(rank: int, world_size
     assert group.is_unsharded
     model.reshard()
     assert group.is_sharded
+
+
+@multirank(2)
+def test_a_module_is_listed_once(rank: int, world_size: int) -> None:
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"one Linear at places \[0, 2\] of its list"):
+        sw.fully_shard([one, other, one])
+    sw.fully_shard([one, other])

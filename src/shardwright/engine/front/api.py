@@ -249,6 +249,11 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ValueError(f"fully_shard expects nn.Module, got {type(each).__name__}")
+        places = [i for i, other in enumerate(modules) if other is each]
+        if len(places) > 1:
+            raise ValueError(
+                f"fully_shard got one {type(each).__name__} at places {places} of its list. List each module once."
+            )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Call fully_shard "
