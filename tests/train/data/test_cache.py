@@ -393,7 +393,7 @@ def test_the_first_damage_in_order_is_named(tmp_path: Path, workers: int) -> Non
     (tmp_path / "z.npy").write_bytes(b"damaged")
     with pytest.raises(UserError) as caught:
         make(tmp_path, path, tmp_path / "z.npy", workers=workers)
-    assert f"found 'txt' in line 3001 of {path}" in str(caught.value)
+    assert f"found only 'txt' in line 3001 of {path}" in str(caught.value)
     assert not folders(tmp_path)
 
 
