@@ -49,7 +49,7 @@ from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
 from shardwright.engine.assembly.find import ShardPlacementFn
-from shardwright.engine.tensors.parameter import has_no_values
+from shardwright.engine.tensors.parameter import TAKEN, Managed, has_no_values
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor
 from shardwright.integrations import named_state
@@ -240,13 +240,15 @@ class ShardwrightStrategy(DDPStrategy):
         else:
             materialize(module)
         for optimizer in self._early:
-            fully_shard_optimizer(optimizer)
+            if _belongs_to_a_sharded_model(optimizer):
+                fully_shard_optimizer(optimizer)
         self._early = [o for o in self._early if not _is_sharded(o)]
         return Forward(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer step on shards, in place. It may have the model's parameters from before ``setup``."""
-        fully_shard_optimizer(optimizer)
+        if _belongs_to_a_sharded_model(optimizer):
+            fully_shard_optimizer(optimizer)
         if not _is_sharded(optimizer):
             self._early.append(optimizer)
         return optimizer
@@ -348,6 +350,12 @@ def _checked_precision(precision: Precision | None, strategy: str) -> Precision 
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         precision.scaler = scaler_of(precision.scaler, precision.device)
     return precision
+
+
+def _belongs_to_a_sharded_model(optimizer: Optimizer) -> bool:
+    """Whether ``setup`` has sharded some of its parameters already."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return any(isinstance(p, Managed) or TAKEN in p.__dict__ for p in parameters)
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

@@ -47,6 +47,14 @@ def mark_own(results: Any) -> Any:
     return results
 
 
+def has_gradient(results: Any) -> bool:
+    """Whether an operation has results through which gradients pass: no comparison, for example."""
+    return any(
+        isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
+        for t in tree_leaves(results)
+    )
+
+
 # -- recipes ---------------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +124,13 @@ def register(tensor: torch.Tensor, hook: EngineHook) -> None:
         hooks[number] = hooks.pop(number)  # a gradient is averaged before it is cut
 
 
+def forget_scale(tensor: torch.Tensor) -> None:
+    """Remove the hook of another unit that had the parameter before."""
+    hooks = gradient_hooks(tensor) or {}
+    for number in [number for number, each in hooks.items() if type(each) is ScaleGradient]:
+        del hooks[number]
+
+
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 
@@ -164,16 +179,13 @@ class _Average(torch.autograd.Function):
 def _average(
     gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
 ) -> torch.Tensor:
-    # Elements that autograd has expanded are equal: only one of them is sent. In a wider dtype the mean of equal
-    # numbers has their bits.
-    part = gradient
-    for dim, stride in enumerate(gradient.stride()):
-        if stride == 0 and gradient.shape[dim] > 1:
-            part = part.narrow(dim, 0, 1)
-    wide = torch.float64 if part.numel() == 1 else torch.promote_types(part.dtype, torch.float32)
+    # Shape and dtype of the collective follow from the value alone: each rank may have made its gradient in another
+    # way. In a wider dtype the mean of equal numbers has their bits.
+    part = gradient.detach()
+    wide = torch.promote_types(part.dtype, torch.float32 if part.dim() else torch.float64)
     if part.dtype.is_complex:
-        part, wide = torch.view_as_real(part), torch.float64
-    mean = part.detach().to(device=device, dtype=wide, copy=True).contiguous()
+        part, wide = torch.view_as_real(part.resolve_conj()), torch.float64
+    mean = part.to(device=device, dtype=wide, copy=True).contiguous()
     for group in groups:
         comm = Communicator(group, device)
         agree_to_read_over(comm, GRADIENT, str(recipe))
@@ -184,7 +196,7 @@ def _average(
         mean /= comm.world_size
     if gradient.dtype.is_complex:
         mean = torch.view_as_complex(mean)
-    return mean.to(device=gradient.device, dtype=gradient.dtype).expand(gradient.shape)
+    return mean.to(device=gradient.device, dtype=gradient.dtype)
 
 
 def _compare(comm: Communicator, number: int) -> None:
@@ -201,7 +213,8 @@ def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], dev
         if comm.exchanges:
             agree_to_read_over(comm, VALUE, str(value.detach().tolist()))
         else:
-            _flags.append((comm.gather_row(value.detach().reshape(-1)) != value.detach().reshape(-1)).any())
+            bits = value.detach().to(device).reshape(-1).view(torch.uint8)
+            _flags.append((comm.gather_row(bits) != bits).any())
 
 
 def check_values() -> None:

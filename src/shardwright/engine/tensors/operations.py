@@ -7,6 +7,7 @@ other operator each rank gathers the whole arguments and computes the whole resu
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from shardwright._torch import (
     replicates_implicitly,
     waited,
 )
+from shardwright.comm import Communicator
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
 from shardwright.engine.tensors.reading import agree_to_read
@@ -43,7 +45,7 @@ _BY_PARTS = {
 }  # fmt: skip
 _RESHAPES = {_aten.view, _aten._unsafe_view}
 #: Operators on lists of parameters and their states, with which optimizers step.
-_OF_OPTIMIZERS = ("_foreach_", "_fused_", "_amp_")
+OF_OPTIMIZERS = ("_foreach_", "_fused_", "_amp_")
 #: Reads whose plain arguments are positions.
 _BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
 _TORCHS = {"aten", "prims"}
@@ -71,7 +73,7 @@ def by_parts(func: Any, args: Any) -> bool:
         or func is _aten._unsafe_view.default
         or torch.Tag.pointwise in func.tags
         or (packet in _BY_PARTS and not has_out)
-        or packet.__name__.startswith(_OF_OPTIMIZERS)
+        or packet.__name__.startswith(OF_OPTIMIZERS)
     )
 
 
@@ -88,7 +90,7 @@ def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     written = list(written_arguments(func, args, kwargs))
     plain = [t for t in tensors if not isinstance(t, DTensor)]
-    if any(t is each for t in plain for each, _ in written):
+    if not {id(t) for t in plain}.isdisjoint(id(each) for each, _ in written):
         return False
     if len(sharded) == sum(only_out and isinstance(t, DTensor) for t, only_out in written):
         return True  # nothing sharded is read
@@ -196,7 +198,8 @@ def _strided_as(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
 def _agree(func: Any, sharded: list[DTensor], plain: list[torch.Tensor]) -> None:
     """Meet all ranks that have parts of these tensors, because they are about to be gathered for one operator.
 
-    Plain tensors beside them must be equal on all ranks of the mesh.
+    Plain tensors beside them must be equal on all ranks of the mesh. On an accelerator, whose host does not wait, they
+    are not compared.
     """
     mesh = sharded[0].device_mesh
     axes = [
@@ -204,15 +207,15 @@ def _agree(func: Any, sharded: list[DTensor], plain: list[torch.Tensor]) -> None
         for axis in range(mesh.ndim)
         if mesh.size(axis) > 1 and (plain or not all(t.placements[axis].is_replicate() for t in sharded))
     ]
-    text = " ".join(
-        [str(func), *(f"{t.placements} {t.dtype} {t.shape}" for t in sharded), *map(_digest, plain)]
-    )
-    agree_to_read(map(mesh.get_group, axes), torch.device(mesh.device_type), text)
+    device, groups = torch.device(mesh.device_type), [mesh.get_group(axis) for axis in axes]
+    if any(Communicator(group, device).exchanges for group in groups):
+        text = [str(func), *(f"{t.placements} {t.dtype} {t.shape}" for t in sharded), *map(_digest, plain)]
+        agree_to_read(groups, device, " ".join(text))
 
 
 def _digest(tensor: torch.Tensor) -> str:
     values = tensor.detach().cpu().contiguous()
-    content = zlib.crc32(bytes(values.reshape(-1).view(torch.uint8).tolist())) if values.numel() else 0
+    content = zlib.crc32(ctypes.string_at(values.data_ptr(), values.nbytes)) if values.numel() else 0
     return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
 
 

@@ -28,7 +28,13 @@ from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.sharded_tensor import EDITED, ShardedCopy, ShardedTensor, as_class
+from shardwright.engine.tensors.sharded_tensor import (
+    BESIDE_PLAIN,
+    EDITED,
+    ShardedCopy,
+    ShardedTensor,
+    as_class,
+)
 from shardwright.engine.tensors.summed import forget_hooks
 from shardwright.engine.tensors.unset import unmark
 
@@ -49,6 +55,7 @@ _NOT_COPIED = {
     EDITED,
     OWN,
     RECIPE,
+    BESIDE_PLAIN,
     "_is_param",
 }  #: attributes of a parameter that its sharded and full forms do not get
 

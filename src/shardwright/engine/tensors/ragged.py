@@ -25,6 +25,7 @@ from shardwright.engine.tensors.averaging import (
     average,
     average_gradient,
     groups_of,
+    has_gradient,
     is_own,
     mark_own,
     note_recipe,
@@ -343,8 +344,8 @@ class _Whole(torch.autograd.Function):
         return tensor._whole()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> RaggedTensor:  # type: ignore[override]
-        return RaggedTensor.from_full(gradient, ctx.spec)
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cut_again(ctx.spec, gradient)
 
 
 class RaggedDTensor(DTensor):
@@ -595,11 +596,14 @@ def _read_numbers(
     losses = [t for t in plain if t.requires_grad or t.dim()]
     if losses and func._schema.is_mutable and not into_plain:
         refuse_loss_in_place(func)
-    for number in tensors:
-        if isinstance(number, (RaggedTensor, Number)):
-            read_number(number)
+    read = [t for t in tensors if isinstance(t, (RaggedTensor, Number))]
     if not losses and not into_plain:
-        return mark_own(run())
+        result = run()
+        for number in read if has_gradient(result) else ():
+            read_number(number)
+        return mark_own(result)
+    for number in read:
+        read_number(number)
     for number in numbers:
         cut_gradient(number, functools.partial(cut_again, number.spec))
     whole = functools.partial(

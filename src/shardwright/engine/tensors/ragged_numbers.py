@@ -19,6 +19,7 @@ from shardwright.engine.tensors.averaging import (
     average,
     average_gradient,
     groups_of,
+    has_gradient,
     is_own,
     mark_own,
     note_recipe,
@@ -49,13 +50,14 @@ class Number(torch.Tensor):
         kwargs = kwargs or {}
         if not all(issubclass(kind, (Number, torch.nn.Parameter)) for kind in types):
             return NotImplemented
-        if func in _DETACHED:
+        if func in _DETACHED or func is _aten._local_scalar_dense.default:
             return func(plain_of(args[0]))
         numbers = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Number)]
         stays = is_sum_of_numbers(func, args, kwargs, Number)
-        for number in numbers if not stays else ():
-            read_number(number)
         result = func(*tree_map(plain_of, args), **tree_map(plain_of, kwargs))
+        if not stays and has_gradient(result):
+            for number in numbers:
+                read_number(number)
         if func._schema.is_mutable and isinstance(args[0], Number):
             if stays:
                 note_recipe(func, args, kwargs, args[0])

@@ -33,6 +33,7 @@ from shardwright.engine.tensors.averaging import (
     average,
     average_gradient,
     groups_of,
+    has_gradient,
     is_own,
     mark_own,
     note_recipe,
@@ -43,6 +44,7 @@ from shardwright.engine.tensors.drawing import agree_to_draw
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
 from shardwright.engine.tensors.operations import (
+    OF_OPTIMIZERS,
     by_parts,
     can_use_wholes,
     label,
@@ -129,6 +131,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return _whole(args[0]).item()
+        if func.overloadpacket.__name__.startswith(OF_OPTIMIZERS) and not torch.is_grad_enabled():
+            return cls._run(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         sharded = [t for t in tensors if isinstance(t, DTensor)]
         if (in_backward() and not torch.is_grad_enabled()) or not all(map(is_real, sharded)):
@@ -145,6 +149,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return func(*tree_map(_number_of, args), **tree_map(_number_of, kwargs))
         read = functools.partial(_read, func._schema.is_mutable)
         result = cls._run(func, types, tree_map(read, args), tree_map(read, kwargs))
+        for t in sharded if has_gradient(result) else ():
+            average_number(t)  # type: ignore[arg-type]
         return result if func._schema.is_mutable and not tracked(sharded) else mark_own(result)
 
     @classmethod
@@ -501,10 +507,9 @@ def _average_of_plain(tensor: ShardedTensor, plain: torch.Tensor, axes: Iterable
 
 
 def _read(in_place: bool, value: Any) -> Any:
-    """A number before an operation of this rank: whole, and its gradient is averaged. Other values unchanged."""
+    """A number before an operation of this rank: whole. Other values unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
-    average_number(value)
     if in_place:
         _reduce_in_place(value)
     return _reduced(value, lambda placement: False)
@@ -547,8 +552,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if in_backward() and func is _aten.add.Tensor and _adds_own_gradient(*args[:2]):
         mine, other = args[:2] if isinstance(args[1], DTensor) else args[1::-1]
         return func(_cut_mean(mine, other), other)
-    wholes = can_use_wholes(func, args, kwargs)
-    if wholes and not by_parts(func, args):
+    if not by_parts(func, args) and can_use_wholes(func, args, kwargs):
         return on_wholes(func, args, kwargs)
     try:
         return DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
@@ -556,7 +560,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         raise
     except Exception as error:
         # For example with parts of different sizes, or with plain tensors of the whole shape.
-        if wholes:
+        if can_use_wholes(func, args, kwargs):
             return on_wholes(func, args, kwargs)
         holds_values = args and isinstance(args[0], ShardedTensor) and is_real(args[0])
         if holds_values and func._schema.is_mutable and "out" not in kwargs and can_edit(func):
@@ -612,7 +616,7 @@ def _adds_own_gradient(one: Any, other: Any) -> bool:
 
 def _cut_mean(gradient: torch.Tensor, like: DTensor) -> torch.Tensor:
     mesh = like.device_mesh
-    mean = average(gradient, groups_of(mesh), torch.device(mesh.device_type), 0)
+    mean = average(gradient, groups_of(mesh), torch.device(mesh.device_type), recipe_of(like))
     return _cut_again(mesh, like.placements, mean)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import untransformed
 from shardwright.engine.assembly.build import build_memory
 from shardwright.engine.assembly.find import UNIT, UnitParameters, find_parameters, is_cut, own_modules
-from shardwright.engine.tensors.averaging import ScaleGradient, register
+from shardwright.engine.tensors.averaging import ScaleGradient, forget_scale, register
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (
     TAKEN,
@@ -66,6 +66,7 @@ def scale_direct_gradients(unit: Unit, sharded: nn.Parameter) -> None:
 
     They are means over the ranks already.
     """
+    forget_scale(sharded)
     if unit.settings.divide_by is None or not (sharded.is_floating_point() or sharded.is_complex()):
         return
     ref = weakref.ref(unit)

@@ -50,9 +50,8 @@ class FullEdits:
     def give(self, full: torch.Tensor, there: bool) -> None:
         """Note that user code gets the ``.data`` of a full parameter. ``there``: its weights are in the slab."""
         if any(p.full is full and p.in_place for p in self._parameters):
-            self._before[id(full)] = fingerprint_of(
-                full
-            )  # of the shard itself, so nothing else shows an edit
+            if id(full) not in self._before:  # it is the shard itself, so nothing else shows an edit
+                self._before[id(full)] = fingerprint_of(full)
             return
         self.handed_out.add(id(full))
         if there:
@@ -112,7 +111,7 @@ class FullEdits:
     def _fingerprint(self, p: ManagedParameter, edited: bool) -> torch.Tensor:
         """A hash of an edit; 0 if user code only got ``.data`` and has changed nothing."""
         now, before = fingerprint_of(p.view), self._before.get(id(p.full))
-        return now if edited or before is None else now - before
+        return now if edited or before is None else torch.where(now == before, 0, now)
 
     @property
     def _is_decoded(self) -> bool:
