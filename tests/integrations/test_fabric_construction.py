@@ -222,7 +222,7 @@ def test_methods_marked_as_forward_gather_the_weights(rank: int, world_size: int
 
     model, _ = set_up(fabric_of())
     inputs = torch.ones(3, 6)
-    with pytest.raises(RuntimeError, match="mark_forward_method|is sharded, but"):
+    with pytest.raises(RuntimeError, match=r"mark_forward_method|is sharded, but"):
         model.score(inputs)
     model.mark_forward_method("score")
     assert torch.equal(model.score(inputs), plain_model().score(inputs))

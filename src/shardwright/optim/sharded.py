@@ -98,7 +98,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         )
     became = _became(optimizer)
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
-    if not any(isinstance(p, Managed) for params in groups for p in params):
+    if not any(isinstance(p, SHARDED) for params in groups for p in params):
         raise ValueError(
             f"None of the {sum(map(len, groups))} parameters of this {type(optimizer).__name__} belongs to a sharded "
             "model, so its step would not train one. Build the optimizer from model.parameters() of the model that "
