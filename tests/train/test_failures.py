@@ -372,7 +372,9 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     repair_record(RunFolder(folder))
     record = RunFolder(folder).record()
     assert record["status"] == record["sessions"][0]["status"] == "failed"
-    assert record["sessions"][0]["to_step"] == content["step"] == recorded_step(folder / "metrics.jsonl") >= 2
+    assert record["sessions"][0]["to_step"] == recorded_step(folder / "metrics.jsonl") >= 2
+    # The line of one more step may be written after exit.json, while the rank leaves.
+    assert recorded_step(folder / "metrics.jsonl") - content["step"] in (0, 1)
 
 
 def test_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
