@@ -519,6 +519,7 @@ def _number_of(value: Any) -> Any:
     """A number as a plain tensor, with the graph of the sharded one. Other values unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
+    value.__dict__[BESIDE_PLAIN] = value.dtype  # backward joins it with this rank's gradients
     average_number(value)
     _cut_gradient(value)
     return _whole(value)
