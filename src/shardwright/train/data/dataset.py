@@ -75,7 +75,7 @@ class Question(NamedTuple):
 
 
 def _first_question(tokens: Tokens) -> Question | None:
-    """Of the first conversation or completion with a prompt: what is before the first learnt stretch, and that."""
+    """Split the first conversation or completion with a prompt at the start of its first learnt stretch."""
     assert tokens.trained is not None
     start = 0
     for stop in tokens.ends[:QUESTIONS].tolist():

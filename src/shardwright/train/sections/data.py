@@ -186,7 +186,7 @@ class DataConfig(Section):
 
     @property
     def spelled(self) -> Literal["text", "tokens"]:
-        """What becomes of special tokens that a text spells."""
+        """The treatment of special tokens that a text spells."""
         return self.special_tokens or "text"
 
     @property
