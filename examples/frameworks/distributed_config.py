@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/frameworks/distributed_config.py
 """
 
+import atexit
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(box)
 folder = Path(box[0])
@@ -42,4 +44,3 @@ dist.barrier()
 if dist.get_rank() == 0:
     plain = AutoModelForCausalLM.from_pretrained(folder / "second")
     print("saved", sum(p.numel() for p in plain.parameters()), "parameters", flush=True)
-dist.destroy_process_group()

@@ -4,6 +4,7 @@ pip install trl
 torchrun --standalone --nproc-per-node 2 examples/frameworks/trl_sft.py
 """
 
+import atexit
 import tempfile
 
 import torch
@@ -17,6 +18,7 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E402
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 rank, world = dist.get_rank(), dist.get_world_size()
 box = [tempfile.mkdtemp() if rank == 0 else None]
 dist.broadcast_object_list(box)
@@ -46,4 +48,3 @@ for step in range(6):
     optimizer.step()
     optimizer.zero_grad()
     report(step, loss)
-dist.destroy_process_group()

@@ -255,7 +255,7 @@ def test_the_order_of_adoption_does_not_matter(rank: int, world_size: int) -> No
     )
     for case in cases():
         owners = {}
-        for first in FIRST if every else ["nothing", *next(turns)]:
+        for first in FIRST if every else ["nothing", next(turns)]:
             try:
                 owners[first] = check(case, FIRST[first], mesh)
             except Exception as error:

@@ -89,10 +89,12 @@ def test_state_that_has_no_values_is_refused(rank: int, world_size: int) -> None
 
 
 @multirank(2)
-def test_an_optimizer_made_for_shards_before_there_were_any(rank: int, world_size: int) -> None:
+def test_an_optimizer_made_before_there_were_shards(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = build()
-    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"None of the 4 parameters of this SGD belongs to a sharded model"):
+        sw.fully_shard_optimizer(optimizer)
     train(model, optimizer, range(2))
     sw.fully_shard(model)
     with pytest.raises(RuntimeError, match=r"would train nothing"):
@@ -135,7 +137,6 @@ def test_steps_without_values_are_refused() -> None:
     sw.materialize(model)
     with pytest.raises(RuntimeError, match=r"state 'sum' is deferred"):
         optimizer.step()
-    train(model, sw.fully_shard_optimizer(optimizer), range(2))
 
 
 @multirank(1)

@@ -216,7 +216,7 @@ def test_state_is_saved_and_loaded(
             n, q, copy.deepcopy(get_optimizer_state_dict(m, o)), options=StateDictOptions(strict=False)
         ),
         "torch, full": lambda m, o, n, q: set_optimizer_state_dict(
-            n, q, get_optimizer_state_dict(m, o, options=WHOLE), options=WHOLE
+            n, q, copy.deepcopy(get_optimizer_state_dict(m, o, options=WHOLE)), options=WHOLE
         ),
         "dcp": through_dcp,
     }
