@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 pytestmark = [
@@ -118,7 +117,7 @@ def losses(model: nn.Module, steps: int, graphed: bool = False) -> list[float]:
     return [float(loss) for loss in found]
 
 
-MEMORY = ["dynamic", *(["max_pool", "arena"] if memory_can_be_swapped else [])]
+MEMORY = ["dynamic", "max_pool", "arena"]
 
 
 @pytest.fixture
@@ -148,7 +147,6 @@ def test_streams_are_in_order(memory: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 def test_nothing_is_allocated_by_the_engine_in_the_arena() -> None:
     model = large("arena")
     losses(model, 3)

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import Communicator
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.models import Model, build, loss_of, shard, tokens
@@ -140,8 +139,6 @@ def both(rank: int, **options: Any) -> tuple[Run, Run]:
 
 @on_meshes(CASES)
 def test_no_bit_changes(rank: int, world_size: int, at: On, memory: str, setting: int) -> None:
-    if memory != "dynamic" and not memory_can_be_swapped:
-        pytest.skip("planned memory needs torch 2.12 or later")
     plain, graphed = both(rank, mesh=at.mesh, strategy=at.strategy, memory=memory, **SETTINGS[setting])
     for steps in (4, 1):  # three warm up
         assert graphed.train(steps) == plain.train(steps)
@@ -249,7 +246,7 @@ def test_another_way_of_gathering_is_captured_again(rank: int, world_size: int) 
 @multirank(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(rank: int, world_size: int, reentrant: bool) -> None:
-    runs = both(rank, memory="arena" if memory_can_be_swapped else "dynamic")
+    runs = both(rank, memory="arena")
     for run in runs:
         for block in run.model.blocks:
             inner = block.forward

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from shardwright.engine.base.offload import Host
 from shardwright.engine.gradients.delivery import OnHost
@@ -33,7 +32,7 @@ PLACES = [
     On("hsdp", (2, 4), 2),
     On("hfsdp", (2, 2)),
 ]
-MEMORY = ["dynamic", "arena"] if memory_can_be_swapped else ["dynamic"]
+MEMORY = ["dynamic", "arena"]
 #: Owners of whole matrices are another matter.
 NAMES = [
     event for event in EVENTS if event not in ("whole matrices", "optimizer on a stream", "hook on a stream")

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
 from shardwright.engine.front import module as engine_module
 from shardwright.engine.gradients.reduction import Flight, Reduction
@@ -308,8 +307,6 @@ def test_wrong_streams_are_found(wrong: Wrong) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG_ENGINES.values(), ids=WRONG_ENGINES)
 def test_a_wrong_engine_is_found(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
-    if wrong.case.memory != "dynamic" and not memory_can_be_swapped:
-        pytest.skip("planned memory needs torch 2.12")
     monkeypatch.setattr(*wrong.defect)
     races = run(wrong.case).races
     assert any(all(part in race for part in wrong.told) for race in races), races
@@ -339,7 +336,7 @@ PLACES = [
 ]
 CHOICES: list[list[Any]] = [
     PLACES,
-    ["dynamic", "arena", "max_pool"] if memory_can_be_swapped else ["dynamic"],
+    ["dynamic", "arena", "max_pool"],
     [1, 0, 3, "2 KiB"],
     [(None, None), (BF16, FP32), (BF16, BF16), (None, FP16)],
     ["none", "held", "not all-reduced", "not last"],

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.train import checkpoint, parallel
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
@@ -303,7 +302,6 @@ def test_other_engines_and_models_have_no_experts_to_spread() -> None:
 
 
 @multirank(1)
-@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 def test_units_of_different_sizes_refuse_two_buffers(rank: int, world_size: int) -> None:
     with pytest.raises(
         UserError, match=r"parallel.memory: found 'double_buffer', which does not work with this model"
