@@ -213,7 +213,7 @@ class Agreement:
             flag = self._headers.differ()
             for comm in self.model.every:
                 mine = self._headers.mine(self._edits.get(comm))
-                mine[0] = reduced
+                mine[:1].fill_(reduced)  # on CUDA an assignment to an element makes the host wait
                 self._orders[comm] = order = comm.gather_row(mine)
                 flag = flag | (order != order[comm.rank]).any()
             self.flag = flag if self.flag is None else flag | self.flag
