@@ -65,8 +65,8 @@ class Place:
                 stack.enter_context(stand_in_device())
             store = f"file://{tempfile.mkdtemp()}/store"
             dist.init_process_group("nccl" if self.cuda else "gloo", rank=0, world_size=1, init_method=store)
-            stack.callback(dist.destroy_process_group)
             yield
+            dist.destroy_process_group()  # not after an error: it may wait for a broken device
 
     def graphs(self, model: nn.Module) -> Any:
         """Inside, the model's steps can be captured."""
