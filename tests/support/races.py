@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.comm import DeviceStreams, collectives
+from shardwright.comm import DeviceStreams, collectives, host_flag
 from shardwright.engine.base.offload import Host
 from shardwright.engine.front import api
 from shardwright.memory import Slab
@@ -151,6 +151,7 @@ class Simulator(TorchDispatchMode):
         patch(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_))
         patch(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
         patch(Host, "zeros", self._zeros(Host.zeros))
+        patch(host_flag, "host_memory", self._zeros(host_flag.host_memory))
         patch(Slab, "lease", self._lease(Slab.lease))
         patch(Slab, "release", self._release(Slab.release))
         return super().__enter__()
@@ -176,10 +177,10 @@ class Simulator(TorchDispatchMode):
         return resize_
 
     def _zeros(self, zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def zeros_(host: Host, *given: Any) -> torch.Tensor:
+        def zeros_(*given: Any) -> torch.Tensor:
             self._offloads = True
             with self.device.stream(self.host_stream):
-                return zeros(host, *given)
+                return zeros(*given)
 
         return zeros_
 

@@ -75,6 +75,19 @@ class Pending:
             finish()
 
 
+def widened(
+    targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same flat uint8 tensors as the widest integers that all pairs allow.
+
+    An accelerator copies an element at a time, so bytes are slow. Memory must begin at a multiple of 8.
+    """
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all((t.storage_offset() | t.numel()) % dtype.itemsize == 0 for t in (*targets, *sources)):
+            return [t.view(dtype) for t in targets], [t.view(dtype) for t in sources]
+    return targets, sources
+
+
 #: By group name, for the whole process. Communicators do not hold it, because ranks may collect their models at
 #: different times.
 _models: Counter[str] = Counter()
@@ -162,7 +175,8 @@ class Communicator:
             if casts[0]:
                 foreach_copy_(*casts)
             if self.group is None:
-                foreach_copy_(outputs, inputs)
+                if outputs:
+                    foreach_copy_(outputs, inputs)
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
             if self._gloo:
