@@ -11,7 +11,7 @@ from shardwright.comm.host_flag import HostFlag
 from shardwright.comm.meeting import Meeting, Unreached, new_failure
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
 from shardwright.comm.rounds import LEFT
-from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
+from shardwright.comm.streams import DeviceStreams, HostStreams, Streams, streams_for, use_streams
 
 __all__ = [
     "LEFT",
@@ -43,6 +43,8 @@ __all__ = [
     "new_failure",
     "plan_division",
     "separate",
+    "streams_for",
+    "use_streams",
     "widened",
     "with_gathers",
     "with_scatters",

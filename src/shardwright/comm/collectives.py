@@ -377,19 +377,24 @@ def _nothing() -> None:
     """What is announced where the ranks have agreed before."""
 
 
-_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+#: By group and by streams.
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Streams, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def separate(comm: Communicator) -> Communicator:
     """A communicator of a new process group over the same ranks, made once. Every rank of the group must call it."""
     if comm.group is None:
         return comm
-    if comm.group not in _separate:
-        _separate[comm.group] = _over(comm.ranks, comm)
-    return _separate[comm.group]
+    made = _separate.setdefault(comm.group, {})
+    if comm.streams not in made:
+        made[comm.streams] = _over(comm.ranks, comm)
+    return made[comm.streams]
 
 
-_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = (
+#: By group, by number of neighbours and streams.
+_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, Streams], Communicator]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -402,10 +407,11 @@ def neighbours(comm: Communicator, size: int) -> Communicator:
     """
     assert comm.group is not None
     made = _neighbours.setdefault(comm.group, {})
-    if size not in made:
+    key = size, comm.streams
+    if key not in made:
         first = comm.rank // size * size
-        made[size] = _over(comm.ranks[first : first + size], comm)
-    return made[size]
+        made[key] = _over(comm.ranks[first : first + size], comm)
+    return made[key]
 
 
 def _over(ranks: list[int], comm: Communicator) -> Communicator:

@@ -53,6 +53,7 @@ class Agreement:
         self._reduced = 0  #: a hash of the running backward's reductions, in their order
         #: For each axis, a hash of this rank's edits of full weights; on an accelerator a tensor there.
         self._edits: dict[Communicator, Any] = {}
+        self._edits_are_compared = False  #: by the last :meth:`compare`
         #: For each axis, the numbers of all ranks from the end of the last backward: both hashes, and the age.
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: The meetings, and how often they had met when the running forward or backward began.
@@ -86,6 +87,7 @@ class Agreement:
         if not axes:
             return
         self.model.edited[number, name] = None
+        self._edits_are_compared = False
         value = fingerprint() * (
             2 * zlib.crc32(f"{number} {name}".encode()) + 1
         )  # a sum, so that 0 changes nothing
@@ -96,6 +98,9 @@ class Agreement:
     def loaded(self) -> None:
         """Forget earlier differences, because a state dict has given every rank the same weights."""
         self.set_age(0)
+        self._forget_edits()
+
+    def _forget_edits(self) -> None:
         self._edits.clear()
         self.model.edited.clear()
 
@@ -148,7 +153,8 @@ class Agreement:
                 rest = [meeting for meeting in self._meetings() if meeting not in over]
                 self._leave(event, error, rest, _failure([c.meeting for c in self.model.every if c.meeting]))
                 raise
-        self.model.edited.clear()
+        if event in ENDS and self._differs is None:
+            self._forget_edits()
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if the next action of another rank differs."""
@@ -221,6 +227,7 @@ class Agreement:
                 self._orders[comm] = order = comm.gather_row(mine)
                 differs = differs | (order != order[comm.rank]).any()
             self._differs.set_on_stream(differs)
+            self._edits_are_compared = True
 
     def replayed(self) -> None:
         """A graph with a backward has been put on the current stream. The next check waits for the graph's end."""
@@ -237,7 +244,11 @@ class Agreement:
         if self.streams.capturing:
             return
         check_values()
-        if self._differs is None or not self._differs.read():
+        if self._differs is None:
+            return
+        if not self._differs.read():
+            if self._edits_are_compared:
+                self._forget_edits()
             return
         for unit in self.model.units():
             place = unit.weights.place
