@@ -92,7 +92,7 @@ class Part:
 
     @property
     def is_well(self) -> bool:
-        return self.verdict == "ok" or self.verdict.startswith(("not installed", "reported rightly"))
+        return self.verdict == "ok" or self.verdict.startswith(("not tried", "reported rightly"))
 
 
 def part(name: str, device: str, limit: float = 45.0, expected: tuple[str, ...] = ()) -> Part:
@@ -105,7 +105,7 @@ def group(name: str, arguments: Sequence[str], limit: float = 80.0) -> Part:
 
 
 def left_out(name: str, reason: str) -> Part:
-    return Part(name, [], verdict=f"not installed: {reason}")
+    return Part(name, [], verdict=f"not tried: {reason}")
 
 
 def faults(device: str) -> list[Part]:
@@ -115,7 +115,7 @@ def faults(device: str) -> list[Part]:
     return [part(f"fault-{name}", device, limits.get(name, 45.0), expected[name]) for name in expected]
 
 
-def stages(device: str, inject: bool) -> list[list[Part]]:
+def stages(device: str, inject: bool, only: Sequence[str]) -> list[list[Part]]:
     """The parts in their order; those of a stage run at once."""
     cuda = device == "cuda"
     first = [part("versions", device), part("exchange", device, 90.0)]
@@ -132,10 +132,12 @@ def stages(device: str, inject: bool) -> list[list[Part]]:
         last += [group(name, arguments) for name, arguments in GROUPS.items()]
     else:  # all are skipped: one process shows that they can be collected
         last.append(group("collected", [*dict.fromkeys(arguments[0] for arguments in GROUPS.values())]))
-    packages = ("pydantic", "rich", "psutil")
+    packages = ("matplotlib", "psutil", "pydantic", "rich")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         last.append(left_out("trainer", f"it needs {', '.join(missing)}; tools/offline.sh collects them"))
+    elif not cuda and "trainer" not in only:
+        last.append(left_out("trainer", "it takes half a minute on a CPU; --only trainer tries it"))
     else:
         last.append(part("trainer", device, 90.0))
         last += [group("trainer", TRAINER_TESTS)] if cuda and last[0].command else []
@@ -148,8 +150,8 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.begun = time.monotonic()
-        self.stages = stages(args.device, args.inject)
         only = [name.strip() for name in args.only.split(",") if name.strip()]
+        self.stages = stages(args.device, args.inject, only)
         known = [each.name for parts in self.stages for each in parts]
         self.unknown = [name for name in only if name not in known]
         if only:

@@ -261,10 +261,6 @@ def exchange(place: Place) -> Found:
 # -- the trainer
 
 
-def missing_for_trainer() -> list[str]:
-    return [name for name in ("pydantic", "rich", "psutil") if importlib.util.find_spec(name) is None]
-
-
 def trainer(place: Place) -> Found:
     """A run with asynchronous checkpoints, and its resume; on a GPU in a CUDA graph."""
     first, last = ("20", "30") if place.cuda else ("4", "6")
@@ -277,6 +273,8 @@ def trainer(place: Place) -> Found:
         }  # fmt: skip
         if place.cuda:
             options |= {"train.cuda_graph": "true"}
+        if importlib.util.find_spec("tensorboard") is None:
+            options |= {"log.sinks": "[]"}
         command = [sys.executable, "-m", "shardwright", "train"]
         job = [str(ROOT / "examples" / "llama_debug.toml"), "--nproc", "1"]
         job += [text for key, value in options.items() for text in (f"--{key}", str(value))]
