@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.utils import _python_dispatch
 
-from shardwright import _swap
 from shardwright._swap import MissingCompilerError as MissingCompilerError
+from shardwright._swap import load as _load_exchange
 
 
 def _probe(owner: Any, *names: str) -> Any:
@@ -130,7 +130,7 @@ if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
 
 else:
     _probe(torch.UntypedStorage, "_cdata")
-    _exchange = functools.cache(_swap.load)
+    _exchange = functools.cache(_load_exchange)
 
     def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
         if _exchange()(one._cdata, two._cdata):
