@@ -179,7 +179,8 @@ def waits(place: Place) -> Found:
     found: list[str] = []
 
     def note(message: Any, *_: Any, **__: Any) -> None:
-        found.append(f"{str(message)[:60]} in {own_place()}")
+        if "synchroniz" in str(message):
+            found.append(f"{str(message)[:60]} in {own_place()}")
 
     with place.joined(), warnings.catch_warnings():
         model, reads = place.sharded(BF16), Reads()
