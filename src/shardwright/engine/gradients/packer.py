@@ -80,8 +80,8 @@ class Packer:
             flags = flags.clone()
             for there, run in groupby(range(len(present)), present.__getitem__):
                 if not there:
-                    columns = list(run)
-                    flags[:, columns[0] : columns[-1] + 1] = 0  # a list of columns would be copied to the device
+                    columns = list(run)  # as an index it would be copied to the device
+                    flags[:, columns[0] : columns[-1] + 1] = 0
         tensors.append(flags)
         return tensors, present
 
