@@ -239,6 +239,16 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
         )
     if args.list or unknown:
         return 2 if unknown else 0
+    variants = {variant.name for row in rows for variant in row.variants}
+    for fault in args.inject:
+        name, _, kind = fault.partition("=")
+        if name not in variants or kind not in FAULTS:
+            print(
+                f"gpu: --inject {fault!r}: expected VARIANT=FAULT with one of {', '.join(sorted(variants))} and one of "
+                f"{', '.join(FAULTS)}",
+                file=sys.stderr,
+            )
+            return 2
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
         print(

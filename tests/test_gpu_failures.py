@@ -159,6 +159,13 @@ def test_a_variant_is_blamed_and_the_others_are_measured(
     assert result["error"] == ""
 
 
+@pytest.mark.parametrize("fault", ["shardwright", "shardwrigth=hang", "shardwright=hnag"])
+def test_a_fault_that_does_not_exist(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", "--only", "1B", "--inject", fault, "--out", str(tmp_path)]) == 2
+    assert f"--inject {fault!r}: expected VARIANT=FAULT" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_failure_before_every_variant_is_the_rows(program: Path) -> None:
     result = measured(program, 1, 60, start="x")
     assert result["error"] == "failed with status 1: ValueError: before any variant"

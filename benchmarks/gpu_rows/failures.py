@@ -98,7 +98,7 @@ def ending(status: int | None, seconds: float, output: str) -> str:
     if status == -signal.SIGKILL:
         return "killed by SIGKILL from outside: the host may have had no memory left"
     if status < 0:
-        name = signal.Signals(-status).name
+        name = next((each.name for each in signal.Signals if each == -status), f"signal {-status}")
         said = telling_line(output)
         return f"aborted by {name}{where}" + (f": {said}" if said else "")
     return f"failed with status {status}: {error_line(output) or 'no output'}"
