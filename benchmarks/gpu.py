@@ -149,10 +149,16 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def file_stem(results: dict[str, Any]) -> str:
+    """The name of both files. Runs of some rows have these in it, so that none overwrites another's."""
     words = results["machine"]["device"].lower().replace("nvidia", "")
     count = f"{results['ranks']}x-" if results["ranks"] > 1 else ""
     version = ".".join(results["machine"]["torch"].split(".")[:2])
-    return f"gpu-{count}{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}-torch-{version}"
+    stem = f"gpu-{count}{_in_a_name(words)}-torch-{version}"
+    return "-".join([stem, *filter(None, [_in_a_name(results.get("only", "").lower())])])
+
+
+def _in_a_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
 
 
 def write(results: dict[str, Any], out: Path) -> None:
@@ -170,6 +176,7 @@ def measure_all(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]
         "machine": machine(args.device),
         "ranks": args.ranks,
         "limit_seconds": args.seconds,
+        "only": args.only,
     }
     results |= {"precision": verdicts.PRECISION, "rows": {}, "left_out": [], "targets": [], "profile": None}
     reserve = FOR_PROFILE * args.seconds if args.profile else 0.0

@@ -270,6 +270,14 @@ def test_rows_are_chosen_by_name(only: str, names: list[str], unknown: list[str]
     assert ([row.name for row in rows], without) == (names, unknown)
 
 
+def test_runs_of_some_rows_have_files_of_their_own() -> None:
+    results = {"machine": {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}, "ranks": 2}
+    assert gpu.file_stem(results) == "gpu-2x-h100-80gb-hbm3-torch-2.11"
+    assert (
+        gpu.file_stem(results | {"only": "1B,150M exact"}) == "gpu-2x-h100-80gb-hbm3-torch-2.11-1b-150m-exact"
+    )
+
+
 def test_a_row_takes_less_than_100_s() -> None:
     assert max(row.seconds for row in ROWS) < 100
 
