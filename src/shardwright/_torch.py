@@ -111,6 +111,9 @@ _CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
 
+#: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
+_to_dlpack = _probe(torch._C, "_to_dlpack")
+
 #: Whether a storage can be given other memory, which planned memory needs.
 memory_can_be_swapped = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
 
@@ -122,7 +125,7 @@ def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
     """A storage over the first bytes of a flat tensor of bytes, whose memory it keeps alive."""
-    return torch.from_dlpack(memory[:nbytes]).untyped_storage()
+    return torch.from_dlpack(_to_dlpack(memory[:nbytes])).untyped_storage()
 
 
 def override_stale_capture_streams() -> None:

@@ -442,7 +442,7 @@ def test_copies_of_state_are_in_order_beside(event: str, way: str, monkeypatch: 
     monkeypatch.setattr(sw, "CPUOffloadPolicy", lambda: STATE)
     case = simulated.Case(event=event, offload=way, dtypes=(torch.bfloat16, torch.float32))
     with fake_ranks(2), Simulator() as simulator:
-        training = simulated.Training(case, simulator)
+        training = simulated.training_of(case, simulator)
         training.run()
         assert training.optimizer.state  # which waits: with it the host's memory goes
     simulator.check()

@@ -16,7 +16,7 @@ from shardwright.comm import DeviceStreams
 from shardwright.engine.base.offload import Host
 from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.weights.weights import Weights
-from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
+from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, run, training_of
 from tests.support.fake import fake_ranks
 from tests.support.matrix import covering, together
 from tests.support.races import Simulator
@@ -146,7 +146,7 @@ def test_shards_are_not_written_while_they_are_read(
     if not waits:
         monkeypatch.setattr(Weights, "host_may_write", forget)
     with fake_ranks(2), Simulator() as simulator:
-        training = Training(Case(offload="offload"), simulator)
+        training = training_of(Case(offload="offload"), simulator)
         training.step(0)
         for p in training.model.parameters():
             p.grad = torch.zeros_like(p)

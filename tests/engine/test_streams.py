@@ -25,7 +25,7 @@ from shardwright.engine.front import module as engine_module
 from shardwright.engine.gradients.reduction import Flight, Reduction
 from shardwright.engine.weights.gather import Cast, Gather
 from shardwright.engine.weights.weights import Weights
-from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
+from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, run, training_of
 from tests.support.fake import fake_ranks
 from tests.support.races import NoMemoryError, RaceError, Simulator
 
@@ -394,7 +394,7 @@ def test_weights_in_place_wait_for_the_optimizer_s_event(on: On) -> None:
 @pytest.mark.parametrize("left", ["a gather", "a backward"])
 def test_a_model_may_go_with_a_collective_under_way(left: str, ranks: int) -> None:
     with fake_ranks(ranks), Simulator() as simulator:
-        training = Training(Case(On("zero3", (ranks,))), simulator)
+        training = training_of(Case(On("zero3", (ranks,))), simulator)
         training.step(0)
         if left == "a gather":
             training.model.blocks[1].unshard(async_op=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -99,9 +99,16 @@ class Fails(torch.autograd.Function):
         raise ValueError("this backward fails")
 
 
-def build(case: Case) -> Net:
-    mesh = init_device_mesh("cpu", case.on.shape, mesh_dim_names=("outer", "inner")[-len(case.on.shape) :])
+def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
+    return ("outer", "inner")[-len(shape) :]
+
+
+def plain_net() -> Net:
     torch.manual_seed(0)
+    return Net(layers=3)
+
+
+def build(case: Case, mesh: DeviceMesh) -> Net:
     options: dict[str, Any] = {
         "mesh": mesh,
         "strategy": case.on.strategy,
@@ -113,7 +120,7 @@ def build(case: Case) -> Net:
         options["offload_policy"] = sw.CPUOffloadPolicy()
     if case.layout == "columns":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
-    model = Net(layers=3)
+    model = plain_net()
     for block in model.blocks:
         sw.fully_shard(block, **options)
     if case.event == "list unit":
@@ -122,11 +129,18 @@ def build(case: Case) -> Net:
 
 
 class Training:
-    """A case's model and optimizer, and what happens to them in its steps."""
+    """A case's model and optimizer, and what happens to them in its steps.
 
-    def __init__(self, case: Case, simulator: Simulator) -> None:
-        self.case, self.simulator = case, simulator
-        self.model = build(case)
+    ``api`` makes streams and events, as ``torch.get_device_module`` gives it. Data are of this ``rank``. The losses of
+    all backwards are in ``losses``.
+    """
+
+    def __init__(
+        self, case: Case, api: Any, mesh: DeviceMesh, device: torch.device | None = None, rank: int = 0
+    ) -> None:
+        self.case, self.api, self.device, self.rank = case, api, device, rank
+        self.losses: list[torch.Tensor] = []
+        self.model = build(case, mesh)
         parameters = self.model.parameters()
         optimizer: torch.optim.Optimizer
         if case.event == "whole matrices":
@@ -136,7 +150,7 @@ class Training:
             # Sums of many tensors at once, as torch chooses on an accelerator.
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
-        self.other = simulator.device.Stream(name="user")
+        self.other = api.Stream(name="user")
         if case.offload != "none":  # of AdamW's steps the host would read a number that the device has
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
             wrap = sw.optim.in_backward if case.offload == "in backward" else sw.fully_shard_optimizer
@@ -182,14 +196,18 @@ class Training:
         if self.case.event != "training on a stream":
             yield
             return
-        self.other.wait_stream(self.simulator.current)
-        with self.simulator.device.stream(self.other):
+        self.other.wait_stream(self.api.current_stream())
+        with self.api.stream(self.other):
             yield
-        self.simulator.current.wait_stream(self.other)
+        self.api.current_stream().wait_stream(self.other)
+
+    def batch(self, step: int, micro: int = 0) -> torch.Tensor:
+        batch = tokens(step, micro, self.rank)
+        return batch if self.device is None else batch.to(self.device)
 
     def validate(self) -> None:
         with torch.no_grad():
-            self.model(tokens(99, 0, 0))
+            self.model(self.batch(99))
 
     def step(self, step: int) -> None:
         model, optimizer, case = self.model, self.optimizer, self.case
@@ -212,16 +230,18 @@ class Training:
                 model.set_requires_all_reduce(last)
             elif case.accumulation == "not last":
                 model.set_is_last_backward(last)
-            batch = tokens(step, micro, 0)
-            loss_of(model(batch), batch).backward()
+            batch = self.batch(step, micro)
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            self.losses.append(loss.detach())
         if case.offload == "in backward":
             if step % 2:  # else what is left is stepped where the next forward needs it
                 optimizer.step()
             return
         sw.clip_grad_norm_(model.parameters(), 1.0)
         if case.event == "optimizer on a stream":
-            self.other.wait_stream(self.simulator.current)
-            with self.simulator.device.stream(self.other):
+            self.other.wait_stream(self.api.current_stream())
+            with self.api.stream(self.other):
                 optimizer.step()
             model.set_post_optim_event(self.other.record_event())
             self.validate()  # waits for its gathers, and so for the optimizer
@@ -238,18 +258,23 @@ class Training:
         if step == 1:
             model.fails = 1
             with pytest.raises(ValueError, match="this block fails"):
-                model(tokens(step, 9, 0))
+                model(self.batch(step, 9))
             model.fails = -1
             return
         handle = model.blocks[1].register_forward_hook(lambda module, args, output: Fails.apply(output))
         with pytest.raises(ValueError, match="this backward fails"):
-            model(tokens(step, 9, 0)).sum().backward()
+            model(self.batch(step, 9)).sum().backward()
         handle.remove()
+
+
+def training_of(case: Case, simulator: Simulator) -> Training:
+    mesh = init_device_mesh("cpu", case.on.shape, mesh_dim_names=names_of(case.on.shape))
+    return Training(case, simulator.device, mesh)
 
 
 def run(case: Case, streams: Callable[[torch.device], DeviceStreams] = DeviceStreams) -> Simulator:
     with fake_ranks(math.prod(case.on.shape)), Simulator(streams) as simulator:
-        Training(case, simulator).run()
+        training_of(case, simulator).run()
     return simulator
 
 
