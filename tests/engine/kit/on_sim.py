@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardwright as sw
-from tests.engine.kit.models import full, loss_of, tokens
-from tests.engine.kit.simulated import Case, Training, names_of, plain_net
+from shardwright.comm import collectives
+from shardwright.engine.front import api
+from tests.engine.kit.models import full
+from tests.engine.kit.simulated import Case, Training, names_of
+from tests.engine.kit.wrong_streams import FORGOTTEN
 from tests.support.sim import load
 
 
-@functools.cache
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Collectives of the CPU by gloo, and of the device by its own backend."""
-    return dist.new_group(list(ranks), backend="cpu:gloo,sim:sim")
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), backend="cpu:gloo,sim:sim")
+    return _groups[ranks]
 
 
 @functools.cache
@@ -68,3 +78,55 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a, b))
+
+
+@contextmanager
+def put_in(defect: Any) -> Iterator[None]:
+    """A wrong order, as tests/engine/kit/wrong_streams.py has them: a class of streams, or a patch of the engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Communicators of other runs have other streams.
+        patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
+        patch.setattr(collectives, "_separate", weakref.WeakKeyDictionary())
+        patch.setattr(collectives, "_neighbours", weakref.WeakKeyDictionary())
+        if isinstance(defect, tuple):
+            patch.setattr(*defect)
+        else:
+            streams = defect(load().device)
+            patch.setattr(collectives, "streams_for", lambda device: streams)
+        yield
+
+
+def forget_groups() -> None:
+    """The next mesh gets new groups: a failure has left collectives of these unfinished."""
+    _broken.append(_groups.copy())  # their destructors would wait
+    _groups.clear()
+    mesh_of.cache_clear()
+
+
+_broken: list[Any] = []
+
+
+def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int, str] | None:
+    """The first seed with which a wrong order shows on some rank, and what differs there."""
+    sim = load()
+    expected = train(case, 0)
+    for seed in seeds:
+        shown: str | None = None
+        failed = False
+        sim.extension.set_patience(5)
+        try:
+            with put_in(defect):
+                found = differences(expected, train(case, seed + 3 * dist.get_rank()))
+            shown = found[0] if found else None
+        except Exception as error:  # garbage may be an index, or a flag that says that the ranks differ
+            shown, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
+        finally:
+            sim.extension.set_patience(50)
+            FORGOTTEN.clear()
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (shown, failed))
+        if any(failed for _, failed in everywhere):
+            forget_groups()
+        if any(shown for shown, _ in everywhere):
+            return seed, next(shown for shown, _ in everywhere if shown)
+    return None

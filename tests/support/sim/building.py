@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = ["-O1", "-w", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=sim_extension"]
+FLAGS = ["-O0", "-w", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=sim_extension"]
 
 
 def compiler() -> str | None:
@@ -53,20 +53,18 @@ def library() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            _compile(program, path)
+            _compile(program, path, lock.fileno())
     return path
 
 
-def _compile(program: str, path: Path) -> None:
+def _compile(program: str, path: Path, lock: int) -> None:
+    """The compiler has the lock, too: if this process is killed, others wait for its library and use it."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    made = path.with_suffix(".part")
-    command = [program, *FLAGS]
+    command = ["sh", "-c", '"$@" -o "$0.part" && mv "$0.part" "$0"', str(path), program, *FLAGS]
     command += [f"-I{folder}" for folder in (*include_paths(), sysconfig.get_paths()["include"])]
-    command += [str(SOURCES / "device.cpp"), "-o", str(made)]
-    command += [f"-L{folder}" for folder in library_paths()]
+    command += [str(SOURCES / "device.cpp"), *(f"-L{folder}" for folder in library_paths())]
     command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, pass_fds=[lock])
     if done.returncode:
         raise RuntimeError(f"the simulated device does not compile:\n{done.stderr[-8000:]}")
-    made.rename(path)

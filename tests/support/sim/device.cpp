@@ -127,7 +127,8 @@ Hooks& hooks() {
 bool is_sim(const at::Tensor& t) { return t.defined() && t.device().type() == SIM; }
 
 at::Tensor over(const at::Tensor& t, c10::DataPtr data, c10::DispatchKey key) {
-  c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(data), nullptr, false);
+  auto* allocator = key == c10::DispatchKey::Meta ? c10::GetAllocator(c10::DeviceType::Meta) : nullptr;
+  c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(data), allocator, !!allocator);
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), t.dtype());
   made.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
@@ -425,6 +426,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(&sim::hooks());
   module.def("begin", [](uint64_t seed) { sim::queues().begin(seed); }, py::arg("seed"));
   module.def("forget", [] { sim::queues().forget(); });
+  module.def("set_patience", [](int seconds) { sim::queues().patience = seconds; });
   module.def("stop", [] { sim::queues().stop(); });
   module.def("queued", [] { return sim::queues().added(); });
   module.def("synchronize", [] { sim::host_waits("the device's synchronize"); sim::queues().drain_all(); });

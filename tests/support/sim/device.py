@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.sim.building import library, reason_to_skip
+from tests.support.sim.building import library
 
-__all__ = ["Sim", "load", "reason_to_skip"]
+__all__ = ["Sim", "load"]
 
 
 

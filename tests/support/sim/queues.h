@@ -64,6 +64,7 @@ struct Task {
 class Queues {
  public:
   std::recursive_mutex mutex;
+  std::atomic<int> patience{50};  // seconds that the host waits for work that cannot run
 
   Queues() {
     std::thread([this] { help(); }).detach();
@@ -149,7 +150,7 @@ class Queues {
       if (went) continue;
       WithoutInterpreter without;
       std::this_thread::sleep_for(std::chrono::microseconds(100));
-      TORCH_CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(50),
+      TORCH_CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(patience),
                   "sim: the host waits for work that cannot run:", heads());
     }
     raise_failure();
