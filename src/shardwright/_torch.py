@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.abc import MetaPathFinder
@@ -152,19 +153,23 @@ def make_symmetric(memory: torch.Tensor, group: Any) -> None:
     _symmetric_memory.rendezvous(memory, group)
 
 
-def flight_record() -> dict[str, Any] | None:
-    """What torch's flight recorder remembers of this process; None: this torch has no recorder.
+#: The flight recorders of torch: of gloo's and other CPU collectives, and of NCCL's. A build may have both.
+_FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
-    Without stacks: with them the recorder may wait for the interpreter.
+
+def flight_entries() -> list[dict[str, Any]] | None:
+    """The collectives that torch's flight recorders remember of this process; None: this torch has no recorder.
+
+    Without stacks: with them a recorder may wait for the interpreter.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return None
-    try:
-        record = json.loads(dump(True, False))
-    except (RuntimeError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+    dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _FLIGHT_RECORDERS]
+    records = []
+    for dump in dumps:
+        if dump is not None:
+            with suppress(RuntimeError, ValueError):
+                records.append(json.loads(dump(True, False)))
+    entries = [record.get("entries", []) for record in records if isinstance(record, dict)]
+    return list(itertools.chain.from_iterable(entries)) if entries else None
 
 
 def ranks_by_group_name() -> dict[str, list[int]]:

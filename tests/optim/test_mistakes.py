@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -73,3 +74,43 @@ def test_a_module_is_listed_once(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"one Linear at places \[0, 2\] of its list"):
         sw.fully_shard([one, other, one])
     sw.fully_shard([one, other])
+
+
+#: Options of the optimizers that take gradients of another dtype.
+OPTIONS: dict[type[torch.optim.Optimizer], dict[str, tuple[Any, ...]]] = {
+    torch.optim.SGD: {"momentum": (0, 0.9), "dampening": (0, 0.5), "nesterov": (False, True)},
+    torch.optim.Adagrad: {"lr_decay": (0, 0.1), "initial_accumulator_value": (0, 0.5)},
+    torch.optim.Adadelta: {},
+    torch.optim.RMSprop: {"momentum": (0, 0.9), "centered": (False, True)},
+    torch.optim.ASGD: {},
+    torch.optim.Adam: {"amsgrad": (False, True)},
+    torch.optim.Adamax: {},
+}
+ALL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "foreach": (None, True, False), "weight_decay": (0, 0.1), "maximize": (False, True),
+}  # fmt: skip
+
+
+@multirank(1)
+def test_optimizers_step_gradients_of_another_dtype_or_say_that_they_do_not(
+    rank: int, world_size: int
+) -> None:
+    wrong = []
+    policy = sw.PrecisionPolicy(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+    for kind, own in OPTIONS.items():
+        options = own | ALL_OPTIONS
+        for values in itertools.product(*options.values()):
+            given = dict(zip(options, values, strict=True))
+            model = nn.Linear(3, 2)
+            sw.fully_shard(model, mesh=world_mesh(1), mp_policy=policy)
+            try:
+                optimizer = kind(model.parameters(), lr=0.1, **given)  # type: ignore[call-arg]
+            except ValueError:
+                continue  # options that exclude one another
+            model(torch.ones(2, 3)).float().sum().backward()
+            try:
+                sw.fully_shard_optimizer(optimizer).step()
+            except RuntimeError as error:
+                if "Leave grad_dtype at None" not in str(error):
+                    wrong.append(f"{kind.__name__} {given}: {error}")
+    assert not wrong, "\n".join(wrong)

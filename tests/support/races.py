@@ -20,6 +20,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,10 +30,9 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.comm import DeviceStreams, collectives
+from shardwright.comm import DeviceStreams, collectives, host_flag, use_streams
 from shardwright.engine.base.offload import Host
-from shardwright.engine.front import api
-from shardwright.memory import Slab
+from shardwright.memory import Slab, observe
 from tests.support.effects import HOST_WAITS, PLAIN_DISPATCH, Plan, plan_of, tensors_in
 from tests.support.streams import Clock, Device, HostStream, Stream
 
@@ -140,23 +140,20 @@ class Simulator(TorchDispatchMode):
         self.side: dict[str, Stream] = made._side
         for name, stream in self.side.items():
             stream.name = name
-        patch(collectives, "streams_for", lambda device: made)
-        # Communicators of earlier simulations have other streams.
-        patch(api, "_communicators", weakref.WeakValueDictionary())
-        patch(collectives, "_separate", weakref.WeakKeyDictionary())
-        patch(collectives, "_neighbours", weakref.WeakKeyDictionary())
+        self._seams = ExitStack()
+        self._seams.enter_context(use_streams(torch.device("cpu"), made))
+        self._seams.enter_context(observe(self))
         backend_for = collectives.backend_for
         patch(collectives, "backend_for", lambda group, device: _Backend(self, backend_for(group, device)))
         patch(dist, "all_to_all_single", self._asynchronous(dist.all_to_all_single))
-        patch(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_))
         patch(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
         patch(Host, "zeros", self._zeros(Host.zeros))
-        patch(Slab, "lease", self._lease(Slab.lease))
-        patch(Slab, "release", self._release(Slab.release))
+        patch(host_flag, "host_memory", self._zeros(host_flag.host_memory))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._seams.close()
         self._patches.undo()
         self._watched.clear()  # what ends from now on is not looked at
 
@@ -165,21 +162,18 @@ class Simulator(TorchDispatchMode):
             told = "\n".join(list(self.races)[:6])
             raise RaceError(f"{len(self.races)} races:\n{told}")
 
-    def _resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            self._number += 1
-            self._end(storage._cdata, "the release of memory")
-            resize(storage, nbytes)
-            self._block_of(storage, "the allocation of memory")
-            return storage
+    def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self._number += 1
+        self._end(storage._cdata, "the release of memory")
 
-        return resize_
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        self._block_of(storage, "the allocation of memory")
 
     def _zeros(self, zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def zeros_(host: Host, *given: Any) -> torch.Tensor:
+        def zeros_(*given: Any) -> torch.Tensor:
             self._offloads = True
             with self.device.stream(self.host_stream):
-                return zeros(host, *given)
+                return zeros(*given)
 
         return zeros_
 
@@ -198,26 +192,17 @@ class Simulator(TorchDispatchMode):
 
         return tolist_
 
-    def _lease(self, lease: Callable[[Slab], None]) -> Callable[[Slab], None]:
-        def leased(slab: Slab) -> None:
-            lease(slab)
-            if slab not in self._open:
-                kind, end = f"{slab.kind} of {slab.unit or 'a unit'}", slab.address + slab.nbytes
-                self._open[slab] = Lease(self._number, math.inf, slab.address, end, kind)
-                self._leases.append(self._open[slab])
-                self._own(slab, "a lease", True)
+    def leased(self, slab: Slab) -> None:
+        if slab not in self._open:
+            kind, end = f"{slab.kind} of {slab.unit or 'a unit'}", slab.address + slab.nbytes
+            self._open[slab] = Lease(self._number, math.inf, slab.address, end, kind)
+            self._leases.append(self._open[slab])
+            self._own(slab, "a lease", True)
 
-        return leased
-
-    def _release(self, release: Callable[[Slab], None]) -> Callable[[Slab], None]:
-        def released(slab: Slab) -> None:
-            if slab.leased:
-                self._own(slab, "a release", False)
-            release(slab)
-            if slab in self._open and not slab.leased:
-                self._open.pop(slab).until = self._number
-
-        return released
+    def releases(self, slab: Slab) -> None:
+        self._own(slab, "a release", False)
+        if slab in self._open:
+            self._open.pop(slab).until = self._number
 
     def _own(self, slab: Slab, operation: str, stays: bool) -> None:
         """All use of a slab lies between its lease and its release, whoever gives the memory."""

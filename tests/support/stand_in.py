@@ -6,15 +6,13 @@ Nothing runs beside anything; what comes out are real numbers. What must wait fo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
+import torch
 
-from shardwright.comm import HostStreams, collectives
-from shardwright.engine.front import api
+from shardwright.comm import HostStreams, use_streams
 
 
 class StandIn(HostStreams):
@@ -41,9 +39,5 @@ class StandIn(HostStreams):
 def stand_in_device() -> Iterator[StandIn]:
     """Models sharded inside take the CPU for an accelerator. Train them inside, too."""
     streams = StandIn()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "streams_for", lambda device: streams)
-        patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
-        for cache in ("_separate", "_neighbours"):
-            patch.setattr(collectives, cache, weakref.WeakKeyDictionary())
+    with use_streams(torch.device("cpu"), streams):
         yield streams

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shardwright.comm import collectives
-from shardwright.engine.front import api
+from shardwright.comm import use_streams
 from shardwright.train import launch, loop, metrics, world
 from tests.support.replay import CpuGraphs
 from tests.train.jobs import config_file, train_here
@@ -31,8 +31,6 @@ def test_steps_in_a_graph_are_the_same(
 ) -> None:
     options: list[Any] = ["--parallel.engine", "shardwright", "--train.accumulate", accumulate]
     assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "plain", *options) == 0
-    monkeypatch.setattr(collectives, "streams_for", lambda device: CpuGraphs())
-    monkeypatch.setattr(api, "_communicators", {})
     replays = []
     capture = CpuGraphs.capture
 
@@ -42,7 +40,8 @@ def test_steps_in_a_graph_are_the_same(
 
     monkeypatch.setattr(CpuGraphs, "capture", counted)
     graph = ["--run.dir", tmp_path / "graph", *options, "--train.cuda_graph", "true"]
-    assert train_here(config_file(tmp_path), *graph) == 0
+    with use_streams(torch.device("cpu"), CpuGraphs()):
+        assert train_here(config_file(tmp_path), *graph) == 0
     assert len(replays) == 5  # of eight steps, after three as they are
     assert losses(tmp_path / "graph") == losses(tmp_path / "plain")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch._C import _distributed_c10d
 
 import shardwright
 from shardwright import board as boards
+from shardwright._torch import flight_entries
 from shardwright.watching import flights
 from shardwright.watching.reading import Reader
 
@@ -56,7 +59,27 @@ def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board = boards.open_board(0, 1, tmp_path)
-    monkeypatch.setattr(flights, "flight_record", lambda: {"entries": [{"process_group": []}]})
+    monkeypatch.setattr(flights, "flight_entries", lambda: [{"process_group": []}])
     flights.note_flights(board)
     assert Reader(board).look().flights == ()
     boards.close_board()
+
+
+@pytest.mark.parametrize("builds", [("fr",), ("nccl",), ("fr", "nccl"), ()])
+def test_the_recorders_of_every_build_are_read(
+    builds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's collectives have a recorder of their own, in builds that have NCCL."""
+    for name in ("fr", "nccl"):
+        monkeypatch.delattr(_distributed_c10d, f"_dump_{name}_trace_json", raising=False)
+    for name in builds:
+        text = json.dumps({"entries": [{"profiling_name": f"{name}:all_reduce"}]})
+        monkeypatch.setattr(
+            _distributed_c10d, f"_dump_{name}_trace_json", lambda *_, t=text: t.encode(), raising=False
+        )
+    entries = flight_entries()
+    if not builds:
+        assert entries is None
+    else:
+        assert entries is not None
+        assert [each["profiling_name"] for each in entries] == [f"{name}:all_reduce" for name in builds]

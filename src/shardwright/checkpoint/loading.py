@@ -357,7 +357,10 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
         if shape != each.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(each.shape)}")
         if dtype != each.dtype:
-            raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
+            way = f"Make the model in {dtype}"
+            if name.startswith("optimizer."):  # which torch makes in the gradients' dtype
+                way = "Use the precision policy of the save (grad_dtype), or load the model alone"
+            raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}. {way}")
 
 
 def _reads(

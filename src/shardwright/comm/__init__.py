@@ -3,14 +3,15 @@
 from shardwright.comm.block_codecs import MXFP8, BlockCodec, BlockwiseFP8, is_block_codec
 from shardwright.comm.codecs import Cast, Codec, Int8Blocks
 from shardwright.comm.coding import BlockCoding, RowCoding
-from shardwright.comm.collectives import Communicator, Pending, neighbours, separate
+from shardwright.comm.collectives import Communicator, Pending, neighbours, separate, widened
 from shardwright.comm.custom import with_gathers, with_scatters
 from shardwright.comm.division import Division, plan_division
 from shardwright.comm.gradient_hooks import Compressed, GradientHook, PowerSGD, Site
+from shardwright.comm.host_flag import HostFlag
 from shardwright.comm.meeting import Meeting, Unreached, new_failure
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
 from shardwright.comm.rounds import LEFT
-from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
+from shardwright.comm.streams import DeviceStreams, HostStreams, Streams, streams_for, use_streams
 
 __all__ = [
     "LEFT",
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceStreams",
     "Division",
     "GradientHook",
+    "HostFlag",
     "HostStreams",
     "Int8Blocks",
     "Meeting",
@@ -41,6 +43,9 @@ __all__ = [
     "new_failure",
     "plan_division",
     "separate",
+    "streams_for",
+    "use_streams",
+    "widened",
     "with_gathers",
     "with_scatters",
 ]

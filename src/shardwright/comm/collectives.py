@@ -75,6 +75,19 @@ class Pending:
             finish()
 
 
+def widened(
+    targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same flat uint8 tensors as the widest integers that all pairs allow.
+
+    An accelerator copies an element at a time, so bytes are slow. Memory must begin at a multiple of 8.
+    """
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all((t.storage_offset() | t.numel()) % dtype.itemsize == 0 for t in (*targets, *sources)):
+            return [t.view(dtype) for t in targets], [t.view(dtype) for t in sources]
+    return targets, sources
+
+
 #: By group name, for the whole process. Communicators do not hold it, because ranks may collect their models at
 #: different times.
 _models: Counter[str] = Counter()
@@ -162,7 +175,8 @@ class Communicator:
             if casts[0]:
                 foreach_copy_(*casts)
             if self.group is None:
-                foreach_copy_(outputs, inputs)
+                if outputs:
+                    foreach_copy_(outputs, inputs)
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
             if self._gloo:
@@ -363,19 +377,24 @@ def _nothing() -> None:
     """What is announced where the ranks have agreed before."""
 
 
-_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+#: By group and by streams.
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Streams, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def separate(comm: Communicator) -> Communicator:
     """A communicator of a new process group over the same ranks, made once. Every rank of the group must call it."""
     if comm.group is None:
         return comm
-    if comm.group not in _separate:
-        _separate[comm.group] = _over(comm.ranks, comm)
-    return _separate[comm.group]
+    made = _separate.setdefault(comm.group, {})
+    if comm.streams not in made:
+        made[comm.streams] = _over(comm.ranks, comm)
+    return made[comm.streams]
 
 
-_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = (
+#: By group, by number of neighbours and streams.
+_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, Streams], Communicator]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -388,10 +407,11 @@ def neighbours(comm: Communicator, size: int) -> Communicator:
     """
     assert comm.group is not None
     made = _neighbours.setdefault(comm.group, {})
-    if size not in made:
+    key = size, comm.streams
+    if key not in made:
         first = comm.rank // size * size
-        made[size] = _over(comm.ranks[first : first + size], comm)
-    return made[size]
+        made[key] = _over(comm.ranks[first : first + size], comm)
+    return made[key]
 
 
 def _over(ranks: list[int], comm: Communicator) -> Communicator:

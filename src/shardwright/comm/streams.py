@@ -184,7 +184,29 @@ class DeviceStreams:
         return graph.replay, result
 
 
-@functools.cache
+#: By device, the streams that :func:`use_streams` has set.
+_set: dict[torch.device, Streams] = {}
+
+
 def streams_for(device: torch.device) -> Streams:
     """One set of streams for each device, so that work on a side stream stays in order for all process groups."""
+    return _set.get(device) or _own_streams(device)
+
+
+@functools.cache
+def _own_streams(device: torch.device) -> Streams:
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+
+
+@contextmanager
+def use_streams(device: torch.device, streams: Streams) -> Iterator[None]:
+    """Models that are sharded on ``device`` inside the context use these streams: for simulations and plans."""
+    before = _set.get(device)
+    _set[device] = streams
+    try:
+        yield
+    finally:
+        if before is None:
+            del _set[device]
+        else:
+            _set[device] = before

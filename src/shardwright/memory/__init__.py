@@ -1,5 +1,6 @@
 """Memory that the engine leases during a step. This package knows bytes and devices, but no parameters or ranks."""
 
+from shardwright.memory.observing import Observer, observe, resize
 from shardwright.memory.packing import pack
 from shardwright.memory.plan import Item, Plan, peak, slots
 from shardwright.memory.planned import Planned
@@ -11,13 +12,16 @@ __all__ = [
     "Allocator",
     "Dynamic",
     "Item",
+    "Observer",
     "Owner",
     "Plan",
     "Planned",
     "Recorder",
     "Slab",
     "Source",
+    "observe",
     "pack",
     "peak",
+    "resize",
     "slots",
 ]

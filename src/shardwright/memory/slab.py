@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from shardwright._torch import block_of, swap_memory
+from shardwright.memory.observing import observers, resize
 
 
 @runtime_checkable
@@ -121,10 +122,12 @@ class Slab:
         if memory is None:
             self._block = None
             if self._storage.nbytes() != self.nbytes:
-                self._storage.resize_(self.nbytes)
+                resize(self._storage, self.nbytes)
         else:
             self._attach(memory)
         self.leased = True
+        for observer in observers:
+            observer.leased(self)
 
     def _attach(self, memory: torch.Tensor) -> None:
         if not isinstance(memory, torch.Tensor):
@@ -140,7 +143,7 @@ class Slab:
                 "least as many bytes on the same device, at a multiple of 16"
             )
         if self._storage.nbytes():  # left by a poisoned release
-            self._storage.resize_(0)
+            resize(self._storage, 0)
         if self._block is None or self._block_address != address:
             self._block, self._block_address = block_of(memory, self.nbytes), address
         swap_memory(self._storage, self._block)
@@ -154,6 +157,8 @@ class Slab:
         """Release the memory. On CUDA the current stream must be ordered after every use of it."""
         if not self.leased:
             return
+        for observer in observers:
+            observer.releases(self)
         self.leased = False
         if self._attached is not None:
             if self._poison:
@@ -165,13 +170,13 @@ class Slab:
             if not self._lender.release(self, memory):
                 self._block = None  # it would keep the memory alive
             if self._poison:  # reads must get NaN; without memory they would crash the process
-                self._storage.resize_(self.nbytes)
+                resize(self._storage, self.nbytes)
                 self._storage.fill_(255)  # type: ignore[attr-defined]
             return
         if self._poison:
             self._storage.fill_(255)  # type: ignore[attr-defined]
         elif self._storage.resizable():  # not while numpy shares it
-            self._storage.resize_(0)
+            resize(self._storage, 0)
         self._lender.release(self, None)
 
     def view(

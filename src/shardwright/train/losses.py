@@ -43,25 +43,25 @@ class Losses:
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
         self._numbers_padding = numbers_padding(config, plain)
         self.auxiliary = plain.auxiliary
+        #: What each loss counts for in the gradients, float64 [1 + auxiliaries].
+        self._factors = world.figures([1.0, *self.auxiliary.values()])
         # A module of another class may lack them, see `language_model.NEEDED`.
         self.meanings: Mapping[str, str] = getattr(plain, "meanings", {})
 
     def counts(self, trained: int) -> Tensor:
         """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
-        counts = [trained] * (1 + len(self.auxiliary))
-        return torch.tensor(counts, dtype=torch.float64, device=self._world.device)
+        return torch.full_like(self._factors, trained)
 
     def weights(self, counts: Tensor) -> Tensor:
         """What a rank's sums count for in its backward: float32 [1 + auxiliaries].
 
         Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
         """
-        weights = torch.tensor([1.0, *self.auxiliary.values()], dtype=torch.float64, device=counts.device)
-        return (weights * (self._world.data_size / counts)).float()
+        return (self._factors * (self._world.data_size / counts)).float()
 
     def zeros(self) -> Tensor:
         """Sums over no batch: float64 [1 + auxiliaries]."""
-        return torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self._world.device)
+        return torch.zeros_like(self._factors)
 
     def sums(self, batch: Batch) -> Tensor:
         """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32 [1 + auxiliaries]."""

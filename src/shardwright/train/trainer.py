@@ -189,11 +189,10 @@ class Trainer:
         boards.at(boards.CLIP)
         norm = parallel.clip_gradients(self.model, self.config)
         shares = loss_sums / counts
-        (loss, *others, flags), data_seconds, stop_signal, save_ended = self._agree(
-            torch.cat([shares, looking.flag(self, norm)]), data_seconds, stop, save_ended
+        (loss, *others, flags), grad_norm, data_seconds, stop_signal, save_ended = self._agree(
+            torch.cat([shares, looking.flag(self, norm)]), norm, data_seconds, stop, save_ended
         )
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
-        grad_norm = None if norm is None else float(norm)
         with parallel.parallel_loss(self.config.parallel):
             fault = looking.fault_of_step(self, loss, grad_norm, flags, shares, partial(self.work, *tensors))
         result = StepResult(
@@ -298,10 +297,16 @@ class Trainer:
         return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
     def _agree(
-        self, shares: Tensor, data_seconds: float, stop: StopRequest, save_ended: bool
-    ) -> tuple[list[float], float, int, bool]:
+        self,
+        shares: Tensor,
+        norm: Tensor | None,
+        data_seconds: float,
+        stop: StopRequest,
+        save_ended: bool,
+    ) -> tuple[list[float], float | None, float, int, bool]:
         """In one reduction: the sums of the losses, the longest wait for data, the signals that ranks have seen, and
-        whether a save has ended.
+        whether a save has ended. The gradients' norm, which all ranks have, comes to the host with them: it waits for
+        the device here and nowhere else in a step.
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
@@ -311,17 +316,21 @@ class Trainer:
         seen = [*(float(number == each) for each in SIGNALS), float(save_ended)]
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
         waits[self.world.rank] = data_seconds
-        totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
+        totals = torch.cat([shares, self.world.figures(seen + waits)])
         with noted("all-reduce of the loss", None):
             dist.all_reduce(totals)
-            figures = totals.tolist()  # on a GPU it is here that a rank waits
+            if norm is not None:
+                norm = norm.to(totals.device, totals.dtype, non_blocking=True)
+                totals = torch.cat([totals, norm[None]])
+            figures = totals.tolist()
+        grad_norm = None if norm is None else figures.pop()
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
         ]  # ranks of the same data have each
         counts, ended_saves = figures[len(shares) :][: len(SIGNALS)], figures[len(shares) + len(SIGNALS)]
         waits = figures[len(shares) + len(SIGNALS) + 1 :]
         stops_by = next((int(each) for each, count in zip(SIGNALS, counts, strict=True) if count), 0)
-        return losses, max(waits), stops_by, ended_saves > 0
+        return losses, grad_norm, max(waits), stops_by, ended_saves > 0
 
     # -- between steps
 

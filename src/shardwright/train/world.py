@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright._torch import use_one_gloo_thread
@@ -42,6 +43,12 @@ class World:
     def data_size(self) -> int:
         """Ranks, or groups of them, that have data of their own."""
         return self.size // self.tensor
+
+    def figures(self, values: Sequence[float]) -> Tensor:
+        """These numbers on the device, float64 [len(values)]. The host does not wait for the device."""
+        accelerator = self.device.type != "cpu"
+        figures = torch.tensor(values, dtype=torch.float64, pin_memory=accelerator)
+        return figures.to(self.device, non_blocking=True)
 
 
 def pick_device(config: Config) -> torch.device:

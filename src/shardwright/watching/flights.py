@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwright import board as boards
-from shardwright._torch import flight_record, ranks_by_group_name
+from shardwright._torch import flight_entries, ranks_by_group_name
 
 MOST = 32  #: collectives that are noted
 
@@ -20,17 +20,17 @@ def note_flights(board: boards.Board) -> None:
     Copies nothing if a record has another form, or a group ends meanwhile: without the thread that calls this, the rank
     would look as if something held its interpreter.
     """
-    record = flight_record()
-    if record is not None:
+    entries = flight_entries()
+    if entries is not None:
         with suppress(LookupError, TypeError, ValueError, RuntimeError):
-            _note(board, record)
+            _note(board, entries)
 
 
-def _note(board: boards.Board, record: dict[str, Any]) -> None:
+def _note(board: boards.Board, entries: list[dict[str, Any]]) -> None:
     ranks = ranks_by_group_name()
     counts: dict[str, int] = {}
     flights: list[tuple[str, str, int, float]] = []
-    for entry in record.get("entries", ()):
+    for entry in entries:
         group = _group_of(entry, ranks)
         if group is None or entry.get("is_p2p"):
             continue

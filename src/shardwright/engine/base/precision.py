@@ -193,7 +193,8 @@ _TAKES_ANY = (
     torch.optim.RMSprop,
     torch.optim.ASGD,
 )
-
+#: Their options with which it does not.
+_TAKES_ONE = ("fused", "centered")
 
 #: True on our optimizer classes whose step accepts them, too.
 TAKES_ANY_GRADIENT = "takes_any_gradient"
@@ -203,18 +204,18 @@ _AROUND_STEP = {"shardwright.optim.sharded", "shardwright.optim.in_backward"}
 
 def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     """Raise if an optimizer gets a gradient of another dtype than its parameter, and is known not to accept it."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
+    options = [name for name in _TAKES_ONE if any(group.get(name) for group in optimizer.param_groups)]
     steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ not in _AROUND_STEP)
     is_builtin = next(steps).__module__.startswith(("torch.", "shardwright."))
-    takes_any = isinstance(optimizer, _TAKES_ANY) and not fused
+    takes_any = isinstance(optimizer, _TAKES_ANY) and not options
     if not is_builtin or takes_any or getattr(optimizer, TAKES_ANY_GRADIENT, False):
         return
     for p in parameters:
         dtype = p.grad.dtype if p.grad is not None else p.grad_dtype if p.requires_grad else p.dtype
         if dtype not in (p.dtype, None):
             raise RuntimeError(
-                f"{type(optimizer).__name__}{(' with fused=True' if fused else '')} cannot step a {p.dtype} "
-                f"parameter of shape {tuple(p.shape)} with a {dtype} gradient. Leave grad_dtype at None, or use one "
-                f"of {', '.join(c.__name__ for c in _TAKES_ANY)} without fused, AdamW8bit, or an optimizer that is "
-                "not torch's."
+                f"{type(optimizer).__name__}{''.join(f' with {name}=True' for name in options)} cannot step a "
+                f"{p.dtype} parameter of shape {tuple(p.shape)} with a {dtype} gradient. Leave grad_dtype at None, or "
+                f"use one of {', '.join(c.__name__ for c in _TAKES_ANY)} without {' and '.join(_TAKES_ONE)}, "
+                "AdamW8bit, or an optimizer that is not torch's."
             )

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
-from shardwright.comm import Communicator
+from shardwright.comm import Communicator, Streams, streams_for
 from shardwright.engine.assembly.build import Arguments
 from shardwright.engine.assembly.find import (
     UNIT,
@@ -367,7 +367,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-_communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicator] = (
+#: By name of the group, device and streams.
+_communicators: weakref.WeakValueDictionary[tuple[str, torch.device, Streams], Communicator] = (
     weakref.WeakValueDictionary()
 )
 
@@ -436,7 +437,7 @@ def _whole(ranks: Ranks) -> str:
 
 def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
     """The communicator of a group and device. Units keep it alive."""
-    key = (group.group_name if group is not None else "", device)
+    key = (group.group_name if group is not None else "", device, streams_for(device))
     comm = _communicators.get(key)
     if (
         comm is None or comm.group is not group

@@ -25,7 +25,6 @@ class _Captured:
         inputs: the tensors from which the graph reads its inputs.
         result: the result of the function, in memory that every replay writes.
         gradients: each parameter's ``.grad``, in memory that every replay writes.
-        flag: whether the ranks diverged in a replay.
         state: the engine's state for which the graph is valid.
         memory: the allocator whose block the graph uses.
     """
@@ -34,7 +33,6 @@ class _Captured:
     inputs: tuple[torch.Tensor, ...]
     result: Any
     gradients: list[tuple[nn.Parameter, torch.Tensor]]
-    flag: torch.Tensor | None
     state: object
     memory: object
 
@@ -122,7 +120,7 @@ class GraphedStep:
         captured.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
-        root.agreement.flag, root.agreement.flag_mark = captured.flag, None
+        root.agreement.replayed()
         return captured.result
 
     def _root(self) -> Root:
@@ -183,15 +181,10 @@ class GraphedStep:
                 "tensors from or to the CPU. It must give each parameter a gradient on every rank. Otherwise run it "
                 "without GraphedStep."
             ) from error
-        finally:
-            flag, root.agreement.flag = (
-                root.agreement.flag,
-                None,
-            )  # the capture's flag; nothing has run
         for each in root.units():
             each.drop_kept()
         gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-        return _Captured(replay, static, result, gradients, flag, state, memory)
+        return _Captured(replay, static, result, gradients, state, memory)
 
     @staticmethod
     def _copy_inputs(captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> None:

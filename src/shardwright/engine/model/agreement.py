@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright import board as boards
-from shardwright.comm import Communicator, Meeting, Unreached, new_failure, notices
+from shardwright.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices
 from shardwright.engine.model.divergence import (
     CLIP,
     DOING,
@@ -32,7 +32,7 @@ from shardwright.engine.model.divergence import (
 )
 from shardwright.engine.model.headers import Headers
 from shardwright.engine.tensors import reading
-from shardwright.engine.tensors.averaging import check_values
+from shardwright.engine.tensors.averaging import check_values, values_replayed
 from shardwright.engine.tensors.reading import FULL
 from shardwright.engine.unit.unit import Unit
 
@@ -43,7 +43,6 @@ class Agreement:
     Attributes:
         model: the model.
         age: steps of optimizers since the weights were made or loaded.
-        flag: on an accelerator, whether the ranks have diverged; valid after ``flag_mark``.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
@@ -51,16 +50,19 @@ class Agreement:
         self.streams = ranks.comm.streams
         self.model = Model(units, names, ranks)
         self.age = 0
-        self.flag: torch.Tensor | None = None
-        self.flag_mark: Any = None
         self._reduced = 0  #: a hash of the running backward's reductions, in their order
         #: For each axis, a hash of this rank's edits of full weights; on an accelerator a tensor there.
         self._edits: dict[Communicator, Any] = {}
+        self._edits_are_compared = False  #: by the last :meth:`compare`
         #: For each axis, the numbers of all ranks from the end of the last backward: both hashes, and the age.
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: The meetings, and how often they had met when the running forward or backward began.
         self._meeting_numbers: dict[Meeting, int] = {}
         self._headers = Headers([unit.comm for unit in units], ranks.device, self.streams)
+        #: Whether the ranks have diverged, on an accelerator with several ranks.
+        self._differs: HostFlag | None = None
+        if self.model.every and not self.streams.asynchronous:
+            self._differs = HostFlag(self.streams, ranks.device, "gather")
 
     def begin(self) -> None:
         """Begin, because the model is complete."""
@@ -85,6 +87,7 @@ class Agreement:
         if not axes:
             return
         self.model.edited[number, name] = None
+        self._edits_are_compared = False
         value = fingerprint() * (
             2 * zlib.crc32(f"{number} {name}".encode()) + 1
         )  # a sum, so that 0 changes nothing
@@ -95,6 +98,9 @@ class Agreement:
     def loaded(self) -> None:
         """Forget earlier differences, because a state dict has given every rank the same weights."""
         self.set_age(0)
+        self._forget_edits()
+
+    def _forget_edits(self) -> None:
         self._edits.clear()
         self.model.edited.clear()
 
@@ -147,7 +153,8 @@ class Agreement:
                 rest = [meeting for meeting in self._meetings() if meeting not in over]
                 self._leave(event, error, rest, _failure([c.meeting for c in self.model.every if c.meeting]))
                 raise
-        self.model.edited.clear()
+        if event in ENDS and self._differs is None:
+            self._forget_edits()
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if the next action of another rank differs."""
@@ -203,35 +210,45 @@ class Agreement:
     # -- on an accelerator ---------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Compare this backward's gathers and reductions over the ranks, on the device, beside the computation."""
+        """Compare this backward's gathers and reductions over the ranks, on the device, beside the computation.
+
+        A model on one rank has nothing to compare.
+        """
         streams, reduced = self.streams, self._reduced
         self._reduced = 0
-        if streams.asynchronous:
+        if self._differs is None:
             return
         # Edits come from the computation. Without them nothing waits for it.
         with streams.fork("gather") if self._edits else streams.beside("gather"):
-            flag = self._headers.differ()
+            differs = self._headers.differ()
             for comm in self.model.every:
                 mine = self._headers.mine(self._edits.get(comm))
-                mine[0] = reduced
+                mine[:1].fill_(reduced)  # an assignment makes the host wait
                 self._orders[comm] = order = comm.gather_row(mine)
-                flag = flag | (order != order[comm.rank]).any()
-            self.flag = flag if self.flag is None else flag | self.flag
-        self.flag_mark = streams.mark("gather")
+                differs = differs | (order != order[comm.rank]).any()
+            self._differs.set_on_stream(differs)
+            self._edits_are_compared = True
+
+    def replayed(self) -> None:
+        """A graph with a backward has been put on the current stream. The next check waits for the graph's end."""
+        values_replayed()
+        if self._differs is not None:
+            self._differs.set_by_graph()
 
     def check(self) -> None:
-        """Raise if a comparison since the last check found a difference. Reads one flag from the device.
+        """Raise if a comparison since the last check found a difference.
 
-        Does nothing in a capture: the caller of the graph sets the flag, and it is checked outside.
+        On an accelerator with several ranks the host waits for the last comparison, behind the last gather. Does
+        nothing in a capture: the flag is checked outside.
         """
         if self.streams.capturing:
             return
         check_values()
-        flag, self.flag = self.flag, None
-        if flag is None:
+        if self._differs is None:
             return
-        self.streams.join(self.flag_mark)
-        if not flag.item():
+        if not self._differs.read():
+            if self._edits_are_compared:
+                self._forget_edits()
             return
         for unit in self.model.units():
             place = unit.weights.place

@@ -7,6 +7,7 @@ of a value that a rank reads is averaged before it reaches the parts. This file 
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from shardwright._torch import gradient_hooks, is_transformed, local_of
-from shardwright.comm import Communicator
+from shardwright.comm import Communicator, HostFlag, Streams
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
@@ -27,8 +28,8 @@ from shardwright.engine.tensors.summed import CutGradient, EngineHook
 RECIPE = "_shardwright_recipe"
 #: True on a tensor that was computed from numbers that this rank has read: it may differ from the other ranks'.
 OWN = "_shardwright_own"
-#: Flags of an accelerator, whose host must not wait: whether ranks averaged gradients of different values.
-_flags: list[torch.Tensor] = []
+#: Of each accelerator: whether ranks averaged gradients of different values, or joined different ones.
+_differs: weakref.WeakKeyDictionary[Streams, HostFlag] = weakref.WeakKeyDictionary()
 
 
 def tracked(tensors: Iterable[torch.Tensor]) -> bool:
@@ -203,7 +204,14 @@ def _compare(comm: Communicator, number: int) -> None:
     """Compare a number over the ranks, on an accelerator, whose host must not wait."""
     mine = torch.full((1,), number, dtype=torch.int64, device=comm.device)
     rows = comm.gather_row(mine)
-    _flags.append((rows != mine).any())
+    _flag_of(comm).set_after((rows != mine).any())
+
+
+def _flag_of(comm: Communicator) -> HostFlag:
+    flag = _differs.get(comm.streams)
+    if flag is None:
+        flag = _differs[comm.streams] = HostFlag(comm.streams, comm.device, "download")
+    return flag
 
 
 def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -214,15 +222,19 @@ def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], dev
             agree_to_read_over(comm, VALUE, str(value.detach().tolist()))
         else:
             bits = value.detach().to(device).reshape(-1).view(torch.uint8)
-            _flags.append((comm.gather_row(bits) != bits).any())
+            _flag_of(comm).set_after((comm.gather_row(bits) != bits).any())
 
 
 def check_values() -> None:
     """Raise if the ranks of an accelerator have averaged gradients, or joined values, that do not belong together."""
-    flags = _flags.copy()
-    _flags.clear()
-    if any(flag.item() for flag in flags):
+    if any([flag.read() for flag in _differs.values()]):
         raise RuntimeError(
             "The ranks have diverged: they computed different penalties (values of sharded parameters outside "
             f"forward), or in different orders. {KINDS[GRADIENT].way_out}"
         )
+
+
+def values_replayed() -> None:
+    """A graph that may have averaged gradients has been put on the current stream."""
+    for flag in _differs.values():
+        flag.set_by_graph()

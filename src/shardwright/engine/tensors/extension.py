@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.layout import TensorSpec
-from shardwright.memory import Owner, Slab
+from shardwright.memory import Owner, Slab, resize
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
@@ -133,7 +133,7 @@ class Extension:
         if self._full is not None:
             for storage, nbytes in self._inner:
                 if storage.nbytes() != nbytes:
-                    storage.resize_(nbytes)
+                    resize(storage, nbytes)
             local.fsdp_post_all_gather(outputs, metadata, self._spec.compute_dtype, out=shown)
             return None
         full, inner = local.fsdp_post_all_gather(outputs, metadata, self._spec.compute_dtype)
@@ -148,4 +148,4 @@ class Extension:
             slab.release()
         for storage, _ in self._inner:
             if storage.nbytes():
-                storage.resize_(0)
+                resize(storage, 0)

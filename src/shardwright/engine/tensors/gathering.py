@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright._torch import all_gather_single, dtensor_of, local_of, storage_key
+from shardwright.memory import resize
 
 
 def gathers_plainly(tensor: DTensor) -> bool:
@@ -124,4 +125,4 @@ def free(*buffers: torch.Tensor) -> None:
     """
     for buffer in buffers:
         if type(buffer) is torch.Tensor and not buffer.is_meta:
-            buffer.untyped_storage().resize_(0)
+            resize(buffer.untyped_storage(), 0)

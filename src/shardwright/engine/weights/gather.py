@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from shardwright._torch import foreach_copy_, subclasses_dispatch
-from shardwright.comm import Communicator, Pending
+from shardwright.comm import Communicator, Pending, widened
 from shardwright.engine.base.home import HEADER, Place
 from shardwright.engine.base.offload import HostReads
 from shardwright.engine.base.settings import Transport
@@ -130,16 +130,19 @@ class Upload:
 class Cast:
     """Casts or reorders shards that are stored in another dtype or order than gathered."""
 
-    def __init__(self, slab: Slab, copies: Moves) -> None:
+    def __init__(self, slab: Slab | None, copies: Moves) -> None:
+        """``slab``: memory for the results. None: they are the full weights."""
         self._slab = slab
         self._copies = copies
 
     def begin(self, parcel: Parcel) -> None:
-        self._slab.lease()
+        if self._slab is not None:
+            self._slab.lease()
         parcel.casts = self._copies
 
     def end(self) -> None:
-        self._slab.release()
+        if self._slab is not None:
+            self._slab.release()
 
 
 class Extend:
@@ -171,7 +174,7 @@ class Extend:
             inputs += sent
         if reads is not None:
             reads.mark = reads.host.mark()
-        parcel.nbytes = sum(t.numel() for t in outputs)
+        parcel.nbytes = sum(t.nbytes for t in outputs)
         parcel.outputs = [*outputs, parcel.outputs[-1]]
         parcel.inputs = [*inputs, parcel.inputs[-1]]
 
@@ -218,6 +221,8 @@ class Gather:
         self.nbytes = nbytes
         self.detail = detail
         header = torch.zeros(HEADER, dtype=torch.int64, device=comm.device).view(torch.uint8)
+        if comm.group is None:
+            outputs, inputs = widened(outputs, inputs)
         self.outputs = [*outputs, header]
         self.inputs = [*inputs, header]  # used until the unit has its place
         self._stages = tuple(stages)
@@ -238,7 +243,10 @@ class Gather:
         for stage in self._stages:
             stage.begin(parcel)
         announce = place.home.agreement.announce_gather(place.number, self.comm, parcel.nbytes, self.detail)
-        return self.comm.all_gather(parcel.outputs, parcel.inputs, parcel.casts, None, announce)
+        outputs, inputs = parcel.outputs, parcel.inputs
+        if self.comm.group is None:  # one rank compares no headers
+            outputs, inputs = outputs[:-1], inputs[:-1]
+        return self.comm.all_gather(outputs, inputs, parcel.casts, None, announce)
 
     def end(self) -> None:
         """Called after the gather was waited for."""
@@ -278,8 +286,9 @@ def plan_gather(
     detail: int,
 ) -> Gather:
     """Make, once, every view that a gather needs: of the shards (or their cast), the slab and memory in between."""
-    pieces, upload, cast = _prepare(layout, shards, cuts, owner, ranks.device, reads is not None)
     comms = [*ranks.once, *ranks.gathers] or [ranks.local]
+    full = slab if comms[0].group is None else None
+    pieces, upload, cast = _prepare(layout, shards, cuts, owner, ranks.device, reads is not None, full)
     comms, encoded = encoding_gathers(comms, layout, cuts, ranks, transport, owner)
     hops: list[Hop] = []
     inputs, sizes = pieces.tensors, pieces.sizes if encoded is None else [encoded]
@@ -312,11 +321,16 @@ def _prepare(
     owner: Owner,
     device: torch.device,
     offloaded: bool,
-) -> tuple[_Pieces, tuple[Slab, Moves] | None, tuple[Slab, Moves] | None]:
-    """The chunks to send, and the memory and copies of uploads and casts before."""
+    full: Slab | None,
+) -> tuple[_Pieces, tuple[Slab, Moves] | None, tuple[Slab | None, Moves] | None]:
+    """The chunks to send, and the memory and copies of uploads and casts before.
+
+    ``full``: the slab of the full weights, into which a rank alone casts. It sends no such chunk.
+    """
     repacks = {i: cut for i, cut in enumerate(cuts) if cut.repacks}
     staged = [r for r in layout.runs if r.is_cast or (_repacked(r, repacks) and not r.in_place)]
-    cast = _room(staged, [r.compute_dtype for r in staged], device, "cast shard", owner)
+    apart = staged if full is None else []
+    cast = _room(apart, [r.compute_dtype for r in apart], device, "cast shard", owner)
     uploaded = [r for r in layout.runs if offloaded and not r.extended]
     upload = _room(uploaded, [r.storage_dtype for r in uploaded], device, "uploaded shard", owner)
     uploads: Moves = [], []
@@ -338,7 +352,10 @@ def _prepare(
                 payload = target
             cut = repacks.get(s.members[0].index) if repacks else None
             if run.is_cast or cut is not None:
-                target = cast.view(run.compute_dtype, cast_bytes // size + s.shard_offset, (s.chunk,))
+                if full is None:
+                    target = cast.view(run.compute_dtype, cast_bytes // size + s.shard_offset, (s.chunk,))
+                else:
+                    target = full.view(run.compute_dtype, run.slab_bytes // size + s.slab_offset, (s.chunk,))
                 if cut is None:
                     casts[0].append(target)
                     casts[1].append(payload)
@@ -346,6 +363,8 @@ def _prepare(
                     own = cut.local_view(payload, 0)
                     casts[0].extend([cut.packed_view(target, 0), target[own.numel() :]])
                     casts[1].extend([own, payload[own.numel() :]])  # also copy the padding
+                if full is not None:
+                    continue
                 payload = target
             pieces.tensors.append(payload.view(torch.uint8))
             pieces.offsets.append(run.slab_bytes + s.slab_offset * size)
@@ -355,7 +374,8 @@ def _prepare(
         upload_bytes += run.shard_numel * run.storage_dtype.itemsize if not run.extended else 0
     cast.release()
     upload.release()
-    return pieces, (upload, uploads) if uploads[0] else None, (cast, casts) if casts[0] else None
+    room = None if full is not None else cast
+    return pieces, (upload, uploads) if uploads[0] else None, (room, casts) if casts[0] else None
 
 
 def _repacked(run: Run, repacks: dict[int, Cut]) -> bool:
@@ -390,6 +410,7 @@ class SecondaryShard:
         ends = list(itertools.accumulate(sizes))
         self._parts = [self.slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
         self.slab.release()
+        self._copies = widened(self._parts, self._sources)
         self.gather = Gather(comm, full, self._parts, nbytes)
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=comm.device).view(torch.uint8)
         self.epoch = NEVER
@@ -403,7 +424,8 @@ class SecondaryShard:
     def keep(self, epoch: int, header: torch.Tensor) -> None:
         """Copy this rank's part of the full weights, which must be gathered, and the headers of their gather."""
         self.slab.lease()
-        foreach_copy_([*self._parts, self._header], [*self._sources, header])
+        foreach_copy_(*self._copies)
+        self._header.copy_(header)
         self.epoch = epoch
 
     def drop(self) -> None:

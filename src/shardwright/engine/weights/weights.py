@@ -231,7 +231,7 @@ class Weights:
         self.residence = RESIDENT  # set first; after an interrupt it is waited for again
         self._flight = None
         gather.end()
-        if gather.comm.streams.asynchronous:
+        if gather.comm.streams.asynchronous and gather.comm.group is not None:
             place.check_headers(self.site.ranks.comm)
         if gather.extend is not None:
             gather.extend.finish()
