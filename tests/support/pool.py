@@ -307,8 +307,8 @@ def multirank(
 
     The body runs in worker processes with the default gloo group set up. Parameters and fixtures are sent to
     the ranks, so their values must be picklable (`tmp_path` is, and all of them get the same). A case
-    that takes more than `timeout` seconds fails with every rank's stack. Tests with one ``pool_name`` share processes, which
-    other tests do not use: for those that change a process for good.
+    that takes more than `timeout` seconds fails with every rank's stack. Tests with one ``pool_name`` share
+    processes, which other tests do not use: for those that change a process for good.
     """
     if not world_sizes:
         raise TypeError("multirank expects at least one number of ranks, as in @multirank(2, 3), found none")

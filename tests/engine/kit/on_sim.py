@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm import collectives
-from shardwright.engine.front import api
+from shardwright.comm import use_streams
 from tests.engine.kit.models import full
 from tests.engine.kit.simulated import Case, Training, names_of
 from tests.engine.kit.wrong_streams import FORGOTTEN
 from tests.support.sim import load
-
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -72,28 +69,26 @@ def train(case: Case, seed: int, steps: int = 4) -> Outcome:
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
     """Where two outcomes are not equal in bits."""
-    found = [f"loss {i}: {a} and {b}" for i, (a, b) in enumerate(zip(one.losses, other.losses, strict=True)) if not same(a, b)]
-    return found + [f"weight {i}" for i, (a, b) in enumerate(zip(one.weights, other.weights, strict=True)) if not same(a, b)]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a, b))
+    found = []
+    for what, left, right in zip(Outcome._fields, one, other, strict=True):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            if not torch.equal(a, b):
+                where = (a != b).nonzero()[0].tolist()
+                found.append(f"{what}[{i}] at {where}: {a[tuple(where)]:.8g}, not {b[tuple(where)]:.8g}")
+    return found
 
 
 @contextmanager
 def put_in(defect: Any) -> Iterator[None]:
     """A wrong order, as tests/engine/kit/wrong_streams.py has them: a class of streams, or a patch of the engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Communicators of other runs have other streams.
-        patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
-        patch.setattr(collectives, "_separate", weakref.WeakKeyDictionary())
-        patch.setattr(collectives, "_neighbours", weakref.WeakKeyDictionary())
-        if isinstance(defect, tuple):
+    if isinstance(defect, tuple):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(*defect)
-        else:
-            streams = defect(load().device)
-            patch.setattr(collectives, "streams_for", lambda device: streams)
-        yield
+            yield
+    else:
+        device = load().device
+        with use_streams(device, defect(device)):
+            yield
 
 
 def forget_groups() -> None:

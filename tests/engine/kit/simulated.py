@@ -19,6 +19,7 @@ from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.extend.strategies import resolve
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.models import Model, loss_of, tokens
+from tests.engine.kit.offload_state import STATE
 from tests.support.fake import fake_ranks
 from tests.support.races import Simulator
 
@@ -55,7 +56,9 @@ class Case(NamedTuple):
     accumulation: str = "none"
     layout: str = "per_parameter"
     event: str = "none"
-    offload: str = "none"  #: or "offload", and "in backward", where the optimizer steps there, too
+    offload: str = "none"  #: or "offload", of everything, or "state", of the optimizer's alone
+    steps: str = "optimizer"  #: or "in backward"
+    recompute: str = "none"  #: or "recomputed", or "reentrant"
 
     @property
     def legal(self) -> bool:
@@ -74,7 +77,7 @@ class Net(Model):
     """Blocks may be left out, recomputed in backward, or fail."""
 
     skipped = -1
-    recomputed = False
+    recompute = "none"
     fails = -1
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,10 @@ class Net(Model):
             if i == self.fails:
                 raise ValueError("this block fails")
             if i != self.skipped:
-                h = checkpoint(block, h, use_reentrant=False) if self.recomputed else block(h)
+                if self.recompute == "none":
+                    h = block(h)
+                else:
+                    h = checkpoint(block, h, use_reentrant=self.recompute == "reentrant")
         return self.head(self.norm(h))
 
 
@@ -117,7 +123,7 @@ def build(case: Case, mesh: DeviceMesh) -> Net:
         "layout": "ragged" if case.layout == "ragged" else "per_parameter",
     }
     if case.offload != "none":
-        options["offload_policy"] = sw.CPUOffloadPolicy()
+        options["offload_policy"] = sw.CPUOffloadPolicy() if case.offload == "offload" else STATE
     if case.layout == "columns":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
     model = plain_net()
@@ -151,9 +157,10 @@ class Training:
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
         self.other = api.Stream(name="user")
-        if case.offload != "none":  # of AdamW's steps the host would read a number that the device has
+        if case.offload != "none" or case.steps == "in backward":
+            # Of AdamW's steps the host would read a number that the device has.
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-            wrap = sw.optim.in_backward if case.offload == "in backward" else sw.fully_shard_optimizer
+            wrap = sw.optim.in_backward if case.steps == "in backward" else sw.fully_shard_optimizer
             self.optimizer = wrap(optimizer)
         event, blocks = case.event, self.model.blocks
         if event == "hook on a stream":
@@ -181,7 +188,7 @@ class Training:
         elif event == "frozen":
             blocks[1].requires_grad_(False)
             self.model.embed.requires_grad_(False)
-        self.model.recomputed = event == "recomputed"
+        self.model.recompute = "recomputed" if event == "recomputed" else case.recompute
 
     def run(self, steps: int = 4) -> None:
         with self._everything():
@@ -234,7 +241,7 @@ class Training:
             loss = loss_of(model(batch), batch)
             loss.backward()
             self.losses.append(loss.detach())
-        if case.offload == "in backward":
+        if case.steps == "in backward":
             if step % 2:  # else what is left is stepped where the next forward needs it
                 optimizer.step()
             return

@@ -15,10 +15,14 @@ import torch
 
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
+from shardwright.engine.base.offload import Host
 from shardwright.engine.front import module as engine_module
+from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.gradients.reduction import Flight, Reduction
 from shardwright.engine.weights.gather import Cast, Gather
 from shardwright.engine.weights.weights import Weights
+from shardwright.optim.host_state import HostState
+from tests.engine.kit.offload_state import unawaited
 from tests.engine.kit.simulated import BF16, FP32, Case, On, run
 
 
@@ -99,12 +103,46 @@ def next_with_new_output(
     go(self, flight, after)
 
 
+def upload_alone(self: Host, targets: Any, sources: Any) -> Any:
+    """The gather does not wait for it."""
+    with self.streams.fork("upload"):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+    return self.streams.mark("upload")
+
+
+def deliver_and_release(self: OnHost, *given: Any, deliver: Any = OnHost.deliver) -> None:
+    """The sum's memory is given back while the copy reads it."""
+    deliver(self, *given)
+    self._sum.release()
+
+
+def forget(self: Any, *given: Any) -> None:
+    """Does not wait."""
+
+
+class TakesAllForOver(DeviceStreams):
+    def host_wait(self, mark: Any) -> None:
+        pass
+
+    def is_over(self, mark: Any) -> bool:
+        return True
+
+
+def give_back_early(self: HostState, keep: int) -> None:
+    """Gives memory back while copies read it."""
+    while len(self._leaving) > keep:
+        gone = self._leaving.pop(0)
+        gone.slab.release()
+        gone.tensors.clear()
+
+
 class Wrong(NamedTuple):
     """What a defect is, in which case it shows, and the parts of a race that must be told."""
 
     case: Case
     defect: Any
-    told: tuple[str, str, str]
+    told: tuple[str, ...]
 
 
 GATHERS = "by c10d::allgather_into_tensor_coalesced_ on 'gather'"
@@ -184,9 +222,48 @@ WRONG_ENGINES = {
         ("aten::empty (allocation) on 'computation'", f"write {SCATTERS}", ""),
     ),
 }
+OFFLOADED, LATER = Case(offload="offload"), Case(offload="state")
+WRONG_OFFLOAD = {
+    "gathered before it is there": Wrong(
+        Case(dtypes=(BF16, FP32), offload="offload"),
+        (Host, "upload", upload_alone),
+        ("write by aten::copy_ on 'upload'", "on 'gather'", "uploaded shard of"),
+    ),
+    "read before it is there": Wrong(
+        OFFLOADED,
+        (DeviceStreams, "host_wait", forget),
+        ("write by aten::copy_ on 'download'", "on 'host'"),
+    ),
+    "given back before it is away": Wrong(
+        OFFLOADED,
+        (OnHost, "deliver", deliver_and_release),
+        ("read by aten::copy_ on 'download'", "memory on 'computation'", "sum of"),
+    ),
+    "stepped before gradients are there": Wrong(
+        OFFLOADED._replace(steps="in backward"),
+        TakesAllForOver,
+        ("write by aten::copy_ on 'download'", "read by aten::clone on 'host'"),
+    ),
+} | {
+    f"{name}, {steps}": Wrong(LATER._replace(steps=steps), defect, told)
+    for steps in ("optimizer", "in backward")
+    for name, defect, told in [
+        (
+            "state given back early",
+            (HostState, "_free", give_back_early),
+            ("on 'download'", "memory on 'computation'"),
+        ),
+        (
+            "stepped before its state is there",
+            (HostState, "take", unawaited(HostState.take)),
+            ("on 'upload'", "on 'computation'"),
+        ),
+    ]
+}
+
 WRONG: dict[str, Wrong] = {
     name: wrong
-    for name, wrong in (WRONG_STREAMS | WRONG_ENGINES).items()
+    for name, wrong in (WRONG_STREAMS | WRONG_ENGINES | WRONG_OFFLOAD).items()
     if wrong.case.memory == "dynamic" or memory_can_be_swapped
 }
 

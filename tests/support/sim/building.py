@@ -24,7 +24,14 @@ FLAGS = ["-O0", "-w", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=
 
 def compiler() -> str | None:
     """The C++ compiler: ``CXX``, or the first that is found."""
-    return next((path for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name and (path := shutil.which(name))), None)
+    return next(
+        (
+            path
+            for name in (os.environ.get("CXX"), "g++", "c++", "clang++")
+            if name and (path := shutil.which(name))
+        ),
+        None,
+    )
 
 
 def reason_to_skip() -> str | None:

@@ -22,8 +22,6 @@ from tests.support.sim.building import library
 __all__ = ["Sim", "load"]
 
 
-
-
 class Sim:
     """The device of this process."""
 
@@ -89,7 +87,11 @@ def _module(device: torch.device, extension: Any) -> types.ModuleType:
         def __new__(cls, device_: Any = None, priority: int = 0, **given: Any) -> Any:
             given.pop("device", None)
             given.pop("name", None)
-            return super().__new__(cls, **given) if given else super().__new__(cls, device=device, priority=priority)
+            return (
+                super().__new__(cls, **given)
+                if given
+                else super().__new__(cls, device=device, priority=priority)
+            )
 
     @contextmanager
     def stream(new: Any) -> Iterator[None]:

@@ -215,6 +215,7 @@ class Root:
             queue_callback(task)
             self._task = weakref.ref(task)
             self.backward = True
+            self.agreement.streams.note_current()
             if self.caller is None:
                 self._enter()
                 self.compute_as(False)
@@ -247,6 +248,7 @@ class Root:
         for unit in self._gathered_units():
             if not unit.weights.kept and not unit.activity.calls:  # backward may have run inside a forward
                 unit.release()
+        self.agreement.streams.rejoin()
         self.backward = False
         self.clock.turn()
         self.pools.trained = True
@@ -316,6 +318,7 @@ class Root:
         self._count_steps_within()
         for unit in self.units():
             recover(unit)
+        self.agreement.streams.rejoin()
 
 
 def _end_steps(units: list[Unit]) -> bool:
