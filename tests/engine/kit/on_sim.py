@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.comm import use_streams
-from tests.engine.kit.models import full
+from shardwright.memory import Slab, observe
+from tests.engine.kit.models import full, loss_of
 from tests.engine.kit.simulated import Case, Training, names_of
 from tests.engine.kit.wrong_streams import FORGOTTEN
 from tests.support.sim import load
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Collectives of the CPU by gloo, and of the device by its own backend."""
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), backend="cpu:gloo,sim:sim")
-    return _groups[ranks]
-
-
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh of the device over all ranks, made once. All ranks must call it."""
-    load()
-    ranks = torch.arange(math.prod(shape)).view(shape)
-    mine = []
-    for axis in range(len(shape)):
-        for row in ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist():
-            group = group_of(tuple(row))
-            if dist.get_rank() in row:
-                mine.append(group)
-    if len(shape) == 1:
-        return DeviceMesh.from_group(mine[0], "sim", mesh_dim_names=names_of(shape))
-    return DeviceMesh.from_group(mine, "sim", mesh=ranks, mesh_dim_names=names_of(shape))
+    load().join_groups()
+    return init_device_mesh("sim", shape, mesh_dim_names=names_of(shape))
+
+
+class Scribbles:
+    """Puts NaN into planned memory where a lease begins and where it ends, as the device does with its own memory."""
+
+    def leased(self, slab: Slab) -> None:
+        with torch.no_grad():
+            slab.byte_view(0, slab.nbytes).fill_(255)
+
+    releases = leased
+
+    def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        pass
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        pass
 
 
 class Outcome(NamedTuple):
@@ -61,7 +58,7 @@ def train(case: Case, seed: int, steps: int = 4) -> Outcome:
     """A training on the device, in the order of the seed."""
     sim, mesh = load(), mesh_of(*case.on.shape)
     torch.manual_seed(0)
-    with sim.running(seed):
+    with sim.running(seed), observe(Scribbles()) if case.memory != "dynamic" else nullcontext():
         training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
         training.run(steps)
         return outcome_of(training)
@@ -91,16 +88,6 @@ def put_in(defect: Any) -> Iterator[None]:
             yield
 
 
-def forget_groups() -> None:
-    """The next mesh gets new groups: a failure has left collectives of these unfinished."""
-    _broken.append(_groups.copy())  # their destructors would wait
-    _groups.clear()
-    mesh_of.cache_clear()
-
-
-_broken: list[Any] = []
-
-
 def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int, str] | None:
     """The first seed with which a wrong order shows on some rank, and what differs there."""
     sim = load()
@@ -118,10 +105,40 @@ def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int
         finally:
             sim.extension.set_patience(50)
             FORGOTTEN.clear()
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (shown, failed))
+        everywhere = sim.all_gather((shown, failed))
         if any(failed for _, failed in everywhere):
-            forget_groups()
+            sim.leave_groups()
+            mesh_of.cache_clear()
         if any(shown for shown, _ in everywhere):
             return seed, next(shown for shown, _ in everywhere if shown)
     return None
+
+
+def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:
+    """Forward on one stream and backward on another, if there are two, which wait only for what they read.
+
+    Between backward and the next forward of the accumulation nobody waits.
+    """
+    sim, mesh, api = load(), mesh_of(*case.on.shape), torch.get_device_module("sim")
+    torch.manual_seed(0)
+    with sim.running(seed):
+        training = Training(case, api, mesh, sim.device, dist.get_rank())
+        model, optimizer = training.model, training.optimizer
+        forwards, backwards = api.Stream(), api.Stream()
+        if streams == 1:
+            backwards = forwards
+        forwards.wait_stream(api.current_stream())
+        for step in range(3):
+            for micro in range(3):
+                with api.stream(forwards):
+                    batch = training.batch(step, micro)
+                    loss = loss_of(model(batch), batch)
+                    training.losses.append(loss.detach())
+                with api.stream(backwards):
+                    loss.backward()
+            with api.stream(backwards):
+                optimizer.step()
+                optimizer.zero_grad()
+            forwards.wait_stream(backwards)
+        api.current_stream().wait_stream(forwards)
+        return outcome_of(training)

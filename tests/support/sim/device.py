@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import pickle
 import sys
 import traceback
 import types
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store as _default_store
 
 from tests.support.sim.building import library
 
@@ -35,10 +37,37 @@ class Sim:
         self.device = torch.device("sim", 0)
         torch._register_device_module("sim", _module(self.device, self.extension))
         importlib.import_module("torch._meta_registrations")  # kernels that give shapes
+        self._joined = False
+        self._left: list[Any] = []  #: groups whose destructors might wait for other ranks
+        self._store: Any = None
+        self._meetings = 0
         dist.Backend.register_backend("sim", self._make_group, devices=["sim"])
 
     def _make_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return self.extension.group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    def join_groups(self) -> None:
+        """The default group of this process serves the device, too, from now on. All ranks must call it."""
+        if self._joined:
+            return
+        self._store, rank, size = _default_store(), dist.get_rank(), dist.get_world_size()
+        self._left.append(dist.group.WORLD)
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"sim {len(self._left)}", self._store)
+        dist.init_process_group("cpu:gloo,sim:sim", store=store, rank=rank, world_size=size)
+        self._joined = True
+
+    def leave_groups(self) -> None:
+        """A failure has left collectives unfinished. The next :meth:`join_groups` makes another group."""
+        self._joined = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, whatever has happened to the groups."""
+        self._meetings += 1
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(f"sim values {self._meetings}", self._store)
+        store.set(str(rank), pickle.dumps(value))
+        return [pickle.loads(store.get(str(peer))) for peer in range(size)]
 
     @contextmanager
     def running(self, seed: int) -> Iterator[None]:

@@ -191,6 +191,10 @@ class Queues {
     failure_.clear();
   }
 
+  uint64_t draw_below(uint64_t n) {
+    Lock lock(mutex);
+    return at_once_ ? 0 : draws_() % n;
+  }
   int64_t added() const { return added_; }
   void stop() { stopped_ = true; }
 
@@ -257,19 +261,21 @@ Queues& queues() {
   return *made;
 }
 
-// Memory of a stream: what it frees it may take again at once, because its own work is in order. Both are a write of
-// NaN on that stream. Other streams that were recorded must first come to the end of what they had queued.
+// Memory of a stream: what it frees it may take again at once, because its own work is in order. Each time that it
+// takes memory, NaN is written on that stream into all that was freed: any of it may have been taken. Other streams
+// that were recorded must first come to the end of what they had queued.
 struct Block {
   char* data;
   size_t size;
   int64_t home;
+  bool was_freed = false;  // and may hold what was there before
   std::set<int64_t> users{};
   std::vector<MomentPtr> uses{};
 };
 
 struct Allocator final : c10::Allocator {
   std::atomic<int64_t> allocated{0}, peak{0};
-  std::map<std::pair<int64_t, size_t>, std::vector<Block*>> pools;
+  std::map<int64_t, std::vector<Block*>> pools;  // by stream, the one that was freed last at the end
   std::vector<Block*> leaving;
 
   static size_t round(size_t n) {
@@ -291,14 +297,20 @@ struct Allocator final : c10::Allocator {
       put_back(block);
       return true;
     });
-    auto& pool = pools[{current_stream, round(n)}];
-    Block* block;
-    if (pool.empty()) {
-      block = new Block{static_cast<char*>(std::aligned_alloc(512, round(n))), round(n), current_stream};
-    } else {
-      block = pool.back();
-      pool.pop_back();
+    auto& pool = pools[current_stream];
+    for (auto* each : pool) {
+      if (each->was_freed) scribble(each);
+      each->was_freed = false;
     }
+    Block* block = nullptr;
+    // The last one, or the last one that fits well: other tensors get the memory than before.
+    size_t most = queues().draw_below(2) ? round(n) : 64 * round(n);
+    for (auto it = pool.rbegin(); it != pool.rend() && !block; ++it) {
+      if ((*it)->size < n || (*it)->size > most) continue;
+      block = *it;
+      pool.erase(std::next(it).base());
+    }
+    if (!block) block = new Block{static_cast<char*>(std::aligned_alloc(512, round(n))), round(n), current_stream};
     scribble(block);
     int64_t now = allocated += block->size;
     peak = std::max(peak.load(), now);
@@ -306,8 +318,8 @@ struct Allocator final : c10::Allocator {
   }
   static void free_(void* context);
   void put_back(Block* block) {
-    scribble(block);
-    pools[{block->home, block->size}].push_back(block);
+    block->was_freed = true;
+    pools[block->home].push_back(block);
   }
   void record(const c10::DataPtr& data, int64_t stream) {
     Lock lock(queues().mutex);
