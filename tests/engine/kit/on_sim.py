@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.comm import use_streams
 from shardwright.memory import Slab, observe
-from tests.engine.kit.models import full, loss_of
-from tests.engine.kit.simulated import Case, Training, names_of
+from tests.engine.kit.models import full, loss_of, tokens
+from tests.engine.kit.simulated import Case, Training, names_of, plain_net
 from tests.engine.kit.wrong_streams import FORGOTTEN
 from tests.support.sim import load
+
 
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
@@ -142,3 +143,44 @@ def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:
             forwards.wait_stream(backwards)
         api.current_stream().wait_stream(forwards)
         return outcome_of(training)
+
+
+def plain_outcome(case: Case, steps: int) -> Outcome:
+    """The same training of a plain model on the CPU, on all ranks' data."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = plain_net()
+    optimizer: torch.optim.Optimizer
+    if case.uses_sgd:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        for micro in range(case.micros):
+            for each in range(world):
+                batch = tokens(step, micro, each)
+                loss = loss_of(model(batch), batch)
+                (loss / world).backward()
+                if each == rank:
+                    losses.append(loss.detach())
+        if case.steps == "optimizer":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Outcome(losses, [p.detach() for p in model.parameters()])
+
+
+def check(case: Case, seeds: Iterable[int], steps: int = 3) -> None:
+    """At once the numbers are those of the plain model, and in each order they are the same in bits."""
+    expected = train(case, 0, steps)
+    plain = plain_outcome(case, steps)
+    # float32 sums differ in their order only; lower dtypes round sums or products.
+    tolerance = 1e-5 if case.dtypes == (None, None) else 2e-2
+    for field, ours, theirs in zip(Outcome._fields, expected, plain, strict=True):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            torch.testing.assert_close(
+                a, b, rtol=tolerance, atol=tolerance, msg=lambda text: f"{field}[{i}]: {text}"
+            )
+    for seed in seeds:
+        found = differences(expected, train(case, seed + 3 * dist.get_rank(), steps))
+        assert not found, f"seed {seed}: {found}"

@@ -67,6 +67,15 @@ class Case(NamedTuple):
             return False  # pools are refused
         return self.layout != "columns" or self.on.sharded_axes < 2
 
+    @property
+    def uses_sgd(self) -> bool:
+        """Of AdamW's steps on offloaded units the host would read a number that the device has."""
+        return self.offload != "none" or self.steps == "in backward"
+
+    @property
+    def micros(self) -> int:
+        return 1 if self.accumulation == "none" else 2
+
     def __str__(self) -> str:
         dtypes = "/".join("-" if d is None else str(d).removeprefix("torch.") for d in self.dtypes)
         parts = (self.on, self.memory, self.prefetch, dtypes, *self[4:])
@@ -157,8 +166,7 @@ class Training:
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
         self.other = api.Stream(name="user")
-        if case.offload != "none" or case.steps == "in backward":
-            # Of AdamW's steps the host would read a number that the device has.
+        if case.uses_sgd:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
             wrap = sw.optim.in_backward if case.steps == "in backward" else sw.fully_shard_optimizer
             self.optimizer = wrap(optimizer)
@@ -228,9 +236,8 @@ class Training:
             model.blocks[2].reshard()
         if case.event == "failures" and step in (1, 2):
             self.fail(step)
-        micros = 1 if case.accumulation == "none" else 2
-        for micro in range(micros):
-            last = micro == micros - 1
+        for micro in range(case.micros):
+            last = micro == case.micros - 1
             if case.accumulation == "held":
                 model.set_requires_gradient_sync(last)
             elif case.accumulation == "not all-reduced":
