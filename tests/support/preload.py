@@ -1,7 +1,7 @@
 """Imported once by the server that workers are forked from, so that a new pool starts in well under a second.
 
-Only what cannot change during a session belongs here: never the package under test, and nothing that starts a
-thread, because threads do not survive a fork.
+Only what cannot change during a session belongs here, and nothing that starts a thread, because threads do not survive
+a fork. The package under test reads the environment when it is used, never when it is imported.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ for name in (
     "psutil",
     "pydantic",
     "rich.progress",
+    "shardwright.train.rank",
 ):
     with suppress(ImportError):
         importlib.import_module(name)

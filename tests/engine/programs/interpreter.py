@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.assembly.find import UNIT
+from shardwright.engine.model.optimizer_hook import reduce_held
 from tests.engine.programs.compare import full
 from tests.engine.programs.grammar import (
     ALIASES,
@@ -221,7 +222,12 @@ class Interpreter(Training):
         self.clear(zero.how, zero.set_to_none)
 
     def do_update(self, update: Update) -> None:
+        held = bool(self.reference.held)
         self.reference.take_held()
+        if held and self.spec.zeros and self.sharded:
+            # The reduction of what was held gives zeros to unused parameters. So the optimizer steps them, too.
+            reduce_held(list(self.model.parameters()))
+            self.compare("the reduction of held gradients")
         if update.clip:
             mine = sw.clip_grad_norm_(self.model.parameters(), 0.5)
             theirs = torch.nn.utils.clip_grad_norm_(self.reference.model.parameters(), 0.5)
