@@ -178,8 +178,9 @@ def check(case: Case, seeds: Iterable[int], steps: int = 3) -> None:
     tolerance = 1e-5 if case.dtypes == (None, None) else 2e-2
     for field, ours, theirs in zip(Outcome._fields, expected, plain, strict=True):
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            where = f"{field}[{i}]"
             torch.testing.assert_close(
-                a, b, rtol=tolerance, atol=tolerance, msg=lambda text: f"{field}[{i}]: {text}"
+                a, b, rtol=tolerance, atol=tolerance, msg=functools.partial("{}: {}".format, where)
             )
     for seed in seeds:
         found = differences(expected, train(case, seed + 3 * dist.get_rank(), steps))

@@ -63,7 +63,7 @@ class Case(NamedTuple):
     @property
     def legal(self) -> bool:
         stay = self.on.reshard is False or (3 not in self.on.stages and any(self.on.stages))
-        if self.memory == "max_pool" and stay:
+        if self.memory in ("max_pool", "double_buffer") and stay:
             return False  # pools are refused
         return self.layout != "columns" or self.on.sharded_axes < 2
 

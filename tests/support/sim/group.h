@@ -90,27 +90,29 @@ class Group final : public c10d::Backend {
   }
   Result alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& to, std::vector<int64_t>& from,
                        const c10d::AllToAllOptions& options) override {
-    // Every rank's parts may be of other sizes: each sends where its parts begin, too.
-    auto target = bare(output);
-    auto row = input.dim() && input.size(0) ? input.numel() / input.size(0) : 1;
-    std::vector<int64_t> sizes = from;
-    if (sizes.empty()) sizes.assign(size_, (input.dim() ? input.size(0) : 0) / size_);
-    std::vector<int64_t> taken = to;
-    if (taken.empty()) taken.assign(size_, (output.dim() ? output.size(0) : 0) / size_);
-    auto head = at::tensor(sizes, at::kLong) * row;
-    auto width = output.dim() && output.size(0) ? output.numel() / output.size(0) : row;
-    Tensors outputs{output}, inputs{input};
-    auto work = [=, this](const Rows& rows) {
-      int64_t place = 0;
-      for (int64_t peer = 0; peer < size_; ++peer) {
-        auto* counts = rows[1][peer].data_ptr<int64_t>();
-        int64_t begin = 0, n = taken[peer] * width;
-        for (int64_t i = 0; i < rank_; ++i) begin += counts[i];
-        if (n) target.view({-1}).narrow(0, place, n).copy_(rows[0][peer].view({-1}).narrow(0, begin, n));
-        place += n;
-      }
+    // Parts may have other sizes on every rank. First all ranks send theirs; then all send as much as the longest has.
+    auto sizes_of = [this](const at::Tensor& t, const std::vector<int64_t>& rows) {
+      auto n = t.dim() ? t.size(0) : 0;
+      auto sizes = rows.empty() ? std::vector<int64_t>(size_, n / size_) : rows;
+      for (auto& size : sizes) size *= n ? t.numel() / n : 0;
+      return sizes;
     };
-    return launch("alltoall", outputs, inputs, options.asyncOp, work, head, at::tensor(input.numel()));
+    auto longest = std::make_shared<int64_t>(0);
+    auto begins = std::make_shared<std::vector<int64_t>>();
+    auto taken = sizes_of(output, to);
+    auto target = bare(output);
+    launch("alltoall", {}, {}, options.asyncOp, [=, this](const Rows& rows) {
+      auto sent = rows[0];
+      *longest = sent.sum(1).max().item<int64_t>();
+      for (int64_t peer = 0; peer < size_; ++peer)
+        begins->push_back(sent[peer].narrow(0, 0, rank_).sum().item<int64_t>());
+    }, at::tensor(sizes_of(input, from), at::kLong));
+    return launch("alltoall", {output}, {input}, options.asyncOp, [=, this](const Rows& rows) {
+      int64_t place = 0;
+      for (int64_t peer = 0; peer < size_; place += taken[peer++])
+        if (taken[peer])
+          target.view({-1}).narrow(0, place, taken[peer]).copy_(rows[0][peer].narrow(0, (*begins)[peer], taken[peer]));
+    }, {}, longest);
   }
   Result barrier(const c10d::BarrierOptions&) override {
     host_waits("a barrier");
@@ -141,10 +143,10 @@ class Group final : public c10d::Backend {
     }
   }
 
-  // One gather of all inputs' bytes (and of what the host adds) carries every collective. `longest`: where inputs
-  // have other sizes on other ranks, their number of elements here.
+  // One gather of all inputs' bytes, and of what the host adds, carries every collective. `longest`: the elements that
+  // each rank sends, where inputs have other sizes on other ranks.
   Result launch(const char* name, const Tensors& outputs, const Tensors& inputs, bool beside,
-                std::function<void(const Rows&)> finish, at::Tensor added = {}, at::Tensor unequal = {}) {
+                std::function<void(const Rows&)> finish, at::Tensor added = {}, std::shared_ptr<int64_t> longest = {}) {
     struct State {
       Result work;
       at::Tensor mine, all;
@@ -158,21 +160,12 @@ class Group final : public c10d::Backend {
     }
     Tensors given = all_bare(inputs), targets = all_bare(outputs);
     auto number = issued_++;
-    int64_t pad = 0;
-    if (unequal.defined()) {  // the host asks for the longest, so that rows are equal
-      Tensors longest{unequal};
-      c10d::AllreduceOptions options;
-      options.reduceOp = c10d::ReduceOp::MAX;
-      std::unique_ptr<py::gil_scoped_release> free(PyGILState_Check() ? new py::gil_scoped_release : nullptr);
-      host_->allreduce(longest, options)->wait();
-      pad = longest[0].item<int64_t>();
-    }
     auto self = c10::intrusive_ptr<Group>::reclaim_copy(this);
     auto start = [=] {
       Tensors parts;
       for (auto t : given) {
         t = t.contiguous().view({-1});
-        if (pad > t.numel()) t = at::cat({t, t.new_zeros({pad - t.numel()})});
+        if (longest) t = at::cat({t, t.new_zeros({*longest - t.numel()})});
         parts.push_back(t.is_complex() || t.scalar_type() == at::kBool ? bytes(t) : t.view(at::kByte));
       }
       if (added.defined()) parts.push_back(added.view({-1}).view(at::kByte));
@@ -198,8 +191,8 @@ class Group final : public c10d::Backend {
         place += nbytes;
       };
       for (auto& t : given) {
-        auto n = std::max(pad, t.numel());
-        take(n * t.element_size(), t.scalar_type(), pad ? std::vector<int64_t>{n} : t.sizes().vec());
+        auto n = longest ? *longest : t.numel();
+        take(n * t.element_size(), t.scalar_type(), longest ? std::vector<int64_t>{n} : t.sizes().vec());
       }
       if (added.defined()) take(added.nbytes(), added.scalar_type(), {added.numel()});
       finish(rows);
