@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -12,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import shardwright as sw
 from shardwright.comm import use_streams
 from shardwright.memory import Slab, observe
 from tests.engine.kit.models import full, loss_of, tokens
-from tests.engine.kit.simulated import Case, Training, names_of, plain_net
+from tests.engine.kit.simulated import Case, Net, Training, names_of, plain_net
 from tests.engine.kit.wrong_streams import FORGOTTEN
 from tests.support.sim import load
 
@@ -185,3 +188,69 @@ def check(case: Case, seeds: Iterable[int], steps: int = 3) -> None:
     for seed in seeds:
         found = differences(expected, train(case, seed + 3 * dist.get_rank(), steps))
         assert not found, f"seed {seed}: {found}"
+
+
+def waits_of_a_step(case: Case) -> Counter[str]:
+    """What makes the host wait for the device in a steady step: forward, backward, clipping, the optimizer's step."""
+    sim, mesh = load(), mesh_of(*case.on.shape)
+    with sim.running(0):
+        training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
+        batch = training.batch(0)
+        training.batch = lambda step, micro=0: batch  # type: ignore[method-assign]
+        for step in range(3):
+            training.step(step)
+        with sim.waits() as found:
+            training.step(3)
+        return found
+
+
+def built_alike(seed: int) -> bool:
+    """Whether deferred construction draws the weights that construction on the device draws."""
+    sim, mesh = load(), mesh_of(dist.get_world_size())
+    with sim.running(seed):
+        torch.manual_seed(3)
+        with torch.device("sim"):
+            plain = Net(layers=2)
+        torch.manual_seed(3)
+        with sw.deferred_init():
+            model = Net(layers=2)
+        for block in model.blocks:
+            sw.fully_shard(block, mesh=mesh)
+        sw.materialize(sw.fully_shard(model, mesh=mesh))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return all(torch.equal(full(p.detach()).cpu(), q.detach().cpu()) for p, q in pairs)
+
+
+def resumed(case: Case, seed: int, folder: str, asynchronous: bool) -> tuple[Outcome, Outcome]:
+    """A training that goes on after a checkpoint, and one that begins from it. The save may run beside the first."""
+    sim, mesh, api = load(), mesh_of(*case.on.shape), torch.get_device_module("sim")
+    with sim.running(seed):
+        first, second = (Training(case, api, mesh, sim.device, dist.get_rank()) for _ in range(2))
+        first.step(0)
+        first.step(1)
+        saver = sw.AsyncCheckpoint()
+        if asynchronous:
+            saver.save(folder, first.model, first.optimizer)
+        else:
+            sw.save_checkpoint(folder, first.model, first.optimizer)
+        first.losses.clear()
+        first.step(2)
+        first.step(3)
+        saver.wait()
+        saver.close()
+        sw.load_checkpoint(folder, second.model, second.optimizer)
+        second.step(2)
+        second.step(3)
+        return outcome_of(first), outcome_of(second)
+
+
+def threads_of_hooks(case: Case, seed: int) -> set[int]:
+    """The threads on which modules' backward hooks of the user's ran."""
+    sim, mesh = load(), mesh_of(*case.on.shape)
+    threads: set[int] = set()
+    with sim.running(seed):
+        training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
+        for block in training.model.blocks:
+            block.register_full_backward_hook(lambda *given: threads.add(threading.get_ident()))
+        training.run(2)
+    return threads
