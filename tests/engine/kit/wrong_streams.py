@@ -197,7 +197,7 @@ WRONG_ENGINES = {
         (f"write {GATHERS}", "the release of memory on 'computation'", "parameters of blocks.2"),
     ),
     "released under the gather, planned": Wrong(
-        Case(event="another order", memory="arena"),
+        Case(On("zero3", (2,), False), event="another order", memory="arena"),
         (Weights, "release", release_without_waiting),
         (f"write {GATHERS}", "a release on 'computation'", "parameters of blocks.2"),
     ),

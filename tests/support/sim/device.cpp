@@ -424,7 +424,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   c10::SetAllocator(sim::SIM, &sim::allocator());
   at::RegisterPrivateUse1HooksInterface(&sim::hooks());
-  module.def("begin", [](uint64_t seed) { sim::queues().begin(seed); }, py::arg("seed"));
+  module.def("begin", [](uint64_t seed) { sim::queues().begin(seed); sim::allocator().restart(); }, py::arg("seed"));
   module.def("forget", [] { sim::queues().forget(); });
   module.def("set_patience", [](int seconds) { sim::queues().patience = seconds; });
   module.def("stop", [] { sim::queues().stop(); });

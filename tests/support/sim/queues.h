@@ -70,21 +70,22 @@ class Queues {
     std::thread([this] { help(); }).detach();
   }
 
-  // Seed 0: all work runs as soon as it is queued.
+  // Seed 0: all work runs as soon as it is queued. Programs run in the same order with the same seed.
   void begin(uint64_t seed) {
     drain_all();
     Lock lock(mutex);
     draws_.seed(seed);
     at_once_ = seed == 0;
-    // A seed of each three keeps one order: computation last, computation first, no order.
+    // Of each three seeds one keeps one order: the computation last, the computation first, no order.
     order_ = seed % 3;
-    for (auto& [id, queue] : queues_) queue.priority = draws_();
+    first_stream_ = streams_;
+    steps_ = 0;
     draw();
   }
 
   int64_t new_stream() {
     Lock lock(mutex);
-    queues_[++streams_].priority = draws_();
+    queues_[++streams_];
     return streams_;
   }
 
@@ -119,7 +120,7 @@ class Queues {
       if (queue.tasks.empty()) continue;
       auto& first = queue.tasks.front();
       if (first.ready && !first.ready()) continue;
-      if (!best || rank_of(id, queue) > rank_of(best_id_, *best)) {
+      if (!best || rank_of(id) > rank_of(best_id_)) {
         best = &queue;
         best_id_ = id;
       }
@@ -201,7 +202,6 @@ class Queues {
  private:
   struct Queue {
     std::deque<Task> tasks;
-    uint64_t priority = 0;
   };
   struct WithoutInterpreter {
     PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
@@ -210,13 +210,14 @@ class Queues {
     }
   };
 
-  std::pair<int, uint64_t> rank_of(int64_t id, const Queue& queue) const {
+  std::pair<int, uint64_t> rank_of(int64_t id) const {
     int first = id != COMPUTATION ? 0 : order_ == 1 ? -1 : order_ == 2 ? 1 : 0;
-    return {first, queue.priority};
+    uint64_t number = id <= first_stream_ ? id : id - first_stream_ + 1000;  // of streams made before and since
+    return {first, (number + 1) * priorities_ >> 17};
   }
 
   void draw() {
-    for (auto& [id, queue] : queues_) queue.priority = draws_();
+    priorities_ = draws_() | 1;
     constexpr size_t choices[] = {0, 3, 30, 300, 3000};
     ahead_ = choices[draws_() % 5];
     until_ = steps_ + 10 + draws_() % 300;
@@ -247,8 +248,8 @@ class Queues {
   std::mt19937_64 draws_{0};
   bool at_once_ = true;
   int order_ = 0;
-  int64_t streams_ = COMPUTATION, best_id_ = 0, added_ = 0;
-  uint64_t steps_ = 0, until_ = 0;
+  int64_t streams_ = COMPUTATION, first_stream_ = COMPUTATION, best_id_ = 0, added_ = 0;
+  uint64_t steps_ = 0, until_ = 0, priorities_ = 1;
   size_t ahead_ = 0;
   std::atomic<size_t> backlog_{0};
   std::atomic<bool> stopped_{false};
@@ -277,6 +278,7 @@ struct Allocator final : c10::Allocator {
   std::atomic<int64_t> allocated{0}, peak{0};
   std::map<int64_t, std::vector<Block*>> pools;  // by stream, the one that was freed last at the end
   std::vector<Block*> leaving;
+  std::map<size_t, std::vector<Block*>> reserve;  // of earlier runs
 
   static size_t round(size_t n) {
     size_t size = 512;
@@ -310,11 +312,26 @@ struct Allocator final : c10::Allocator {
       block = *it;
       pool.erase(std::next(it).base());
     }
-    if (!block) block = new Block{static_cast<char*>(std::aligned_alloc(512, round(n))), round(n), current_stream};
+    if (!block) block = new_block(round(n));
     scribble(block);
     int64_t now = allocated += block->size;
     peak = std::max(peak.load(), now);
     return {block->data, block, &free_, DEVICE};
+  }
+  Block* new_block(size_t size) {
+    auto& blocks = reserve[size];
+    if (blocks.empty()) return new Block{static_cast<char*>(std::aligned_alloc(512, size)), size, current_stream};
+    auto* block = blocks.back();
+    blocks.pop_back();
+    *block = Block{block->data, size, current_stream};
+    return block;
+  }
+  // What is free now is as good as new, so that runs do not depend on earlier ones. All work must be over.
+  void restart() {
+    Lock lock(queues().mutex);
+    for (auto& [stream, blocks] : pools)
+      for (auto* block : blocks) reserve[block->size].push_back(block);
+    pools.clear();
   }
   static void free_(void* context);
   void put_back(Block* block) {
