@@ -23,6 +23,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darw
 import pytest
 
 from tests.support.pool import WorkerPools
+from tests.support.sim.building import library
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +32,12 @@ def worker_pools() -> Iterator[WorkerPools]:
     pools = WorkerPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def sim_library() -> None:
+    """The simulated device is compiled before a case begins that needs it: a case has not the time."""
+    library()
 
 
 #: Files that start programs or compile. A worker takes a file at a time, and such a one must not be the last.

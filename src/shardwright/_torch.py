@@ -115,6 +115,9 @@ _CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
 
+#: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
+_to_dlpack = _probe(torch._C, "_to_dlpack")
+
 if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
 
     def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
@@ -145,7 +148,7 @@ else:
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
     """A storage over the first bytes of a flat tensor of bytes, whose memory it keeps alive."""
-    return torch.from_dlpack(memory[:nbytes]).untyped_storage()
+    return torch.from_dlpack(_to_dlpack(memory[:nbytes])).untyped_storage()
 
 
 def override_stale_capture_streams() -> None:

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright._torch import queue_callback
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.assembly.find import UNIT
+from shardwright.engine.model import root
 from tests.engine.kit.meetings import fresh_meetings
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.engine.kit.surface import Boom, fail
@@ -435,3 +437,23 @@ def test_unlike_guesses_cost_one_step(rank: int, world_size: int) -> None:
     model.zero_grad()
     for number in range(2):
         check_step(model, plain, rank, world_size, number)
+
+
+@multirank(2)
+def test_a_failed_backward_is_over_while_autograd_holds_its_callback(rank: int, world_size: int) -> None:
+    """As an accelerator's thread of autograd may do for a moment, on one rank longer than on another."""
+    plain = three_layers()
+    model = shard_layers(plain, mesh=world_mesh(world_size))
+    held: list[Any] = []
+
+    def queue(task: Any) -> None:
+        if rank == 0:
+            held.append(task)
+        queue_callback(task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(root, "queue_callback", queue)
+        with failing(model[0], "backward", Boom()), pytest.raises(Boom):
+            loss_of(model, rank).backward()
+    assert len(held) == (rank == 0)
+    check_step(model, plain, rank, world_size)

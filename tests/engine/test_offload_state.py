@@ -27,11 +27,10 @@ from shardwright._torch import local_of
 from shardwright.comm import DeviceStreams
 from shardwright.engine.base.offload import Host
 from shardwright.optim.companion import sharded_companion
-from shardwright.optim.host_state import HostState
 from tests.engine.kit import simulated
 from tests.engine.kit.models import Model, build, loss_of, shard, tokens
 from tests.engine.kit.offload import adamw, assert_same, counted
-from tests.engine.kit.offload_state import STATE, assert_equal, train, unawaited
+from tests.engine.kit.offload_state import STATE, assert_equal, train
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.training import units_of
 from tests.support import multirank
@@ -433,16 +432,15 @@ def test_copies_of_state_are_in_order(case: Case) -> None:
         ("failures", "in backward"),
         ("two buffers", "in backward"),
         ("frozen", "in backward"),
-        ("training on a stream", "offload"),
-        ("optimizer on a stream", "offload"),
+        ("training on a stream", "optimizer"),
+        ("optimizer on a stream", "optimizer"),
     ],
 )
-def test_copies_of_state_are_in_order_beside(event: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_state_are_in_order_beside(event: str, way: str) -> None:
     """What tests/engine/kit/simulated.py does to a training."""
-    monkeypatch.setattr(sw, "CPUOffloadPolicy", lambda: STATE)
-    case = simulated.Case(event=event, offload=way, dtypes=(torch.bfloat16, torch.float32))
+    case = simulated.Case(event=event, offload="state", steps=way, dtypes=(torch.bfloat16, torch.float32))
     with fake_ranks(2), Simulator() as simulator:
-        training = simulated.Training(case, simulator)
+        training = simulated.training_of(case, simulator)
         training.run()
         assert training.optimizer.state  # which waits: with it the host's memory goes
     simulator.check()
@@ -473,34 +471,6 @@ def test_uploads_overlap_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 class NeverWaits(DeviceStreams):
     def host_wait(self, mark: Any) -> None:
         pass
-
-
-def early(self: HostState, keep: int) -> None:
-    """Gives memory back while copies read it."""
-    while len(self._leaving) > keep:
-        gone = self._leaving.pop(0)
-        gone.slab.release()
-        gone.tensors.clear()
-
-
-WRONG = {
-    "given back early": (HostState, "_free", early, ("on 'download'", "memory on 'computation'")),
-    "stepped before it is there": (
-        HostState,
-        "take",
-        unawaited(HostState.take),
-        ("on 'upload'", "on 'computation'"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("way", WRAPS)
-def test_wrong_copies_are_found(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    *defect, told = WRONG[name]
-    monkeypatch.setattr(*defect)
-    races = simulate(Case(way)).races
-    assert any(all(part in race for part in told) for race in races), races
 
 
 def test_state_read_too_early_is_found() -> None:

@@ -10,21 +10,15 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.comm import DeviceStreams, Pending
-from shardwright.engine.front import module as engine_module
-from shardwright.engine.gradients.reduction import Flight, Reduction
-from shardwright.engine.weights.gather import Cast, Gather
-from shardwright.engine.weights.weights import Weights
-from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
+from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, run, training_of
+from tests.engine.kit.wrong_streams import WRONG, Wrong, race_of
 from tests.support.fake import fake_ranks
 from tests.support.races import NoMemoryError, RaceError, Simulator
 
@@ -135,181 +129,9 @@ def test_asynchronous_collectives_are_refused() -> None:
 # -- streams and an engine that are wrong ----------------------------------------------------------------------------
 
 
-class NeverJoins(DeviceStreams):
-    def join(self, mark: Any) -> None:
-        pass
-
-
-def forks_early(*names: str) -> type[DeviceStreams]:
-    """What is queued on these streams does not wait for the computation."""
-
-    class ForksEarly(DeviceStreams):
-        def fork(self, name: str) -> Any:
-            return self.beside(name) if name in names else super().fork(name)
-
-    return ForksEarly
-
-
-class MarksEarly(DeviceStreams):
-    """A mark stands before what was queued last."""
-
-    @contextmanager
-    def fork(self, name: str) -> Iterator[None]:
-        with super().fork(name):
-            self.early = super().mark(name)
-            yield
-
-    def mark(self, name: str) -> Any:
-        return self.early
-
-
-class ForgetsEvents(DeviceStreams):
-    def gather_after(self, event: Any) -> None:
-        pass
-
-
-class ForgetsWhatComesBefore(DeviceStreams):
-    def beside(self, name: str, after: Any = None) -> Any:
-        return super().beside(name)
-
-
-def hook_without_waiting(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
-    def run(gradient: torch.Tensor) -> None:
-        with torch.get_device_module(gradient.device).stream(stream):
-            hook(gradient)
-
-    return run
-
-
-FORGOTTEN: list[Any] = []  #: gathers that nobody waits for; they would wait when they go
-
-
-def release_without_waiting(self: Weights, release: Callable[[Weights], None] = Weights.release) -> None:
-    FORGOTTEN.append(self._flight)
-    self._flight = None
-    release(self)
-
-
-def start_and_release(self: Reduction, *given: Any, start: Any = Reduction.start) -> None:
-    start(self, *given)
-    self._packed.release()
-
-
-def release_cast_early(self: Gather, *given: Any, begin: Any = Gather.begin) -> Pending:
-    pending: Pending = begin(self, *given)
-    for stage in self._stages:
-        if isinstance(stage, Cast):
-            stage.end()
-    return pending
-
-
-def next_with_new_output(
-    self: Reduction, flight: Flight, after: Pending | None, go: Any = Reduction._next
-) -> None:
-    """The result of a later collective gets its memory when that is queued, which waits for nothing else."""
-    if after is not None:
-        flight.output = None
-    go(self, flight, after)
-
-
-class Wrong(NamedTuple):
-    """What a defect is, in which case it shows, and the parts of a race that must be told."""
-
-    case: Case
-    defect: Any
-    told: tuple[str, str, str]
-
-
-GATHERS = "by c10d::allgather_into_tensor_coalesced_ on 'gather'"
-SCATTERS = "by c10d::_reduce_scatter_base_ on 'reduce'"
-SUMS = "by c10d::allreduce_ on 'all_reduce'"
-PACKS = "write by aten::_chunk_cat on 'computation'"
-DDP, HSDP = Case(On("ddp", (2,))), Case(On("hsdp", (2, 2)))
-WRONG_STREAMS = {
-    "weights are read too soon": Wrong(
-        Case(),
-        NeverJoins,
-        (f"write {GATHERS}", "read by aten::embedding on 'computation'", "parameters of Net"),
-    ),
-    "gradients are read too soon": Wrong(
-        DDP, NeverJoins, (f"write {SUMS}", "read by aten::_foreach_norm", "gradients of blocks.2")
-    ),
-    "gathered before the optimizer's step": Wrong(
-        Case(),
-        forks_early("gather"),
-        ("write by aten::_foreach_addcdiv_ on 'computation'", f"read {GATHERS}", ""),
-    ),
-    "gathered before memory is free": Wrong(
-        Case(),
-        forks_early("gather"),
-        ("a lease on 'computation'", f"write {GATHERS}", "parameters of blocks.0"),
-    ),
-    "reduced before packed": Wrong(
-        Case(), forks_early("reduce"), (PACKS, f"read {SCATTERS}", "reduction of blocks.2")
-    ),
-    "summed before packed": Wrong(DDP, forks_early("all_reduce"), (PACKS, f"write {SUMS}", "gradients of")),
-    "a mark before the gather": Wrong(
-        Case(), MarksEarly, (f"write {GATHERS}", "read by aten::native_layer_norm", "parameters of blocks.0")
-    ),
-    "no event of the optimizer's": Wrong(
-        Case(event="optimizer on a stream"),
-        ForgetsEvents,
-        ("write by aten::_foreach_addcdiv_ on 'user'", f"read {GATHERS}", ""),
-    ),
-    "replicas summed before reduced": Wrong(
-        HSDP, ForgetsWhatComesBefore, (f"write {SCATTERS}", f"write {SUMS}", "gradients of blocks.2")
-    ),
-}
-WRONG_ENGINES = {
-    "a hook that does not wait": Wrong(
-        Case(event="hook on a stream"),
-        (engine_module, "_on_stream", hook_without_waiting),
-        (f"write {SCATTERS}", "write by aten::mul_ on 'user'", "gradients of blocks.2"),
-    ),
-    "released under the gather": Wrong(
-        Case(event="another order"),
-        (Weights, "release", release_without_waiting),
-        (f"write {GATHERS}", "the release of memory on 'computation'", "parameters of blocks.2"),
-    ),
-    "released under the gather, planned": Wrong(
-        Case(event="another order", memory="max_pool"),
-        (Weights, "release", release_without_waiting),
-        (f"write {GATHERS}", "a release on 'computation'", "parameters of blocks.2"),
-    ),
-    "released under the reduction": Wrong(
-        Case(),
-        (Reduction, "start", start_and_release),
-        (f"read {SCATTERS}", "the release of memory on 'computation'", "reduction of blocks.2"),
-    ),
-    "released under the reduction, planned": Wrong(
-        Case(memory="arena"),
-        (Reduction, "start", start_and_release),
-        (f"read {SCATTERS}", "a release on 'computation'", "reduction of blocks.2"),
-    ),
-    "the cast released under the gather": Wrong(
-        Case(dtypes=(BF16, FP32)),
-        (Gather, "begin", release_cast_early),
-        ("write by aten::_foreach_copy_ on 'gather'", "the release of memory", "cast shard of blocks.0"),
-    ),
-    "memory from behind the fork": Wrong(
-        Case(On("zero3", (2, 2))),
-        (Reduction, "_next", next_with_new_output),
-        ("aten::empty (allocation) on 'computation'", f"write {SCATTERS}", ""),
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_STREAMS.values(), ids=WRONG_STREAMS)
-def test_wrong_streams_are_found(wrong: Wrong) -> None:
-    races = run(wrong.case, wrong.defect).races
-    assert any(all(part in race for part in wrong.told) for race in races), races
-
-
-@pytest.mark.parametrize("wrong", WRONG_ENGINES.values(), ids=WRONG_ENGINES)
-def test_a_wrong_engine_is_found(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*wrong.defect)
-    races = run(wrong.case).races
-    assert any(all(part in race for part in wrong.told) for race in races), races
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_order_is_found(wrong: Wrong) -> None:
+    assert race_of(wrong) is not None
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -391,7 +213,7 @@ def test_weights_in_place_wait_for_the_optimizer_s_event(on: On) -> None:
 @pytest.mark.parametrize("left", ["a gather", "a backward"])
 def test_a_model_may_go_with_a_collective_under_way(left: str, ranks: int) -> None:
     with fake_ranks(ranks), Simulator() as simulator:
-        training = Training(Case(On("zero3", (ranks,))), simulator)
+        training = training_of(Case(On("zero3", (ranks,))), simulator)
         training.step(0)
         if left == "a gather":
             training.model.blocks[1].unshard(async_op=True)

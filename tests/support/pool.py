@@ -231,10 +231,10 @@ def _tail(path: Path) -> str:
 
 
 class WorkerPools:
-    """All pools of a session, by world size: started when first needed, replaced after a case that failed."""
+    """All pools of a session, by name and world size: started when first needed, replaced after a case that failed."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, WorkerPool] = {}
+        self._pools: dict[tuple[str, int], WorkerPool] = {}
         atexit.register(
             self.close
         )  # runs before multiprocessing's own hook, which would wait for the workers
@@ -246,6 +246,7 @@ class WorkerPools:
         *,
         timeout: float = CASE_TIMEOUT,
         grace: float = GRACE,
+        pool_name: str = "",
         **arguments: Any,
     ) -> list[Any]:
         """Call `function(rank=, world_size=, **arguments)` on `world_size` ranks; return the results by rank.
@@ -255,14 +256,14 @@ class WorkerPools:
         seconds, and CaseSkipped when all of them skip.
         """
         case = Case(function.__module__, function.__qualname__, list(sys.path), arguments)
-        if world_size not in self._pools:
-            self._pools[world_size] = WorkerPool(world_size)
+        if (pool_name, world_size) not in self._pools:
+            self._pools[pool_name, world_size] = WorkerPool(world_size)
         try:
-            return self._pools[world_size].run(case, timeout, grace)
+            return self._pools[pool_name, world_size].run(case, timeout, grace)
         except (
             BaseException
         ):  # Ctrl-C too: after any of these, nobody knows what the ranks are in the middle of
-            self._pools.pop(world_size).kill()
+            self._pools.pop((pool_name, world_size)).kill()
             raise
 
     def close(self) -> None:
@@ -272,11 +273,17 @@ class WorkerPools:
 
 
 def run_case(
-    pools: WorkerPools, body: Callable[..., Any], ranks: int, timeout: float, /, **arguments: Any
+    pools: WorkerPools,
+    body: Callable[..., Any],
+    ranks: int,
+    timeout: float,
+    /,
+    pool_name: str = "",
+    **arguments: Any,
 ) -> None:
     """Run ``body`` on every rank; its failure or its skip is the test's."""
     try:
-        pools.run(body, ranks, timeout=timeout, **arguments)
+        pools.run(body, ranks, timeout=timeout, pool_name=pool_name, **arguments)
     except CaseSkipped as skipped:
         reason = str(skipped)
     except CaseFailed as failure:
@@ -286,7 +293,9 @@ def run_case(
     pytest.skip(reason)
 
 
-def multirank(*world_sizes: int, timeout: float = CASE_TIMEOUT) -> Callable[[Callable[..., Any]], Any]:
+def multirank(
+    *world_sizes: int, timeout: float = CASE_TIMEOUT, pool_name: str = ""
+) -> Callable[[Callable[..., Any]], Any]:
     """Make a test that runs on every rank of each of these world sizes.
 
         @multirank(2, 3)
@@ -298,7 +307,8 @@ def multirank(*world_sizes: int, timeout: float = CASE_TIMEOUT) -> Callable[[Cal
 
     The body runs in worker processes with the default gloo group set up. Parameters and fixtures are sent to
     the ranks, so their values must be picklable (`tmp_path` is, and all of them get the same). A case
-    that takes more than `timeout` seconds fails with every rank's stack.
+    that takes more than `timeout` seconds fails with every rank's stack. Tests with one ``pool_name`` share
+    processes, which other tests do not use: for those that change a process for good.
     """
     if not world_sizes:
         raise TypeError("multirank expects at least one number of ranks, as in @multirank(2, 3), found none")
@@ -306,7 +316,7 @@ def multirank(*world_sizes: int, timeout: float = CASE_TIMEOUT) -> Callable[[Cal
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def case(worker_pools: WorkerPools, world_size: int, **arguments: Any) -> None:
-            run_case(worker_pools, body, world_size, timeout, **arguments)
+            run_case(worker_pools, body, world_size, timeout, pool_name=pool_name, **arguments)
 
         signature = inspect.signature(body)
         fixture = inspect.Parameter("worker_pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)

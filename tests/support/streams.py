@@ -51,7 +51,7 @@ class Stream:
     def __init__(self, simulator: Simulator, name: str) -> None:
         self._simulator = simulator
         self.name = name
-        self.number = len(simulator.streams)
+        self.number = self.stream_id = len(simulator.streams)
         self.clock: Clock = {self.number: 0}
         simulator.streams.append(self)
 

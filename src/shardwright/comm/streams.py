@@ -5,7 +5,8 @@ The engine calls *fork* (queue work beside the computation, after everything tha
 asynchronous. This file does not know which work is queued.
 
 The memory rule makes ``record_stream`` unnecessary: every buffer is leased and released on the computation's stream.
-A fork orders the side stream after the lease. A buffer is released only after a join with its last use.
+A fork orders the side stream after the lease. A buffer is released only after a join with its last use. If the
+computation has several streams, *rejoin* orders all of them after the releases.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ class Streams(Protocol):
 
     def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
         """Queue the work inside the context on the side stream, after only the mark and that stream's own work."""
+
+    def note_current(self) -> None:
+        """Remember the current stream as one of the computation's, as :meth:`fork` does."""
+
+    def rejoin(self) -> None:
+        """Let all streams of the computation since the last call wait for the current one.
+
+        Backward runs on the streams of its forward, and ends on the stream of its caller. There the engine releases
+        memory that it has leased on the others. Their later work may get this memory.
+        """
 
     def mark(self, name: str) -> Any:
         """A mark after everything that has been queued on side stream ``name``."""
@@ -79,6 +90,12 @@ class HostStreams:
     def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
         return NOTHING
 
+    def note_current(self) -> None:
+        return None
+
+    def rejoin(self) -> None:
+        return None
+
     def mark(self, name: str) -> None:
         return None
 
@@ -119,13 +136,27 @@ class DeviceStreams:
         names = ("gather", "reduce", "all_reduce", "upload", "download")
         self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
         self._has_events = False  #: whether gathers had to wait for a user's event
+        self._computations: dict[int, Any] = {}  #: streams of the computation since the last rejoin
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        side = self._side[name]
-        side.wait_stream(self._api.current_stream(self._device))
+        side, current = self._side[name], self._api.current_stream(self._device)
+        self._computations[current.stream_id] = current
+        side.wait_stream(current)
         with self._api.stream(side):
             yield
+
+    def note_current(self) -> None:
+        current = self._api.current_stream(self._device)
+        self._computations[current.stream_id] = current
+
+    def rejoin(self) -> None:
+        current = self._api.current_stream(self._device)
+        self._computations.pop(current.stream_id, None)
+        if self._computations and not self.capturing:  # a graph is captured from one stream
+            for stream in self._computations.values():
+                stream.wait_stream(current)
+        self._computations.clear()
 
     @contextmanager
     def beside(self, name: str, after: Any = None) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +19,7 @@ from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.extend.strategies import resolve
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.models import Model, loss_of, tokens
+from tests.engine.kit.offload_state import STATE
 from tests.support.fake import fake_ranks
 from tests.support.races import Simulator
 
@@ -55,14 +56,25 @@ class Case(NamedTuple):
     accumulation: str = "none"
     layout: str = "per_parameter"
     event: str = "none"
-    offload: str = "none"  #: or "offload", and "in backward", where the optimizer steps there, too
+    offload: str = "none"  #: or "offload", of everything, or "state", of the optimizer's alone
+    steps: str = "optimizer"  #: or "in backward"
+    recompute: str = "none"  #: or "recomputed", or "reentrant"
 
     @property
     def legal(self) -> bool:
         stay = self.on.reshard is False or (3 not in self.on.stages and any(self.on.stages))
-        if self.memory == "max_pool" and stay:
+        if self.memory in ("max_pool", "double_buffer") and stay:
             return False  # pools are refused
         return self.layout != "columns" or self.on.sharded_axes < 2
+
+    @property
+    def uses_sgd(self) -> bool:
+        """Of AdamW's steps on offloaded units the host would read a number that the device has."""
+        return self.offload != "none" or self.steps == "in backward"
+
+    @property
+    def micros(self) -> int:
+        return 1 if self.accumulation == "none" else 2
 
     def __str__(self) -> str:
         dtypes = "/".join("-" if d is None else str(d).removeprefix("torch.") for d in self.dtypes)
@@ -74,7 +86,7 @@ class Net(Model):
     """Blocks may be left out, recomputed in backward, or fail."""
 
     skipped = -1
-    recomputed = False
+    recompute = "none"
     fails = -1
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -83,7 +95,10 @@ class Net(Model):
             if i == self.fails:
                 raise ValueError("this block fails")
             if i != self.skipped:
-                h = checkpoint(block, h, use_reentrant=False) if self.recomputed else block(h)
+                if self.recompute == "none":
+                    h = block(h)
+                else:
+                    h = checkpoint(block, h, use_reentrant=self.recompute == "reentrant")
         return self.head(self.norm(h))
 
 
@@ -99,9 +114,16 @@ class Fails(torch.autograd.Function):
         raise ValueError("this backward fails")
 
 
-def build(case: Case) -> Net:
-    mesh = init_device_mesh("cpu", case.on.shape, mesh_dim_names=("outer", "inner")[-len(case.on.shape) :])
+def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
+    return ("outer", "inner")[-len(shape) :]
+
+
+def plain_net() -> Net:
     torch.manual_seed(0)
+    return Net(layers=3)
+
+
+def build(case: Case, mesh: DeviceMesh) -> Net:
     options: dict[str, Any] = {
         "mesh": mesh,
         "strategy": case.on.strategy,
@@ -110,10 +132,10 @@ def build(case: Case) -> Net:
         "layout": "ragged" if case.layout == "ragged" else "per_parameter",
     }
     if case.offload != "none":
-        options["offload_policy"] = sw.CPUOffloadPolicy()
+        options["offload_policy"] = sw.CPUOffloadPolicy() if case.offload == "offload" else STATE
     if case.layout == "columns":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
-    model = Net(layers=3)
+    model = plain_net()
     for block in model.blocks:
         sw.fully_shard(block, **options)
     if case.event == "list unit":
@@ -122,11 +144,18 @@ def build(case: Case) -> Net:
 
 
 class Training:
-    """A case's model and optimizer, and what happens to them in its steps."""
+    """A case's model and optimizer, and what happens to them in its steps.
 
-    def __init__(self, case: Case, simulator: Simulator) -> None:
-        self.case, self.simulator = case, simulator
-        self.model = build(case)
+    ``api`` makes streams and events, as ``torch.get_device_module`` gives it. Data are of this ``rank``. The losses of
+    all backwards are in ``losses``.
+    """
+
+    def __init__(
+        self, case: Case, api: Any, mesh: DeviceMesh, device: torch.device | None = None, rank: int = 0
+    ) -> None:
+        self.case, self.api, self.device, self.rank = case, api, device, rank
+        self.losses: list[torch.Tensor] = []
+        self.model = build(case, mesh)
         parameters = self.model.parameters()
         optimizer: torch.optim.Optimizer
         if case.event == "whole matrices":
@@ -136,10 +165,10 @@ class Training:
             # Sums of many tensors at once, as torch chooses on an accelerator.
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
-        self.other = simulator.device.Stream(name="user")
-        if case.offload != "none":  # of AdamW's steps the host would read a number that the device has
+        self.other = api.Stream(name="user")
+        if case.uses_sgd:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-            wrap = sw.optim.in_backward if case.offload == "in backward" else sw.fully_shard_optimizer
+            wrap = sw.optim.in_backward if case.steps == "in backward" else sw.fully_shard_optimizer
             self.optimizer = wrap(optimizer)
         event, blocks = case.event, self.model.blocks
         if event == "hook on a stream":
@@ -167,7 +196,7 @@ class Training:
         elif event == "frozen":
             blocks[1].requires_grad_(False)
             self.model.embed.requires_grad_(False)
-        self.model.recomputed = event == "recomputed"
+        self.model.recompute = "recomputed" if event == "recomputed" else case.recompute
 
     def run(self, steps: int = 4) -> None:
         with self._everything():
@@ -182,14 +211,18 @@ class Training:
         if self.case.event != "training on a stream":
             yield
             return
-        self.other.wait_stream(self.simulator.current)
-        with self.simulator.device.stream(self.other):
+        self.other.wait_stream(self.api.current_stream())
+        with self.api.stream(self.other):
             yield
-        self.simulator.current.wait_stream(self.other)
+        self.api.current_stream().wait_stream(self.other)
+
+    def batch(self, step: int, micro: int = 0) -> torch.Tensor:
+        batch = tokens(step, micro, self.rank)
+        return batch if self.device is None else batch.to(self.device)
 
     def validate(self) -> None:
         with torch.no_grad():
-            self.model(tokens(99, 0, 0))
+            self.model(self.batch(99))
 
     def step(self, step: int) -> None:
         model, optimizer, case = self.model, self.optimizer, self.case
@@ -203,25 +236,26 @@ class Training:
             model.blocks[2].reshard()
         if case.event == "failures" and step in (1, 2):
             self.fail(step)
-        micros = 1 if case.accumulation == "none" else 2
-        for micro in range(micros):
-            last = micro == micros - 1
+        for micro in range(case.micros):
+            last = micro == case.micros - 1
             if case.accumulation == "held":
                 model.set_requires_gradient_sync(last)
             elif case.accumulation == "not all-reduced":
                 model.set_requires_all_reduce(last)
             elif case.accumulation == "not last":
                 model.set_is_last_backward(last)
-            batch = tokens(step, micro, 0)
-            loss_of(model(batch), batch).backward()
-        if case.offload == "in backward":
+            batch = self.batch(step, micro)
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            self.losses.append(loss.detach())
+        if case.steps == "in backward":
             if step % 2:  # else what is left is stepped where the next forward needs it
                 optimizer.step()
             return
         sw.clip_grad_norm_(model.parameters(), 1.0)
         if case.event == "optimizer on a stream":
-            self.other.wait_stream(self.simulator.current)
-            with self.simulator.device.stream(self.other):
+            self.other.wait_stream(self.api.current_stream())
+            with self.api.stream(self.other):
                 optimizer.step()
             model.set_post_optim_event(self.other.record_event())
             self.validate()  # waits for its gathers, and so for the optimizer
@@ -238,18 +272,23 @@ class Training:
         if step == 1:
             model.fails = 1
             with pytest.raises(ValueError, match="this block fails"):
-                model(tokens(step, 9, 0))
+                model(self.batch(step, 9))
             model.fails = -1
             return
         handle = model.blocks[1].register_forward_hook(lambda module, args, output: Fails.apply(output))
         with pytest.raises(ValueError, match="this backward fails"):
-            model(tokens(step, 9, 0)).sum().backward()
+            model(self.batch(step, 9)).sum().backward()
         handle.remove()
+
+
+def training_of(case: Case, simulator: Simulator) -> Training:
+    mesh = init_device_mesh("cpu", case.on.shape, mesh_dim_names=names_of(case.on.shape))
+    return Training(case, simulator.device, mesh)
 
 
 def run(case: Case, streams: Callable[[torch.device], DeviceStreams] = DeviceStreams) -> Simulator:
     with fake_ranks(math.prod(case.on.shape)), Simulator(streams) as simulator:
-        Training(case, simulator).run()
+        training_of(case, simulator).run()
     return simulator
 
 

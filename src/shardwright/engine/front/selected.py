@@ -14,13 +14,15 @@ from typing import Any, cast
 import torch
 
 from shardwright._torch import (
+    NOTHING,
+    in_backward,
     is_transformed,
     leaf_of,
     post_accumulate_grad_hooks,
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
-from shardwright.engine.model.root import Root, backward_failed, selecting
+from shardwright.engine.model.root import Root, running_backward, selecting
 from shardwright.engine.tensors.parameter import Managed, unit_of
 from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
@@ -39,15 +41,12 @@ def hook_backward() -> None:
 
 
 def _run(original: Run, *args: Any, **options: Any) -> Any:
-    try:
+    with NOTHING if in_backward() else running_backward():
         _average_roots(args[0])
         if not args[4]:  # inputs
             return original(*args, **options)
         with selecting():
             return _run_selected(original, *args, **options)
-    except BaseException as error:
-        backward_failed(error)
-        raise
 
 
 def _run_selected(original: Run, *args: Any, **options: Any) -> Any:

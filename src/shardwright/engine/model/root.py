@@ -7,6 +7,7 @@ A guess only moves a gather earlier: every unit still checks that its slab is of
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwright import board as boards
-from shardwright._torch import alone, annotate, in_backward, queue_callback
+from shardwright._torch import alone, annotate, queue_callback
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.base.clock import Clock
 from shardwright.engine.base.home import Place
@@ -215,6 +216,7 @@ class Root:
             queue_callback(task)
             self._task = weakref.ref(task)
             self.backward = True
+            self.agreement.streams.note_current()
             if self.caller is None:
                 self._enter()
                 self.compute_as(False)
@@ -247,6 +249,7 @@ class Root:
         for unit in self._gathered_units():
             if not unit.weights.kept and not unit.activity.calls:  # backward may have run inside a forward
                 unit.release()
+        self.agreement.streams.rejoin()
         self.backward = False
         self.clock.turn()
         self.pools.trained = True
@@ -316,6 +319,7 @@ class Root:
         self._count_steps_within()
         for unit in self.units():
             recover(unit)
+        self.agreement.streams.rejoin()
 
 
 def _end_steps(units: list[Unit]) -> bool:
@@ -431,11 +435,32 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
                 )
 
 
-def backward_failed(error: BaseException) -> None:
-    """Report to the other ranks that an exception has ended a backward on this rank."""
-    if boards.current is not None and not in_backward():
+@contextmanager
+def running_backward() -> Iterator[None]:
+    """The context of an outermost backward. If it raises, its models report that to the other ranks."""
+    thread = threading.get_ident()
+    _backwards.add(thread)
+    try:
+        yield
+    except BaseException as error:
+        _backward_failed(error)
+        raise
+    finally:
+        _backwards.discard(thread)
+
+
+_backwards: set[int] = set()  #: threads that run an outermost backward
+
+
+def _backward_failed(error: BaseException) -> None:
+    if boards.current is not None:
         boards.current.at(boards.OUTSIDE)
-    for root in list(roots) if not in_backward() else ():
+    # A device's thread of autograd may hold the callback for a moment longer. The next forward must not wait for that:
+    # ranks that still took the model for one in backward would gather other units than the rest.
+    only_one = len(_backwards) == 1
+    for root in list(roots):
+        if root.backward and only_one:
+            root.forget_task()
         if root.backward and not root.in_backward and root.caller is None:
             root.agreement.leave(END_BACKWARD, error)
 

@@ -1,0 +1,256 @@
+"""Training on the simulated device, beside a plain model on the CPU. Imported only in processes of its own."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwright as sw
+from shardwright.comm import use_streams
+from shardwright.memory import Slab, observe
+from tests.engine.kit.models import full, loss_of, tokens
+from tests.engine.kit.simulated import Case, Net, Training, names_of, plain_net
+from tests.engine.kit.wrong_streams import FORGOTTEN
+from tests.support.sim import load
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """A mesh of the device over all ranks, made once. All ranks must call it."""
+    load().join_groups()
+    return init_device_mesh("sim", shape, mesh_dim_names=names_of(shape))
+
+
+class Scribbles:
+    """Puts NaN into planned memory where a lease begins and where it ends, as the device does with its own memory."""
+
+    def leased(self, slab: Slab) -> None:
+        with torch.no_grad():
+            slab.byte_view(0, slab.nbytes).fill_(255)
+
+    releases = leased
+
+    def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        pass
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+
+class Outcome(NamedTuple):
+    """Losses of this rank, and full weights at the end."""
+
+    losses: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def outcome_of(training: Training) -> Outcome:
+    weights = [full(p.detach()).cpu() for p in training.model.parameters()]
+    return Outcome([loss.cpu() for loss in training.losses], weights)
+
+
+def train(case: Case, seed: int, steps: int = 4) -> Outcome:
+    """A training on the device, in the order of the seed."""
+    sim, mesh = load(), mesh_of(*case.on.shape)
+    torch.manual_seed(0)
+    with sim.running(seed), observe(Scribbles()) if case.memory != "dynamic" else nullcontext():
+        training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
+        training.run(steps)
+        return outcome_of(training)
+
+
+def differences(one: Outcome, other: Outcome) -> list[str]:
+    """Where two outcomes are not equal in bits."""
+    found = []
+    for what, left, right in zip(Outcome._fields, one, other, strict=True):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            if not torch.equal(a, b):
+                where = (a != b).nonzero()[0].tolist()
+                found.append(f"{what}[{i}] at {where}: {a[tuple(where)]:.8g}, not {b[tuple(where)]:.8g}")
+    return found
+
+
+@contextmanager
+def put_in(defect: Any) -> Iterator[None]:
+    """A wrong order, as tests/engine/kit/wrong_streams.py has them: a class of streams, or a patch of the engine."""
+    if isinstance(defect, tuple):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*defect)
+            yield
+    else:
+        device = load().device
+        with use_streams(device, defect(device)):
+            yield
+
+
+def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int, str] | None:
+    """The first seed with which a wrong order shows on some rank, and what differs there."""
+    sim = load()
+    expected = train(case, 0)
+    for seed in seeds:
+        shown: str | None = None
+        failed = False
+        sim.extension.set_patience(5)
+        try:
+            with put_in(defect):
+                found = differences(expected, train(case, seed + 3 * dist.get_rank()))
+            shown = found[0] if found else None
+        except Exception as error:  # garbage may be an index, or a flag that says that the ranks differ
+            shown, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
+        finally:
+            sim.extension.set_patience(50)
+            FORGOTTEN.clear()
+        everywhere = sim.all_gather((shown, failed))
+        if any(failed for _, failed in everywhere):
+            sim.leave_groups()
+            mesh_of.cache_clear()
+        if any(shown for shown, _ in everywhere):
+            return seed, next(shown for shown, _ in everywhere if shown)
+    return None
+
+
+def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:
+    """Forward on one stream and backward on another, if there are two, which wait only for what they read.
+
+    Between backward and the next forward of the accumulation nobody waits.
+    """
+    sim, mesh, api = load(), mesh_of(*case.on.shape), torch.get_device_module("sim")
+    torch.manual_seed(0)
+    with sim.running(seed):
+        training = Training(case, api, mesh, sim.device, dist.get_rank())
+        model, optimizer = training.model, training.optimizer
+        forwards, backwards = api.Stream(), api.Stream()
+        if streams == 1:
+            backwards = forwards
+        forwards.wait_stream(api.current_stream())
+        for step in range(3):
+            for micro in range(3):
+                with api.stream(forwards):
+                    batch = training.batch(step, micro)
+                    loss = loss_of(model(batch), batch)
+                    training.losses.append(loss.detach())
+                with api.stream(backwards):
+                    loss.backward()
+            with api.stream(backwards):
+                optimizer.step()
+                optimizer.zero_grad()
+            forwards.wait_stream(backwards)
+        api.current_stream().wait_stream(forwards)
+        return outcome_of(training)
+
+
+def plain_outcome(case: Case, steps: int) -> Outcome:
+    """The same training of a plain model on the CPU, on all ranks' data."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = plain_net()
+    optimizer: torch.optim.Optimizer
+    if case.uses_sgd:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        for micro in range(case.micros):
+            for each in range(world):
+                batch = tokens(step, micro, each)
+                loss = loss_of(model(batch), batch)
+                (loss / world).backward()
+                if each == rank:
+                    losses.append(loss.detach())
+        if case.steps == "optimizer":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Outcome(losses, [p.detach() for p in model.parameters()])
+
+
+def check(case: Case, seeds: Iterable[int], steps: int = 3) -> None:
+    """At once the numbers are those of the plain model, and in each order they are the same in bits."""
+    expected = train(case, 0, steps)
+    plain = plain_outcome(case, steps)
+    # float32 sums differ in their order only; lower dtypes round sums or products.
+    tolerance = 1e-5 if case.dtypes == (None, None) else 2e-2
+    for field, ours, theirs in zip(Outcome._fields, expected, plain, strict=True):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            where = f"{field}[{i}]"
+            torch.testing.assert_close(
+                a, b, rtol=tolerance, atol=tolerance, msg=functools.partial("{}: {}".format, where)
+            )
+    for seed in seeds:
+        found = differences(expected, train(case, seed + 3 * dist.get_rank(), steps))
+        assert not found, f"seed {seed}: {found}"
+
+
+def waits_of_a_step(case: Case) -> Counter[str]:
+    """What makes the host wait for the device in a steady step: forward, backward, clipping, the optimizer's step."""
+    sim, mesh = load(), mesh_of(*case.on.shape)
+    with sim.running(0):
+        training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
+        batch = training.batch(0)
+        training.batch = lambda step, micro=0: batch  # type: ignore[method-assign]
+        for step in range(3):
+            training.step(step)
+        with sim.waits() as found:
+            training.step(3)
+        return found
+
+
+def built_alike(seed: int) -> bool:
+    """Whether deferred construction draws the weights that construction on the device draws."""
+    sim, mesh = load(), mesh_of(dist.get_world_size())
+    with sim.running(seed):
+        torch.manual_seed(3)
+        with torch.device("sim"):
+            plain = Net(layers=2)
+        torch.manual_seed(3)
+        with sw.deferred_init():
+            model = Net(layers=2)
+        for block in model.blocks:
+            sw.fully_shard(block, mesh=mesh)
+        sw.materialize(sw.fully_shard(model, mesh=mesh))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return all(torch.equal(full(p.detach()).cpu(), q.detach().cpu()) for p, q in pairs)
+
+
+def resumed(case: Case, seed: int, folder: str, asynchronous: bool) -> tuple[Outcome, Outcome]:
+    """A training that goes on after a checkpoint, and one that begins from it. The save may run beside the first."""
+    sim, mesh, api = load(), mesh_of(*case.on.shape), torch.get_device_module("sim")
+    with sim.running(seed):
+        first, second = (Training(case, api, mesh, sim.device, dist.get_rank()) for _ in range(2))
+        first.step(0)
+        first.step(1)
+        saver = sw.AsyncCheckpoint()
+        if asynchronous:
+            saver.save(folder, first.model, first.optimizer)
+        else:
+            sw.save_checkpoint(folder, first.model, first.optimizer)
+        first.losses.clear()
+        first.step(2)
+        first.step(3)
+        saver.wait()
+        saver.close()
+        sw.load_checkpoint(folder, second.model, second.optimizer)
+        second.step(2)
+        second.step(3)
+        return outcome_of(first), outcome_of(second)
+
+
+def threads_of_hooks(case: Case, seed: int) -> set[int]:
+    """The threads on which modules' backward hooks of the user's ran."""
+    sim, mesh = load(), mesh_of(*case.on.shape)
+    threads: set[int] = set()
+    with sim.running(seed):
+        training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
+        for block in training.model.blocks:
+            block.register_full_backward_hook(lambda *given: threads.add(threading.get_ident()))
+        training.run(2)
+    return threads

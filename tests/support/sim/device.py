@@ -1,0 +1,164 @@
+"""``torch.sim``: the simulated device's Python side, and what tests ask of it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import pickle
+import sys
+import traceback
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store as _default_store
+
+from tests.support.sim.building import library
+
+__all__ = ["Sim", "load"]
+
+
+class Sim:
+    """The device of this process."""
+
+    def __init__(self) -> None:
+        torch.utils.rename_privateuse1_backend("sim")
+        spec = importlib.util.spec_from_file_location("sim_extension", library())
+        assert spec is not None and spec.loader is not None
+        self.extension: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.extension)
+        atexit.register(self.extension.stop)
+        self.device = torch.device("sim", 0)
+        torch._register_device_module("sim", _module(self.device, self.extension))
+        importlib.import_module("torch._meta_registrations")  # kernels that give shapes
+        self._joined = False
+        self._left: list[Any] = []  #: groups whose destructors might wait for other ranks
+        self._store: Any = None
+        self._meetings = 0
+        dist.Backend.register_backend("sim", self._make_group, devices=["sim"])
+
+    def _make_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return self.extension.group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    def join_groups(self) -> None:
+        """The default group of this process serves the device, too, from now on. All ranks must call it."""
+        if self._joined:
+            return
+        self._store, rank, size = _default_store(), dist.get_rank(), dist.get_world_size()
+        self._left.append(dist.group.WORLD)
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"sim {len(self._left)}", self._store)
+        dist.init_process_group("cpu:gloo,sim:sim", store=store, rank=rank, world_size=size)
+        self._joined = True
+
+    def leave_groups(self) -> None:
+        """A failure has left collectives unfinished. The next :meth:`join_groups` makes another group."""
+        self._joined = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, whatever has happened to the groups."""
+        self._meetings += 1
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(f"sim values {self._meetings}", self._store)
+        store.set(str(rank), pickle.dumps(value))
+        return [pickle.loads(store.get(str(peer))) for peer in range(size)]
+
+    @contextmanager
+    def running(self, seed: int) -> Iterator[None]:
+        """Inside, work runs later, in the order of ``seed``; 0: at once. At the end all of it is over."""
+        self.extension.begin(seed)
+        try:
+            yield
+        except BaseException:
+            self.extension.forget()
+            raise
+        finally:
+            self.extension.begin(0)
+
+    @contextmanager
+    def waits(self) -> Iterator[Counter[str]]:
+        """What makes the host wait inside, with the places in the package, and how often."""
+        found: Counter[str] = Counter()
+
+        def waits(name: str) -> None:
+            frames = [f for f in traceback.extract_stack() if "shardwright/" in f.filename]
+            places = " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[:-4:-1])
+            found[f"{name} in {places}" if places else name] += 1
+
+        self.extension.watch(waits)
+        try:
+            yield found
+        finally:
+            self.extension.watch(None)
+
+    @property
+    def drained(self) -> dict[str, int]:
+        """Operations without a meta kernel, or with draws that depend on data: each has waited for its stream."""
+        return dict(self.extension.drained())
+
+
+@functools.cache
+def load() -> Sim:
+    """Register the device with torch, once in this process."""
+    return Sim()
+
+
+def _module(device: torch.device, extension: Any) -> types.ModuleType:
+    module = types.ModuleType("torch.sim")
+
+    class Stream(torch.Stream):
+        def __new__(cls, device_: Any = None, priority: int = 0, **given: Any) -> Any:
+            given.pop("device", None)
+            given.pop("name", None)
+            return (
+                super().__new__(cls, **given)
+                if given
+                else super().__new__(cls, device=device, priority=priority)
+            )
+
+    @contextmanager
+    def stream(new: Any) -> Iterator[None]:
+        before = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(new)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def seed(value: int) -> None:
+        extension.generator().manual_seed(value)
+
+    names: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": torch.Event,
+        "stream": stream,
+        "current_stream": lambda _=None: torch.accelerator.current_stream(device),
+        "default_generators": (extension.generator(),),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "_is_in_bad_fork": lambda: False,
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        "get_rng_state": lambda _=None: extension.generator().get_state(),
+        "set_rng_state": lambda state, _=None: extension.generator().set_state(state),
+        "synchronize": lambda _=None: extension.synchronize(),
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda _=None: extension.memory_allocated(),
+        "max_memory_allocated": lambda _=None: extension.max_memory_allocated(),
+        "reset_peak_memory_stats": lambda _=None: extension.reset_peak_memory_stats(),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    }
+    for name, value in names.items():
+        setattr(module, name, value)
+    sys.modules["torch.sim"] = module
+    return module
