@@ -33,7 +33,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -51,6 +50,7 @@ import torch  # noqa: E402
 from benchmarks.gpu_rows import tables, verdicts  # noqa: E402
 from benchmarks.gpu_rows.crew import run_row  # noqa: E402
 from benchmarks.gpu_rows.faults import FAULTS  # noqa: E402
+from benchmarks.gpu_rows.processes import end_processes_on_sigterm  # noqa: E402
 from benchmarks.gpu_rows.rows import ROWS, Row, Variant  # noqa: E402
 from shardwright.train.peaks import peak_flops  # noqa: E402
 
@@ -270,6 +270,5 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
 
 
 if __name__ == "__main__":
-    # The processes of a row are in sessions of their own: nobody else ends them when this one is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_processes_on_sigterm()
     sys.exit(main())

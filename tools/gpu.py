@@ -25,7 +25,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,13 @@ sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in s
 
 from benchmarks.gpu_rows.failures import ending, shortened  # noqa: E402
 from benchmarks.gpu_rows.faults import EXPECTED  # noqa: E402
-from benchmarks.gpu_rows.processes import end, output_of, start  # noqa: E402
+from benchmarks.gpu_rows.processes import (  # noqa: E402
+    end,
+    end_if_asked,
+    end_processes_on_sigterm,
+    output_of,
+    start,
+)
 
 SECONDS = {"cuda": 170.0, "cpu": 600.0}
 """The deadline of the whole run. A GPU may be lent by the minute; a CPU that is busy with other work is only slow."""
@@ -177,6 +182,7 @@ class Run:
         running: dict[str, tuple[Part, subprocess.Popen[bytes], float]] = {}
         try:
             while waiting or running:
+                end_if_asked()
                 # A part that hangs needs no core.
                 busy = sum(each.name != "fault-hang" for each, _, _ in running.values())
                 while waiting and busy < self.at_once:
@@ -334,6 +340,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # The parts are in sessions of their own: nobody else ends them when this one is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_processes_on_sigterm()
     sys.exit(main())

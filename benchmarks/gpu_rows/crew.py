@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_rows.failures import ending, stack_place
-from benchmarks.gpu_rows.processes import end, output_of, start
+from benchmarks.gpu_rows.processes import end, end_if_asked, output_of, start
 from benchmarks.gpu_rows.rows import Row, Variant
 
 GRACE = 10.0
@@ -140,6 +140,7 @@ def _wait(
     Returns the status of each; None: it still runs.
     """
     while True:
+        end_if_asked()
         states = [process.poll() for process in processes]
         if None not in states or time.monotonic() > deadline:
             return states

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +20,24 @@ SETTINGS = {
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
 """Variables with which Python and torch say where they were."""
+
+
+_asked_to_end = threading.Event()
+
+
+def end_processes_on_sigterm() -> None:
+    """Let :func:`end_if_asked` end this program after SIGTERM.
+
+    The processes are in sessions of their own, so nobody else ends them. An exception in the signal's handler could be
+    raised while one is being started, and nobody would know it.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: _asked_to_end.set())
+
+
+def end_if_asked() -> None:
+    """Raise SystemExit if the signal has arrived. A loop that waits for processes calls it, and ends them then."""
+    if _asked_to_end.is_set():
+        sys.exit(143)
 
 
 def start(
