@@ -31,8 +31,10 @@ DEFECTS = [
         "cast",
         "the cast shard stays leased after its gather",
         "engine/weights/gather.py",
-        "        parcel.casts = self._copies\n\n    def end(self) -> None:\n        self._slab.release()\n",
-        "        parcel.casts = self._copies\n\n    def end(self) -> None:\n        pass\n",
+        "        parcel.casts = self._copies\n\n    def end(self) -> None:\n        if self._slab is not None:\n"
+        "            self._slab.release()\n",
+        "        parcel.casts = self._copies\n\n    def end(self) -> None:\n        if self._slab is not None:\n"
+        "            pass\n",
         ("engine/test_memory_bounds.py",),
     ),
     Defect(

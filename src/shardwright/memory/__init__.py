@@ -1,10 +1,19 @@
 """Memory that the engine leases during a step. This package knows bytes and devices, but no parameters or ranks."""
 
-from shardwright.memory.observing import Observer, observe, resize
 from shardwright.memory.packing import pack
 from shardwright.memory.plan import Item, Plan, peak, slots
 from shardwright.memory.planned import Planned
-from shardwright.memory.slab import DYNAMIC, Allocator, Dynamic, Owner, Slab, Source
+from shardwright.memory.slab import (
+    DYNAMIC,
+    Allocator,
+    Dynamic,
+    Observer,
+    Owner,
+    Slab,
+    Source,
+    observe,
+    resize,
+)
 from shardwright.memory.trace import Recorder
 
 __all__ = [
