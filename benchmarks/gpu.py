@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Training steps on a GPU in nine minutes at most: plain torch, torch's FSDP2 and shardwright, in the same run.
 
-    PYTHONPATH=src python benchmarks/gpu.py                 # all rows on all GPUs of this machine
-    PYTHONPATH=src python benchmarks/gpu.py --only 3B       # rows with "3B" in their names; --list shows the names
-    PYTHONPATH=src python benchmarks/gpu.py --device cpu    # the same with a tiny model, to see whether it runs
+    PYTHONPATH=src python benchmarks/gpu.py                         # all rows on all GPUs of this machine
+    PYTHONPATH=src python benchmarks/gpu.py --only "1B,150M exact"  # these rows, in this order; --list shows the names
+    PYTHONPATH=src python benchmarks/gpu.py --only 3B               # no row has this name: all with "3B" in theirs
+    PYTHONPATH=src python benchmarks/gpu.py --device cpu            # with a tiny model, to see whether it runs
 
 It needs torch and no installation. A row is one Llama and one way to run it: 150M, 1B or 3B parameters, 2,048 to 8,192
 tokens, activation checkpointing or none, eager or compiled, planned memory, CUDA graphs. All engines compute with the
-same roundings (``gpu_rows/training.py``). Every row runs in processes of its own with a limit of its own. A row that
-fails or hangs does not end the others. After ``--seconds`` the remaining rows are left out, and the results name them.
+same roundings (``gpu_rows/training.py``). Every row runs in processes of its own with a limit of its own, and each
+variant with a CUDA graph in its own process. A row or variant that fails, aborts or hangs does not end the others.
+The results have its traceback or its stacks, its output, and the device's memory. After ``--seconds`` the remaining
+rows are left out, and the results name them.
 
 * ms: median step, timed by the device's events while the host runs ahead. host ms: until a step is queued.
 * active, reserved: the most bytes of tensors, and of the process's memory on the device, in the timed steps.
@@ -17,8 +20,8 @@ fails or hangs does not end the others. After ``--seconds`` the remaining rows a
   give the same bits in every loss. A missing wait between streams would show as other bits.
 * The profile shows where the time is that shardwright takes beyond its target, in the row where that is most.
 
-Text and JSON go to benchmarks/results (--device cpu: build/gpu) after each row. Exit status 1 if a row fails or losses
-disagree, 2 without a GPU. A target that is not met does not change the status.
+Text and JSON go to build/gpu, or where --out says, after each row; the last line says where. Exit status 1 if a row
+fails or losses disagree, 2 without a GPU. A target that is not met does not change the status.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ import torch  # noqa: E402
 
 from benchmarks.gpu_rows import tables, verdicts  # noqa: E402
 from benchmarks.gpu_rows.crew import run_row  # noqa: E402
+from benchmarks.gpu_rows.faults import FAULTS  # noqa: E402
 from benchmarks.gpu_rows.rows import ROWS, Row, Variant  # noqa: E402
-from shardwright._torch import memory_can_be_swapped  # noqa: E402
 from shardwright.train.peaks import peak_flops  # noqa: E402
 
 SECONDS = 540.0
@@ -58,10 +61,8 @@ LEAST = 1 / 36
 """The part of the deadline below which nothing is started: a process needs that long to import torch and to build."""
 
 
-def reason_to_skip(row: Row, variant: Variant, device: str, swappable: bool) -> str:
-    """Why this torch or machine cannot run the variant; nothing if it can. Each process looks at its free memory."""
-    if variant.memory != "dynamic" and not swappable:
-        return f"memory={variant.memory!r} needs torch 2.12 or later, this is {torch.__version__}"
+def reason_to_skip(row: Row, variant: Variant, device: str) -> str:
+    """Why this machine cannot run the variant; nothing if it can. Each process looks at its free memory."""
     if variant.graph and device == "cpu":
         return "a CUDA graph needs a CUDA device"
     if row.compile and device == "cuda":
@@ -75,9 +76,23 @@ def reason_to_skip(row: Row, variant: Variant, device: str, swappable: bool) -> 
     return ""
 
 
+def chosen(rows: Sequence[Row], only: str) -> tuple[list[Row], list[str]]:
+    """The rows that ``--only`` names, in its order, and the names that no row has, not even as a part."""
+    if not only.strip():
+        return list(rows), []
+    found: dict[str, Row] = {}
+    unknown = []
+    for name in (part.strip() for part in only.split(",")):
+        same = [row for row in rows if row.name.lower() == name.lower()]
+        matching = same or [row for row in rows if name and name.lower() in row.name.lower()]
+        found |= {row.name: row for row in matching if row.name not in found}
+        unknown += [] if matching or not name else [name]
+    return list(found.values()), unknown
+
+
 def measure(row: Row, args: argparse.Namespace, seconds: float, profile: bool = False) -> dict[str, Any]:
     """Run one row; variants that cannot run are in the result with the reason."""
-    skipped = {v: reason_to_skip(row, v, args.device, memory_can_be_swapped) for v in row.variants}
+    skipped = {v: reason_to_skip(row, v, args.device) for v in row.variants}
     possible = replace(row, variants=tuple(v for v in row.variants if not skipped[v]))
     order = {
         "device": args.device,
@@ -85,6 +100,7 @@ def measure(row: Row, args: argparse.Namespace, seconds: float, profile: bool = 
         "profile": profile,
         "backend": "inductor" if args.device == "cuda" else "aot_eager",
         "limit_bytes": args.limit_gb and args.limit_gb * 1e9,
+        "faults": dict(fault.split("=", 1) for fault in args.inject),
     }
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     if row.exact:
@@ -133,10 +149,16 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def file_stem(results: dict[str, Any]) -> str:
+    """The name of both files. Runs of some rows have these in it, so that none overwrites another's."""
     words = results["machine"]["device"].lower().replace("nvidia", "")
     count = f"{results['ranks']}x-" if results["ranks"] > 1 else ""
     version = ".".join(results["machine"]["torch"].split(".")[:2])
-    return f"gpu-{count}{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}-torch-{version}"
+    stem = f"gpu-{count}{_in_a_name(words)}-torch-{version}"
+    return "-".join([stem, *filter(None, [_in_a_name(results.get("only", "").lower())])])
+
+
+def _in_a_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
 
 
 def write(results: dict[str, Any], out: Path) -> None:
@@ -154,6 +176,7 @@ def measure_all(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]
         "machine": machine(args.device),
         "ranks": args.ranks,
         "limit_seconds": args.seconds,
+        "only": args.only,
     }
     results |= {"precision": verdicts.PRECISION, "rows": {}, "left_out": [], "targets": [], "profile": None}
     reserve = FOR_PROFILE * args.seconds if args.profile else 0.0
@@ -188,12 +211,21 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, help="devices or CPU processes; default: all GPUs, or one process"
     )
-    parser.add_argument("--only", default="", help="parts of the names of rows, separated by commas")
+    parser.add_argument("--only", default="", help="names of rows, or parts of them, separated by commas")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="deadline of the whole run")
     parser.add_argument("--limit-gb", type=float, help="use no more of a device's memory than this")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
-    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results (build/gpu)"
+    )
+    parser.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="VARIANT=FAULT",
+        help=f"let a variant fail on purpose, to see how it is reported: {', '.join(FAULTS)}",
+    )
     parser.add_argument("--work", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -204,11 +236,26 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
         from benchmarks.gpu_rows.worker import work
 
         work(Path(args.work[0]), int(args.work[1]))
-    parts = [part.strip().lower() for part in args.only.split(",")]
-    rows = [row for row in rows if any(part in row.name.lower() for part in parts)]
-    if args.list or not rows:
-        print("\n".join(f"{row.name}: {row.title}" for row in rows or ROWS))
-        return 0 if rows else 2
+    known = rows
+    rows, unknown = chosen(rows, args.only)
+    if args.list or unknown:
+        print("\n".join(f"{row.name}: {row.title}" for row in (known if unknown else rows)))
+    if unknown:
+        print(
+            f"gpu: no row has {' or '.join(map(repr, unknown))} in its name; these are all", file=sys.stderr
+        )
+    if args.list or unknown:
+        return 2 if unknown else 0
+    variants = {variant.name for row in rows for variant in row.variants}
+    for fault in args.inject:
+        name, _, kind = fault.partition("=")
+        if name not in variants or kind not in FAULTS:
+            print(
+                f"gpu: --inject {fault!r}: expected VARIANT=FAULT with one of {', '.join(sorted(variants))} and one of "
+                f"{', '.join(FAULTS)}",
+                file=sys.stderr,
+            )
+            return 2
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
         print(
@@ -216,9 +263,9 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
         )
         return 2
     args.ranks = args.ranks or (torch.cuda.device_count() if cuda else 1)
-    args.out = args.out or (ROOT / "benchmarks" / "results" if cuda else ROOT / "build" / "gpu")
     results = measure_all(rows if cuda else [row.tiny() for row in rows], args)
     print(tables.text_of(results), end="")
+    print(f"results: {args.out / file_stem(results)}.txt and .json", file=sys.stderr)
     return 1 if results["problems"] else 0
 
 

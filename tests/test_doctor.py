@@ -127,6 +127,7 @@ GPU = {"name": "A", "memory": 2**36, "capability": "9.0", "cores": 132}
     [
         ("torch", {"driver": "570.1", "cuda": None, "devices": []}, "driver 570.1.*built without CUDA"),
         ("torch", {"engine_error": "ImportError: no"}, "engine does not load: ImportError: no"),
+        ("torch", {"memory_error": "no compiler"}, "planned memory does not work: no compiler"),
         ("torch", {"device_error": "RuntimeError: no"}, "cannot use them: RuntimeError: no"),
         ("shared_memory", {"free": 2**25, "error": None}, "32 MiB free.*--shm-size"),
         ("shared_memory", {"error": "Permission denied"}, "cannot be written: Permission denied"),

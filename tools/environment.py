@@ -1,7 +1,9 @@
 """Says whether the running environment satisfies an extra of pyproject.toml: exit status 0, or 1 and what is missing.
 
     python tools/environment.py train
+    python tools/environment.py --list train --without tensorboard
 
+--list prints what the extra asks for beside torch, one requirement a line, for tools/offline.sh.
 Only reads; tools/setup.sh decides what to install. The standard library and pip's own copy of `packaging` are
 all it may use, because it runs before anything is installed.
 """
@@ -55,7 +57,29 @@ def missing(extra: str) -> list[str]:
     return lines
 
 
+def listed(extra: str, without: str) -> list[str]:
+    """The requirements of an extra except torch and the packages that ``without`` names, separated by commas.
+
+    Raises:
+        ValueError: there is no such extra, or it does not ask for a package that ``without`` names.
+    """
+    try:
+        everything = [requirement for requirement in requirements(extra) if requirement.name != "torch"]
+    except KeyError:
+        raise ValueError(f"pyproject.toml has no extra {extra}") from None
+    left_out = {name.strip() for name in without.split(",") if name.strip()}
+    if unknown := left_out - {requirement.name for requirement in everything}:
+        raise ValueError(f"the extra {extra} does not ask for {', '.join(sorted(unknown))}")
+    return sorted({str(each) for each in everything if each.name not in left_out})
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--list":
+        try:
+            print("\n".join(listed(sys.argv[2], sys.argv[4] if len(sys.argv) > 4 else "")))
+        except ValueError as error:
+            sys.exit(f"offline: {error}")
+        sys.exit()
     problems = missing(sys.argv[1])
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
     sys.exit(bool(problems))

@@ -7,7 +7,8 @@
 #   PYTHON=python3.12 sh tools/versions.sh 2.11  with that Python
 #
 # Each version gets an environment of its own, .venvs/torch-VERSION, on its first run: several minutes and gigabytes
-# where only a CUDA wheel exists. The tests need no GPU. Delete the folder when you are done.
+# where only a CUDA wheel exists. The tests need no GPU; on torch 2.11 they need a C++ compiler. Delete the folder when
+# you are done.
 set -eu
 cd "$(dirname "$0")/.."
 

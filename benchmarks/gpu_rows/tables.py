@@ -56,6 +56,23 @@ def notes(result: Found) -> list[str]:
     return lines + [f"DISAGREE: {each}" for each in result["disagree"]]
 
 
+def details(results: dict[str, Any]) -> list[str]:
+    """All that is known of each failure: the traceback with its causes, the device's memory, and the output."""
+    lines = []
+    for row, result in results["rows"].items():
+        failures = {f"{row}, {name}": found for name, found in result["variants"].items() if "error" in found}
+        if "error" in result and not failures:
+            failures[row] = result
+        for name, found in failures.items():
+            lines += ["", f"==== {name}: {found['error']}"]
+            lines += found.get("traceback", "").splitlines()
+            if found.get("memory"):
+                lines.append(f"memory: {found['memory']}")
+            if found.get("output"):
+                lines += ["output:", *found["output"].splitlines()]
+    return lines
+
+
 def target_lines(targets: list[Found]) -> list[str]:
     rows = []
     for target in targets:
@@ -127,4 +144,11 @@ def text_of(results: dict[str, Any]) -> str:
         lines += ["", *target_lines(results["targets"])]
     if results["profile"]:
         lines += ["", *profile_lines(results["profile"])]
-    return "\n".join([*lines, "", f"verdict: {'; '.join(results['problems']) or 'all numbers agree'}"]) + "\n"
+    lines += ["", f"verdict: {'; '.join(results['problems']) or verdict_of(results)}"]
+    return "\n".join([*lines, *details(results)]) + "\n"
+
+
+def verdict_of(results: dict[str, Any]) -> str:
+    """Without problems: whether there are any numbers."""
+    found = [variant for row in results["rows"].values() for variant in row["variants"].values()]
+    return "all numbers agree" if any("ms" in variant for variant in found) else "nothing was measured"

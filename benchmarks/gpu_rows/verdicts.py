@@ -23,6 +23,8 @@ of an engine that does not train. The engines compute the same roundings, so the
 nearly. Backward of attention and of the embedding adds up in an order that changes, and AdamW makes that larger."""
 NORM_TOLERANCE = 0.1
 """Relative, for the norms of the gradients of the first steps, which such noise changes more than it changes losses."""
+KEPT = ("error", "traceback", "memory", "output", "skipped", "late")
+"""Of a line without figures."""
 PRECISION = (
     "float32 master weights and moments, computation in bfloat16, gradients cast to float32; plain torch: a model in "
     "bfloat16 beside float32 copies in the optimizer; FSDP2 and shardwright: MixedPrecisionPolicy(bfloat16, float32)"
@@ -34,14 +36,16 @@ def summary(row: Row, measured: Found, peak: float | None) -> Found:
     variants: dict[str, Found] = {variant.name: {} for variant in row.variants}
     turns: dict[str, list[Found]] = {name: [] for name in variants}
     error = measured["error"]
+    details = {"output": measured["output"]} if measured.get("output") else {}
     for line in measured["lines"]:
         name = line.get("variant")
         if name is None:
             error = error or line["error"]
+            details |= {key: line[key] for key in ("traceback",) if key in line}
         elif "ms" in line:
             turns[name].append(line)
         else:
-            variants[name] |= {k: line[k] for k in ("error", "skipped", "late") if k in line}
+            variants[name] |= {key: line[key] for key in KEPT if key in line}
     for name, lines in turns.items():
         if lines:
             variants[name] |= _figures(lines, peak)
@@ -55,7 +59,7 @@ def summary(row: Row, measured: Found, peak: float | None) -> Found:
                 found[key] = ratios(*times)
     result = {"row": row.as_json(), "title": row.title, "seconds": measured["seconds"], "variants": variants}
     result["disagree"] = disagreements(row, {name: lines for name, lines in turns.items() if lines}, variants)
-    return result | ({"error": error} if error else {})
+    return result | ({"error": error, **details} if error else {})
 
 
 def _figures(lines: Sequence[Found], peak: float | None) -> Found:

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_rows.failures import described, memory_of
+from benchmarks.gpu_rows.faults import FAULTS
 from benchmarks.gpu_rows.rows import WARM_UP, Row, Variant, need
 from benchmarks.gpu_rows.training import Training, wait_for
 
@@ -79,11 +81,12 @@ class Rank:
                 self.note({"variant": name, "skipped": reason})
                 continue
             begun = time.monotonic()
+            self.note({"variant": name, "begun": time.time()})  # whoever ends this process sees what it did
             try:
                 line = self.turn(variant)
             except Exception as error:
                 given_up.add(name)
-                self.write({"variant": name, "error": described(error)})
+                self.write({"variant": name, **described(error), "memory": memory_of(self.device)})
                 traceback.clear_frames(error.__traceback__)
                 if self.ranks > 1 or not self.device_works():
                     raise  # the other ranks may wait for this one; after some errors a device does nothing more
@@ -118,6 +121,8 @@ class Rank:
         left = self.active_bytes()
         begun = time.monotonic()
         training = Training(self.row, variant, self.device, self.order["backend"])
+        if fault := self.order.get("faults", {}).get(variant.name):
+            FAULTS[fault](self.device)
         self.forget()  # full weights, which were there before they were sharded
         for _ in range(WARM_UP):
             training.step()
@@ -206,14 +211,6 @@ def longest(times: dict[str, float]) -> dict[str, float]:
     return {name: round(times[name], 4) for name in names}
 
 
-def described(error: BaseException) -> str:
-    """The error, and where in the source it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "shardwright" in f.filename or "benchmarks" in f.filename] or frames
-    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {str(error).strip()[:1500]}{place}"
-
-
 def work(folder: Path, rank: int) -> NoReturn:
     """Run the row as one of its ranks. Does not return: process groups and compilers may take forever to end."""
     order = json.loads((folder / "order.json").read_text())
@@ -224,7 +221,7 @@ def work(folder: Path, rank: int) -> NoReturn:
         process.everywhere(True)  # no rank ends while another one still communicates with it
     except Exception as error:
         traceback.print_exc()
-        process.write({"error": described(error)})
+        process.write(described(error))
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()

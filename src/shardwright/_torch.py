@@ -34,6 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.utils import _python_dispatch
 
+from shardwright._swap import MissingCompilerError as MissingCompilerError
+from shardwright._swap import load as _load_exchange
+
 
 def _probe(owner: Any, *names: str) -> Any:
     for name in names:
@@ -115,13 +118,32 @@ increment_version = _probe(torch.autograd.graph, "increment_version")
 #: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
 _to_dlpack = _probe(torch._C, "_to_dlpack")
 
-#: Whether a storage can be given other memory, which planned memory needs.
-memory_can_be_swapped = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
+if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
 
+    def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        """Exchange the memory and the sizes of two storages. Views of them see it."""
+        one._swap_data_ptr_(two)  # type: ignore[attr-defined]
 
-def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
-    """Exchange the memory and the sizes of two storages. Views of them see it."""
-    one._swap_data_ptr_(two)  # type: ignore[attr-defined]
+    def prepare_to_swap_memory() -> None:
+        """Compile what :func:`swap_memory` needs, where torch lacks it.
+
+        Raises:
+            MissingCompilerError: on torch 2.11, without a C++ compiler.
+        """
+
+else:
+    _probe(torch.UntypedStorage, "_cdata")
+    _exchange = functools.cache(_load_exchange)
+
+    def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        if _exchange()(one._cdata, two._cdata):
+            raise RuntimeError(
+                f"storages of {one.nbytes()} bytes on {one.device} and of {two.nbytes()} bytes on {two.device} cannot "
+                "exchange memory: they must be on one device, and of one size or empty"
+            )
+
+    def prepare_to_swap_memory() -> None:
+        _exchange()
 
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:

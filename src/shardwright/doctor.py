@@ -150,11 +150,15 @@ def _torch() -> dict[str, Any]:
     }
     if facts["backends"].get("nccl"):
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    facts["engine_error"] = None
+    facts["engine_error"] = facts["memory_error"] = None
     try:
-        import shardwright.engine  # noqa: F401  # which probes this torch
+        import shardwright.engine  # which probes this torch
     except Exception as error:
-        facts["engine_error"] = _error_text(error)
+        return facts | {"engine_error": _error_text(error)}
+    try:
+        shardwright._torch.prepare_to_swap_memory()
+    except RuntimeError as error:
+        facts["memory_error"] = _error_text(error)
     return facts
 
 
@@ -295,6 +299,8 @@ def _problems(report: dict[str, Any]) -> list[str]:
     else:
         if torch["engine_error"]:
             problems.append(f"the engine does not load: {torch['engine_error']}")
+        if torch["memory_error"]:
+            problems.append(f"planned memory does not work: {torch['memory_error']}")
         if torch["device_error"]:
             problems.append(f"torch finds devices and cannot use them: {torch['device_error']}")
         elif torch["driver"] and not torch["devices"]:

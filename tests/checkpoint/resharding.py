@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright._torch import boxes_to_load, memory_can_be_swapped
+from shardwright._torch import boxes_to_load
 from shardwright.engine.tensors.ragged import RaggedTensor
 from tests.engine.kit.models import full
 from tests.engine.kit.tensor_parallel import data_mesh, data_rank, mesh_of
@@ -111,7 +111,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 RUN: dict[str, list[Any]] = {
     "place": PLACES,
     "layout": list(LAYOUTS),
-    "memory": ["dynamic", "max_pool", "arena"] if memory_can_be_swapped else ["dynamic"],
+    "memory": ["dynamic", "max_pool", "arena"],
     "prefetch": [1, 2],
     "precision": ["fp32", "bf16"],
     "units": ["blocks", "one", "halves"],

@@ -237,8 +237,8 @@ DEFECTS = [
         "packing",
         "an unused parameter gets a gradient of zero",
         "engine/gradients/packer.py",
-        "            flags[:, [i for i, there in enumerate(present) if not there]] = 0\n",
-        "",
+        "                    flags[:, columns[0] : columns[-1] + 1] = 0\n",
+        "                    flags[:, columns[0] : columns[-1]] = 0\n",
         ("engine/test_unused.py", "engine/test_behaviour.py"),
     ),
     Defect(

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm_hooks import Cast, Compressed, PowerSGD
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.hooks import Exact
@@ -127,7 +126,7 @@ AXES: dict[str, list[Any]] = {
     ],
     "tensor": ["", "tensor", "sequence"],
     "layout": ["per_parameter", "row", "element"],
-    "memory": ["dynamic", "double_buffer", "max_pool", "arena"] if memory_can_be_swapped else ["dynamic"],
+    "memory": ["dynamic", "double_buffer", "max_pool", "arena"],
     "prefetch": [1, 2],
     "precision": ["fp32", "bf16", "norms", "fp16", "low gradients"],
     "micros": ["single", "reduced", "held", "last", "in flight"],

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 SETTINGS: list[dict[str, object]] = [
@@ -30,8 +29,7 @@ def train_as_one(rank: int, world_size: int, device: torch.device) -> None:
         model = copy.deepcopy(plain)
         for block in model.blocks:
             sw.fully_shard(block, mesh=mesh, **options)
-        planned = memory_can_be_swapped and not options
-        sw.fully_shard(model, mesh=mesh, memory="arena" if planned else "dynamic", **options)
+        sw.fully_shard(model, mesh=mesh, memory="dynamic" if options else "arena", **options)
         tolerance = 5e-2 if "mp_policy" in options else 1e-5
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
         for step in range(3):

@@ -12,12 +12,9 @@ import torch
 
 import shardwright as sw
 from shardwright import comm
-from shardwright._torch import memory_can_be_swapped
 from tests.engine.kit.models import Model, build, loss_of, tokens
 from tests.engine.kit.training import units_of
 from tests.support import multirank
-
-pytestmark = pytest.mark.skipif(not memory_can_be_swapped, reason="needs torch 2.12 or later")
 
 
 class Backend:

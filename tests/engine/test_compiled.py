@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright._torch import compiled_graphs, memory_can_be_swapped
+from shardwright._torch import compiled_graphs
 from shardwright.comm_hooks import Compressed, Int8Blocks
 from tests.engine.kit.counting import counted
 from tests.engine.kit.models import full
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     optimizer: str = "step"
 
 
-MEMORY = ("dynamic", "double_buffer", "max_pool", "arena") if memory_can_be_swapped else ("dynamic",)
+MEMORY = ("dynamic", "double_buffer", "max_pool", "arena")
 #: By default each setting is in some row, and each pair of settings where every three are asked for.
 ROWS = select(
     itertools.starmap(

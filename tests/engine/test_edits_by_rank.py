@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright.comm import HostFlag
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
@@ -144,6 +145,8 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
         streams = copy.copy(agreement.streams)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(streams), "asynchronous", False, raising=False)
+            flag = HostFlag(streams, torch.device("cpu"), "gather")
+            patch.setattr(agreement, "_differs", flag)
             for comm in agreement.model.every:
                 patch.setattr(comm, "exchanges", False)
             value = values[rank]
@@ -154,6 +157,7 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
                 model.load_state_dict(model.state_dict())
             model(torch.randn(2, 3)).sum().backward()
             model(torch.randn(2, 3))
+            assert not agreement._edits and not agreement.model.edited
 
 
 @multirank(2)

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm_hooks import MXFP8, BlockwiseFP8, Int8Blocks
 from tests.engine.custom import Gathers
 from tests.engine.kit.counting import counted
@@ -268,13 +267,11 @@ TRAINED = select(
 )
 
 
-def is_possible(at: On, memory: str, reshard: object) -> bool:
-    if memory == "arena" and not memory_can_be_swapped:
-        return False
+def is_possible(at: On, reshard: object) -> bool:
     return reshard is None or (at.stages == (3,) and (reshard is False or at.shape == (2,)))
 
 
-@on_meshes([row for row in TRAINED if is_possible(row[0], row[2], row[4])])
+@on_meshes([row for row in TRAINED if is_possible(row[0], row[4])])
 def test_training(
     rank: int, world_size: int, at: On, way: str, memory: str, accumulation: str, reshard: Any
 ) -> None:

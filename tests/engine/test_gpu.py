@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 pytestmark = [
@@ -118,7 +117,7 @@ def losses(model: nn.Module, steps: int, graphed: bool = False) -> list[float]:
     return [float(loss) for loss in found]
 
 
-MEMORY = ["dynamic", *(["max_pool", "arena"] if memory_can_be_swapped else [])]
+MEMORY = ["dynamic", "max_pool", "arena"]
 
 
 @pytest.fixture
@@ -129,11 +128,19 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("alone", "deterministic")
+def replay(index: int, store: str, memory: str, compute: torch.dtype | None) -> None:
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{store}")
+    assert losses(large(memory, compute), 10, graphed=True) == losses(large(memory, compute), 10)
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
-def test_graph_replay_is_bit_equal(memory: str, compute: torch.dtype | None) -> None:
-    assert losses(large(memory, compute), 10, graphed=True) == losses(large(memory, compute), 10)
+def test_graph_replay_is_bit_equal(memory: str, compute: torch.dtype | None, tmp_path: Path) -> None:
+    """In a process of its own: after a failed capture nothing works any more in a process of torch 2.11."""
+    torch.multiprocessing.spawn(replay, (str(tmp_path / "store"), memory, compute), nprocs=1)
 
 
 @pytest.mark.usefixtures("alone", "deterministic")
@@ -148,7 +155,6 @@ def test_streams_are_in_order(memory: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 def test_nothing_is_allocated_by_the_engine_in_the_arena() -> None:
     model = large("arena")
     losses(model, 3)
@@ -189,7 +195,9 @@ def test_offload_changes_nothing_but_places(policy: str, wrap: Callable[..., tor
     assert {p.to_local().device.type for p in models[1].parameters()} == offloaded
     for values in optimizer.state.values():
         momentum = values["momentum_buffer"].to_local()
-        assert momentum.device.type == "cpu" and momentum.is_pinned()
+        assert momentum.device.type == "cpu"
+        # With parameters on the CPU the optimizer makes its state itself, and there is nothing to copy.
+        assert momentum.is_pinned() == (policy == "state")
     with sw.unsharded(models[0]), sw.unsharded(models[1]):
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(q.cpu(), p.cpu(), rtol=1e-5, atol=1e-6)

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from tests.support.fake import fake_ranks
 
 SIZES = 6, 24
@@ -97,8 +96,6 @@ def counts(units: int, memory: str, dtype: torch.dtype | None) -> dict[str, int]
     ("memory", "dtype"), [("dynamic", None), ("arena", torch.bfloat16), ("max_pool", None)], ids=str
 )
 def test_work_for_a_unit_does_not_grow_with_the_units(memory: str, dtype: torch.dtype | None) -> None:
-    if memory != "dynamic" and not memory_can_be_swapped:
-        pytest.skip("planned memory needs torch 2.12 or later")
     few, many = SIZES
     with fake_ranks(8):
         counts(2, memory, dtype)  # what is done once in a process

@@ -19,15 +19,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.memory import Dynamic, Item, Plan, Planned, Slab
 from tests.engine.kit.models import build, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.training import units_of
 from tests.support import multirank
 from tests.support.matrix import select, together
-
-pytestmark = pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 
 
 class Bump:

@@ -27,7 +27,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.memory import Slab
 from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid
 from shardwright.train.models.llama import PRESETS, Llama
@@ -381,14 +380,8 @@ CASES = [
 ]
 
 
-def skip_without_planned_memory(memory: str) -> None:
-    if memory != "dynamic" and not memory_can_be_swapped:
-        pytest.skip("planned memory needs torch 2.12 or later")
-
-
 @pytest.mark.parametrize(("program", "memory", "setting"), CASES, ids=str)
 def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: Setting) -> None:
-    skip_without_planned_memory(memory)
     with fake_mesh(setting.ranks) as mesh:
         check(program, setting, memory, mesh)
 
@@ -405,7 +398,6 @@ def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: 
 )
 def test_with_an_arena_the_engine_allocates_once(program: Program, setting: Setting) -> None:
     """The block, when the second step begins; nothing in any step after, the optimizer's part included."""
-    skip_without_planned_memory("arena")
     with fake_mesh(setting.ranks) as mesh:
         second, third = check(program, setting, "arena", mesh)
     assert [maker.partition(":")[0] for maker in second] == ["block"] and sum(second.values()) == 1
@@ -427,7 +419,6 @@ def test_with_an_arena_the_engine_allocates_once(program: Program, setting: Sett
 )
 def test_the_arena_is_as_small_as_any_could_be(program: Program, setting: Setting) -> None:
     """Where units are equal; else within 2%. What is leased at once, for which there must be room, is in the bounds."""
-    skip_without_planned_memory("arena")
     with fake_mesh(setting.ranks) as mesh:
         step = shard(program, setting, "arena", mesh)
         model = step()
@@ -446,7 +437,6 @@ def test_the_arena_is_as_small_as_any_could_be(program: Program, setting: Settin
 def test_real_ranks_stay_within_the_bounds(
     rank: int, world_size: int, program: str, memory: str, setting: Setting
 ) -> None:
-    skip_without_planned_memory(memory)
     os.environ.pop("SHARDWRIGHT_POISON", None)
     check(
         {"llama": LLAMA, "hybrid": HYBRID}[program], setting, memory, world_mesh(world_size), ("transport",)

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.extend import memories
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.support import multirank
-
-pytestmark = pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 
 POOLS = [memory.name for memory in memories if memory.plans == "units"]
 LOOPS = ("some parameters", "zeroed in place", "zeroed after forward", "never zeroed")

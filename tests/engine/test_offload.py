@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright._torch import dtensor_of, memory_can_be_swapped
+from shardwright._torch import dtensor_of
 from shardwright.engine.base.offload import HostSlab
 from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.model.arrivals import Arrivals
@@ -54,7 +54,7 @@ def rows() -> list[Row]:
         *on("hsdp", (2, 2)),
         *on("hfsdp", (2, 2)),
     ]
-    memory = ["dynamic", "arena"] if memory_can_be_swapped else ["dynamic"]
+    memory = ["dynamic", "arena"]
     dtypes = [(None, None), (BF16, FP32), (BF16, None)]
     product = itertools.product(at, ["per_parameter", "ragged"], memory, dtypes, ACCUMULATION, [False, True])
     made = [Row(*row) for row in product]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwright as sw
-from shardwright._torch import local_of, memory_can_be_swapped
+from shardwright._torch import local_of
 from shardwright.comm import DeviceStreams
 from shardwright.engine.base.offload import Host
 from shardwright.optim.companion import sharded_companion
@@ -90,7 +90,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     at = [*on("zero1", (2, 2)), *on("zero2", (3,)), *on("zero3", (1,), (4,)), *on("hsdp", (2, 2))]
-    memory = ["dynamic", "arena"] if memory_can_be_swapped else ["dynamic"]
+    memory = ["dynamic", "arena"]
     optimizers = [name for name in OPTIMIZERS if name != "AdamW8bit"]
     product = itertools.product(
         at, ["per_parameter", "ragged"], memory, optimizers, ["none", "not last"], WRAPS

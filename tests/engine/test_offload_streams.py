@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.weights.weights import Weights
 from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, run, training_of
 from tests.support.fake import fake_ranks
@@ -30,7 +29,7 @@ PLACES = [
     On("hsdp", (2, 4), 2),
     On("hfsdp", (2, 2)),
 ]
-MEMORY = ["dynamic", "arena"] if memory_can_be_swapped else ["dynamic"]
+MEMORY = ["dynamic", "arena"]
 #: Owners of whole matrices are another matter.
 NAMES = [
     event for event in EVENTS if event not in ("whole matrices", "optimizer on a stream", "hook on a stream")

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.tensors.parameter import unit_of
 from tests.engine.kit.models import loss_of, tokens
 from tests.engine.kit.training import local_of, units_of
@@ -30,7 +29,7 @@ from tests.support.matrix import select, together
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LAYOUTS = ("per_parameter", "ragged")
-PLANNED = ["double_buffer", "max_pool", "arena"] if memory_can_be_swapped else []
+PLANNED = ["double_buffer", "max_pool", "arena"]
 PLACES: list[tuple[str, tuple[int, ...]]] = [
     ("zero3", (1,)),
     ("zero3", (3,)),

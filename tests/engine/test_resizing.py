@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped, subclasses_dispatch
+from shardwright._torch import subclasses_dispatch
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
@@ -88,7 +88,7 @@ def shard(model: Any, strategy: str, sizes: tuple[int, ...], layout: Any, units:
     for names in units.split():
         modules = [model.get_submodule(name) for name in names.split("+")]
         sw.fully_shard(modules if len(modules) > 1 else modules[0], **options)
-    planned = memory_can_be_swapped and strategy in ("zero3", "hsdp")
+    planned = strategy in ("zero3", "hsdp")
     return sw.fully_shard(model, **options, memory="arena" if planned else "dynamic")
 
 

@@ -94,7 +94,7 @@ def test_schedules_are_those_of_plain_models(
     plain = [build(seed) for seed in range(count)]
     options: dict[str, Any] = {"mesh": at.mesh, "strategy": at.strategy, "layout": layout}
     options["reshard_after_forward"] = False if keeps == "after forward" else None
-    options["memory"] = memory if torch.__version__ >= "2.12" else "dynamic"
+    options["memory"] = memory
     models = [sw.wrap.auto_wrap(build(seed), {Block}, **options) for seed in range(count)]
     sw.share_comm_ctx(models)
     for model in models:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from tests.engine.kit.simulated import BF16, EVENTS, FP32, Case, On
 from tests.engine.kit.wrong_streams import WRONG
@@ -39,7 +38,7 @@ PLACES = [
 ]
 AXES: dict[str, list[Any]] = {
     "on": PLACES,
-    "memory": ["dynamic", "double_buffer", "max_pool", "arena"] if memory_can_be_swapped else ["dynamic"],
+    "memory": ["dynamic", "double_buffer", "max_pool", "arena"],
     "prefetch": [1, 0, 3, "2 KiB"],
     "dtypes": [(None, None), (BF16, FP32), (BF16, BF16)],
     "accumulation": ["none", "held", "not all-reduced", "not last"],

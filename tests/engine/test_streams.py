@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, run, training_of
 from tests.engine.kit.wrong_streams import WRONG, Wrong, race_of
 from tests.support.fake import fake_ranks
@@ -159,7 +158,7 @@ PLACES = [
 ]
 CHOICES: list[list[Any]] = [
     PLACES,
-    ["dynamic", "arena", "max_pool"] if memory_can_be_swapped else ["dynamic"],
+    ["dynamic", "arena", "max_pool"],
     [1, 0, 3, "2 KiB"],
     [(None, None), (BF16, FP32), (BF16, BF16), (None, FP16)],
     ["none", "held", "not all-reduced", "not last"],

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright._torch import memory_can_be_swapped
 from tests.integrations.kit import TIMEOUT, refused
 from tests.support import multirank
 
@@ -70,8 +69,6 @@ def test_training_has_the_numbers_of_one_device(
         train,
     )
 
-    if not memory_can_be_swapped:
-        options.pop("memory", None)
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     plain = plain_model(dtype=dtype)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.01)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright._torch import memory_can_be_swapped
 from shardwright.memory import Item, Plan, pack, peak, slots
 from shardwright.memory.packing import EFFORT, ORDERS, _Search
 from shardwright.memory.plan import ALIGN, aligned, fitting, most_at_once, overlap
@@ -109,7 +108,6 @@ def test_llama_and_hybrid_shapes_are_within_2_percent() -> None:
             assert plan.nbytes <= 1.02 * plan.lower_bound, (pattern, depth, plan.nbytes / plan.lower_bound)
 
 
-@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_plans_of_real_steps_are_within_2_percent(step: Step) -> None:
     with fake_ranks(math.prod(step.ranks)):
@@ -119,7 +117,6 @@ def test_plans_of_real_steps_are_within_2_percent(step: Step) -> None:
     assert plan.nbytes <= 1.02 * plan.lower_bound, plan.nbytes / plan.lower_bound
 
 
-@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 def test_plans_depend_on_the_leases_alone() -> None:
     """All ranks must compute one plan. This step needs a search with random numbers."""
     with fake_ranks(256):

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.gradients.stepping import SteppedGradient
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.kit.offload import set_more
@@ -57,7 +56,7 @@ def rows() -> list[Row]:
         *on("hsdp", (2, 2)),
         *on("hfsdp", (2, 2)),
     ]
-    memory = ["dynamic", "arena"] if memory_can_be_swapped else ["dynamic"]
+    memory = ["dynamic", "arena"]
     product = itertools.product(
         at, ["per_parameter", "ragged"], memory, [None, FP32], ACCUMULATION, OPTIMIZERS
     )

@@ -45,6 +45,7 @@ class Capture(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.alive: list[Any] = []
+        self.is_invalid = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,6 +55,7 @@ class Capture(TorchDispatchMode):
         ):
             return NotImplemented  # subclasses first: what they do inside comes here
         if func._schema.name in HOST_READS:
+            self.is_invalid = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         places = tree_map_only(torch.Tensor, self.place, (args, kwargs))
         result = func(*args, **kwargs)
@@ -110,4 +112,6 @@ class CpuGraphs(HostStreams):
                 result = function()
         finally:
             self.capturing, Slab.lease = False, original  # type: ignore[method-assign]
+            if given.is_invalid:  # as the end of a capture on CUDA, which hides the reason
+                raise RuntimeError("operation failed due to a previous error during capture")
         return given.replay, result

@@ -15,11 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
 from tests.support import multirank, world_mesh
 from tests.train.kit.hybrid import tiny, tokens, whole_loss
-
-pytestmark = pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 
 PLAIN = torch.float32
 #: Steps after which the plan is that of the order in which units run, where it is not the modules'.

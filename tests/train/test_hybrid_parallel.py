@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
+from shardwright._torch import MissingCompilerError
+from shardwright.engine.model import pools
 from shardwright.train import checkpoint, parallel
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
@@ -303,9 +304,24 @@ def test_other_engines_and_models_have_no_experts_to_spread() -> None:
 
 
 @multirank(1)
-@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 def test_units_of_different_sizes_refuse_two_buffers(rank: int, world_size: int) -> None:
     with pytest.raises(
         UserError, match=r"parallel.memory: found 'double_buffer', which does not work with this model"
     ):
         trainer(job(memory="double_buffer", param_dtype="bfloat16"), rank, world_size)
+
+
+@multirank(1)
+def test_without_a_compiler_on_torch_2_11_the_key_is_named(rank: int, world_size: int) -> None:
+    """torch 2.11 is replaced by its error: this torch may need no compiler."""
+
+    def fail() -> None:
+        raise MissingCompilerError("there is no C++ compiler")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pools, "prepare_to_swap_memory", fail)
+        for memory in ("arena", "max_pool", "double_buffer"):
+            message = rf"parallel.memory: found '{memory}'. there is no C\+\+ compiler"
+            with pytest.raises(UserError, match=message):
+                trainer(job(memory=memory), rank, world_size)
+        trainer(job(memory="dynamic"), rank, world_size)

@@ -124,8 +124,6 @@ def test_short_names_and_ranges() -> None:
 
 
 def test_a_run_says_whose_memory_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.__version__ < "2.12":
-        pytest.skip("planned memory needs torch 2.12")
     arguments = (
         "--parallel.engine",
         "shardwright",

@@ -8,13 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import backend_for, make_symmetric, memory_can_be_swapped, symmetric_pool
+from shardwright._torch import backend_for, make_symmetric, prepare_to_swap_memory, symmetric_pool
 from shardwright.comm.collectives import Communicator
-
-
-def _check_torch(what: str) -> None:
-    if not memory_can_be_swapped:
-        raise NotImplementedError(f"{what} needs torch 2.12 or later; this is {torch.__version__}")
 
 
 class RegisteredMemory:
@@ -27,7 +22,7 @@ class RegisteredMemory:
     kinds: frozenset[str] | None = None
 
     def __init__(self, comm: Communicator) -> None:
-        _check_torch("memory from the process group")
+        prepare_to_swap_memory()
         assert comm.group is not None
         self._backend = backend_for(comm.group, comm.device)
         if not self._backend.supports_tensor_alloc(comm.device):
@@ -55,13 +50,13 @@ class SymmetricMemory:
     kinds: frozenset[str] | None = frozenset({"parameters"})
 
     def __init__(self, comms: Sequence[Communicator], backend: Literal["NCCL"]) -> None:
-        _check_torch("symmetric memory")
         device = comms[0].device
         if device.type != "cuda":
             raise NotImplementedError(
                 f"Symmetric memory needs NCCL on CUDA devices; this model is on {device}. Remove the call of "
                 "set_symm_mem_for_comm."
             )
+        prepare_to_swap_memory()
         self._groups = [comm.group for comm in comms]
         self._pool = symmetric_pool(device, backend)
         for group in self._groups:

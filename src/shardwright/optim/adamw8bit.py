@@ -328,7 +328,7 @@ def _bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
     bounds = middle.float()
     bounds = torch.where(bounds > middle, bounds.nextafter(torch.tensor(-math.inf, device="cpu")), bounds)
     if moment == "exp_avg_sq":
-        bounds[0] = 0.0  # nothing positive becomes zero
+        bounds[:1] = 0.0  # nothing positive becomes zero
     half = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     lowest = ((half << 16) | (half >> 15) * 0xFFFF).view(
         torch.float32

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
+from shardwright._torch import MissingCompilerError
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.extend import strategies
 from shardwright.optim.clip import clip_finite_grad_norm_
@@ -227,7 +228,10 @@ def parallelize(
 
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
-    fully_shard(model, reshard_after_forward=reshard_last, **options)
+    try:
+        fully_shard(model, reshard_after_forward=reshard_last, **options)
+    except MissingCompilerError as error:
+        raise UserError(f"parallel.memory: found {config.memory!r}. {error}") from error
     if isinstance(model, sw.FSDPModule):
         try:
             model.set_is_last_backward(True)  # the first call that looks at all units together

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
 from shardwright.engine.base.offload import Host
 from shardwright.engine.front import module as engine_module
@@ -261,11 +260,7 @@ WRONG_OFFLOAD = {
     ]
 }
 
-WRONG: dict[str, Wrong] = {
-    name: wrong
-    for name, wrong in (WRONG_STREAMS | WRONG_ENGINES | WRONG_OFFLOAD).items()
-    if wrong.case.memory == "dynamic" or memory_can_be_swapped
-}
+WRONG: dict[str, Wrong] = WRONG_STREAMS | WRONG_ENGINES | WRONG_OFFLOAD
 
 
 def race_of(wrong: Wrong) -> str | None:

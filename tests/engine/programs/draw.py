@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardwright._torch import memory_can_be_swapped
 from tests.engine.programs.grammar import (
     ALIASES,
     CHOSEN,
@@ -68,7 +67,7 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.lists(stages, min_size=1, max_size=2).map(tuple),
         st.lists(st.sampled_from(tuple(LAYOUTS)), min_size=1, max_size=2).map(tuple),
     )
-    memories = st.sampled_from(("dynamic", "max_pool", "arena") if memory_can_be_swapped else ("dynamic",))
+    memories = st.sampled_from(("dynamic", "max_pool", "arena"))
     tie = st.builds(Tie, st.integers(0, 8), st.integers(0, 8))
     model = st.builds(
         Model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -172,11 +173,13 @@ class GraphedStep:
     def _capture(self, root: Root, state: object, inputs: tuple[torch.Tensor, ...]) -> _Captured:
         static = tuple(tensor.detach().clone() for tensor in inputs)
         memory = root.pools.allocator
+        handled = sys.exception()
         try:
             replay, result = root.agreement.streams.capture(lambda: self._function(*static))
         except RuntimeError as error:
             raise RuntimeError(
-                f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: {error}. A step in a "
+                f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: "
+                f"{_first_of(error, handled)}. A step in a "
                 "graph must not read values on the host (item, print, shapes that depend on data). It must not move "
                 "tensors from or to the CPU. It must give each parameter a gradient on every rank. Otherwise run it "
                 "without GraphedStep."
@@ -196,3 +199,13 @@ class GraphedStep:
             )
         for target, source in zip(captured.inputs, inputs, strict=True):
             target.copy_(source, non_blocking=True)
+
+
+def _first_of(error: BaseException, handled: BaseException | None) -> BaseException:
+    """The error that began the chain, and not ``handled``, which the caller was handling before.
+
+    After an error inside a capture the end of the capture fails, too, and reports that there was an error.
+    """
+    while (before := error.__cause__ or error.__context__) not in (None, handled):
+        error = before
+    return error

@@ -457,7 +457,8 @@ class FSDPModule(TorchFSDPModule):
         With planned memory this applies to the one block of the model. It takes effect with the next lease or plan.
 
         Raises:
-            NotImplementedError: the backend allocates none (gloo, NCCL on hardware without it), or torch is too old.
+            NotImplementedError: the backend allocates none (gloo, NCCL on hardware without it).
+            MissingCompilerError: on torch 2.11, without a C++ compiler.
             ValueError: the model's memory comes from an allocator of the user's.
         """
         for unit in self._fsdp_units(recurse=False):
@@ -471,6 +472,7 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             NotImplementedError: no CUDA device, or a torch without symmetric memory.
+            MissingCompilerError: on torch 2.11, without a C++ compiler.
             ValueError: the model's memory comes from an allocator of the user's; ``backend`` is not "NCCL".
         """
         if backend != "NCCL":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from itertools import groupby
 from weakref import WeakValueDictionary
 
 import torch
@@ -77,7 +78,10 @@ class Packer:
         flags = self._flags
         if present is not None:
             flags = flags.clone()
-            flags[:, [i for i, there in enumerate(present) if not there]] = 0
+            for there, run in groupby(range(len(present)), present.__getitem__):
+                if not there:
+                    columns = list(run)  # as an index it would be copied to the device
+                    flags[:, columns[0] : columns[-1] + 1] = 0
         tensors.append(flags)
         return tensors, present
 

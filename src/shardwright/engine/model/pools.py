@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwright._torch import memory_can_be_swapped
+from shardwright._torch import prepare_to_swap_memory
 from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.unit.unit import Unit
 from shardwright.extend.memories import OF_TORCH, NamedMemory, memories
@@ -243,7 +243,7 @@ def model_options(memory: str | NamedMemory | Allocator, prefetch: int | str, st
 
     Raises:
         ValueError: a value that does not exist.
-        NotImplementedError: planned memory on a torch whose storages cannot get other memory.
+        MissingCompilerError: planned memory or an allocator on torch 2.11, and no C++ compiler.
     """
     source: NamedMemory | Allocator
     source = memories.get(memory) if isinstance(memory, str) else memory
@@ -257,10 +257,8 @@ def model_options(memory: str | NamedMemory | Allocator, prefetch: int | str, st
             f"memory: expected an object with the methods of sw.Allocator or {memories.expected()}, found {memory!r}, "
             f"{kind}{lacks}"
         )
-    if not memory_can_be_swapped and (not isinstance(source, NamedMemory) or source.plan is not None):
-        raise NotImplementedError(
-            f'memory={memory!r} needs torch 2.12 or later; this is {torch.__version__}. Use memory="dynamic".'
-        )
+    if not isinstance(source, NamedMemory) or source.plan is not None:
+        prepare_to_swap_memory()
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     prefetch_budget(prefetch)

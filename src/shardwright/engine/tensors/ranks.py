@@ -21,6 +21,9 @@ from shardwright.engine.tensors.ragged_spec import group_of
 from shardwright.engine.tensors.tensor_parallel import Spmd
 from shardwright.layout import Strategy
 
+#: An axis of fewer ranks communicates nothing. Tests set 1: on a machine with one GPU, NCCL then runs in its streams.
+LEAST_RANKS = 2
+
 MakeCommunicator = Callable[[dist.ProcessGroup | None], Communicator]
 
 
@@ -54,7 +57,7 @@ class Ranks:
         stages = strategy.stages
         shape, here = mesh.shape, mesh.get_coordinate()
         assert here is not None
-        axes = [axis for axis in range(mesh.ndim) if shape[axis] > 1]
+        axes = [axis for axis in range(mesh.ndim) if shape[axis] >= LEAST_RANKS]
         comms = {axis: communicator(mesh.get_group(axis)) for axis in axes}
         self.local = communicator(None)
         self.every = [comms[axis] for axis in reversed(axes)]
