@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from shardwright.memory.slab import Slab
 
 
 class Observer(Protocol):
     """Called in the order of the program, on the host; the device's current stream is that of the memory's use."""
 
-    def leased(self, slab: Slab) -> None:
-        """A slab has memory now."""
+    def leased(self, slab: Any) -> None:
+        """A :class:`Slab` has memory now."""
 
-    def releases(self, slab: Slab) -> None:
+    def releases(self, slab: Any) -> None:
         """A slab is about to give its memory back."""
 
     def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
