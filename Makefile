@@ -7,6 +7,7 @@
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
+# make defects ARGS="streams"            takes waits away, and shows what both simulators of an accelerator see
 # make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 16 minutes
 # make ops                               every operation of torch's table with sharded parameters, in under 40 minutes
 # make clusters                          jobs on hosts made of namespaces, under SLURM and Ray; skips what is missing

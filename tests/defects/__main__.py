@@ -1,11 +1,13 @@
 """Run the tests of each defect with the defect in place: ``python -m tests.defects [WORD ...]``.
 
 With words, those whose seam or description has one of them. Prints one line for each; the status is 1 if one was not
-found.
+found. Wrong orders of streams (tests/engine/kit/wrong_streams.py, seam "streams") are put into both simulators: that of
+clocks, which names a race, and the device, which shows other numbers.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -54,8 +56,37 @@ def found_by(defect: Defect, folder: Path) -> str | None:
     )
 
 
+def put_into_simulators(names: list[str]) -> int:
+    """Print what both simulators show of wrong orders. Returns how many one of them has missed."""
+    from tests.engine.kit.on_sim import shown
+    from tests.engine.kit.wrong_streams import WRONG, race_of
+    from tests.support import WorkerPools
+    from tests.support.sim.building import library, reason_to_skip
+
+    pools, missed = WorkerPools(), 0
+    if (reason := reason_to_skip()) is None:
+        library()
+    for name in names:
+        race, difference = race_of(WRONG[name]), None
+        if reason is None:
+            ranks = math.prod(WRONG[name].case.on.shape)
+            difference = pools.run(shown, ranks, timeout=LIMIT, pool_name="sim", name=name)[0]
+        missed += race is None or (difference is None and reason is None)
+        seen = "seed {}: {}".format(*difference) if difference else reason or "NOT FOUND"
+        print(f"{'streams':24} {name}\n    clocks: {race or 'NOT FOUND'}\n    device: {seen}", flush=True)
+    pools.close()
+    return missed
+
+
+def chosen_orders(words: list[str]) -> list[str]:
+    from tests.engine.kit.wrong_streams import WRONG
+
+    return [name for name in WRONG if not words or any(word in f"streams {name}" for word in words)]
+
+
 def main(words: list[str]) -> int:
     chosen = [d for d in DEFECTS if not words or any(w in f"{d.seam} {d.what}" for w in words)]
+    orders = chosen_orders(words)
     missed = 0
     for defect in chosen:
         begin = time.monotonic()
@@ -67,8 +98,10 @@ def main(words: list[str]) -> int:
             f"{defect.seam:24} {defect.what}\n    {'NOT FOUND' if test is None else test} ({seconds:.0f} s)",
             flush=True,
         )
-    print(f"{len(chosen) - missed} of {len(chosen)} defects found")
-    return 1 if missed or not chosen else 0
+    missed += put_into_simulators(orders)
+    number = len(chosen) + len(orders)
+    print(f"{number - missed} of {number} defects found")
+    return 1 if missed or not number else 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from shardwright.comm import use_streams
 from shardwright.memory import Slab, observe
 from tests.engine.kit.models import full, loss_of, tokens
 from tests.engine.kit.simulated import Case, Net, Training, names_of, plain_net
-from tests.engine.kit.wrong_streams import FORGOTTEN
+from tests.engine.kit.wrong_streams import FORGOTTEN, WRONG
 from tests.support.sim import load
 
 
@@ -116,6 +116,11 @@ def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int
         if any(shown for shown, _ in everywhere):
             return seed, next(shown for shown, _ in everywhere if shown)
     return None
+
+
+def shown(rank: int, world_size: int, name: str) -> tuple[int, str] | None:
+    """What :func:`first_difference` finds for a wrong order."""
+    return first_difference(WRONG[name].case, WRONG[name].defect, range(1, 13))
 
 
 def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:

@@ -269,6 +269,63 @@ void run_now(const c10::OperatorHandle& op, const torch::jit::Stack& given, torc
 const std::set<std::string> DRAWS{"aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
                                   "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_"};
 
+// What a meta kernel says of a call.
+struct Shapes {
+  torch::jit::Stack results;
+  std::vector<std::pair<size_t, std::vector<int64_t>>> resized;  // arguments, with their new sizes
+};
+
+// Calls with this text have results of the same shapes. Empty: this is not known.
+std::string key_of(const c10::OperatorHandle& op, const torch::jit::Stack& given) {
+  std::ostringstream key;
+  key << op.schema().name() << '.' << op.schema().overload_name() << c10::get_default_dtype();
+  for (auto& value : given) {
+    key << '|';
+    if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
+      for (auto& t : tensors_of(value)) {
+        if (!t.defined()) key << "none;";
+        else key << is_sim(t) << t.scalar_type() << t.sizes() << t.strides() << t.storage_offset() << t.is_conj() << ';';
+      }
+    } else if (value.isDouble()) {
+      key << "double";  // no shape depends on it
+    } else if (value.isNone() || value.isInt() || value.isBool() || value.isIntList() || value.isBoolList()) {
+      key << value.tagKind() << value;
+    } else {
+      return "";
+    }
+  }
+  return key.str();
+}
+
+std::shared_ptr<const Shapes> shapes_of(const c10::OperatorHandle& op, const torch::jit::Stack& given) {
+  static std::mutex mutex;
+  static auto* known = new std::map<std::string, std::shared_ptr<const Shapes>>;
+  auto key = key_of(op, given);
+  if (!key.empty()) {
+    std::lock_guard lock(mutex);
+    if (auto found = known->find(key); found != known->end()) return found->second;
+  }
+  auto made = std::make_shared<Shapes>();
+  made->results = mapped(given, shape_of, c10::kMeta);
+  auto arguments = made->results;
+  try {
+    Alone alone;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &made->results);
+  } catch (const c10::NotImplementedError&) {
+    return nullptr;
+  }
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].isTensor() || !is_sim(given[i].toTensor())) continue;
+    auto sizes = arguments[i].toTensor().sizes();
+    if (given[i].toTensor().sizes() != sizes) made->resized.emplace_back(i, sizes.vec());
+  }
+  if (!key.empty()) {
+    std::lock_guard lock(mutex);
+    (*known)[key] = made;
+  }
+  return made;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t n = schema.arguments().size();
@@ -302,20 +359,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return run_now(op, given, stack);
   }
 
-  auto shapes = mapped(given, shape_of, c10::kMeta);
-  auto targets = shapes;  // what the operation may resize
-  try {
-    Alone alone;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
-  } catch (const c10::NotImplementedError&) {
+  auto shapes = shapes_of(op, given);
+  if (!shapes) {
     ++drained[name];
     return run_now(op, given, stack);
   }
-  for (size_t i = 0; i < n; ++i) {
-    if (!given[i].isTensor() || !is_sim(given[i].toTensor()) || !targets[i].toTensor().is_meta()) continue;
-    if (given[i].toTensor().sizes() != targets[i].toTensor().sizes())
-      at::native::resize_output(given[i].toTensor(), targets[i].toTensor().sizes());
-  }
+  for (auto& [i, size] : shapes->resized) at::native::resize_output(given[i].toTensor(), size);
   auto arguments = arguments_of(schema, given);
   auto written = written_results(schema);
   std::vector<std::vector<at::Tensor>> outputs(written.size());
@@ -324,7 +373,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       stack->push_back(given[written[i]]);
       continue;
     }
-    stack->push_back(mapped(shapes[i], [&](const at::Tensor& t) {
+    stack->push_back(mapped(shapes->results[i], [&](const at::Tensor& t) {
       auto made = t.defined() ? new_like(t) : t;
       outputs[i].push_back(t.defined() ? bare(made) : t);
       return made;

@@ -66,8 +66,8 @@ class Sim:
         self._meetings += 1
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(f"sim values {self._meetings}", self._store)
-        store.set(str(rank), pickle.dumps(value))
-        return [pickle.loads(store.get(str(peer))) for peer in range(size)]
+        store.set(str(rank), pickle.dumps(value).hex())
+        return [pickle.loads(bytes.fromhex(store.get(str(peer)).decode())) for peer in range(size)]
 
     @contextmanager
     def running(self, seed: int) -> Iterator[None]:
