@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from shardwright import board as boards
 from shardwright.watching import watcher as watching
 from shardwright.watching.diagnosis import BEHIND, Verdict
 from shardwright.watching.evidence import Files
-from shardwright.watching.launched import Hang
+from shardwright.watching.launched import Eyes, Hang
 from shardwright.watching.reading import Reader
 from shardwright.watching.watcher import Finding, Settings, Watcher
 
@@ -147,3 +149,21 @@ def test_stacks_are_promised_only_where_they_are(
 ) -> None:
     text = Hang(Verdict(BEHIND, culprits, "why", "", lost=False, step=4), Files(Path("x"), stacks)).text
     assert text.splitlines()[2:] == [*([hint] if hint else []), "stacks and latest actions of the ranks: x"]
+
+
+@pytest.mark.parametrize("age", [0, 3600])
+def test_the_steps_of_a_rank_that_died_before_any_look(tmp_path: Path, age: int) -> None:
+    """Its board stays. One that is older than the job is of an earlier process with the same number."""
+    program = (
+        "import os; from shardwright import board; board.open_board(0, 1); board.begin_step(3); os._exit(3)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    eyes = Eyes({0: process.pid}, 600.0, tmp_path, "stall_seconds")
+    assert process.wait() == 3
+    path = boards.board_of(process.pid)
+    os.utime(path, (time.time() - age,) * 2)
+    try:
+        assert eyes.steps_done() == ({} if age else {0: 2})
+    finally:
+        eyes.close()
+        path.unlink(missing_ok=True)

@@ -96,6 +96,7 @@ class Eyes:
         self._readers: dict[int, Reader] = {}
         self._looks = Looks(stall_seconds)
         self._next = 0.0
+        self._begun = time.time() - 1.0  # files have coarser times
         self._processes = Processes()
 
     def look(self) -> Hang | None:
@@ -126,7 +127,13 @@ class Eyes:
         return self._processes.look(rank, self.pids[rank], since)
 
     def steps_done(self) -> dict[int, int]:
-        """The steps that each rank has done, also one that has ended."""
+        """The steps that each rank has done, also one that has ended, even between two looks."""
+        for rank, pid in self.pids.items():
+            path = boards.board_of(pid)
+            if rank not in self._readers:
+                with suppress(OSError):  # it has no board, or has removed it
+                    if path.stat().st_mtime >= self._begun:  # else of an earlier process with that number
+                        self._readers[rank] = Reader(path)
         return {rank: max(0, reader.last().step - 1) for rank, reader in self._readers.items()}
 
     def close(self) -> None:
