@@ -102,6 +102,7 @@ class FakeDevice:
 class FakeStream:
     def __init__(self, api: FakeDevice, name: str, made: bool = False) -> None:
         self.api, self.name = api, name
+        self.stream_id = id(self)
         if made:
             api.log.append(f"made {name}")
 
