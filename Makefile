@@ -11,7 +11,7 @@
 # make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 16 minutes
 # make ops                               every operation of torch's table with sharded parameters, in under 40 minutes
 # make clusters                          jobs on hosts made of namespaces, under SLURM and Ray; skips what is missing
-# make gpu                               what only a GPU shows, in three minutes; ARGS="--device cpu" tries it without
+# make gpu                               the device path on a GPU, in three minutes; ARGS="--device cpu" tries it without
 # make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
 # make bench                             every engine's step beside FSDP2's on two CPU ranks, in under 20 minutes
 # make bench ARGS="--shapes deep --only FSDP"   fewer; benchmarks/README.md says how to add DeepSpeed and Megatron-FSDP

@@ -148,13 +148,13 @@ def test_a_variant_is_blamed_and_the_others_are_measured(
     assert {line["variant"] for line in result["lines"] if "ms" in line} == {*NAMED} - {name}
     errors = [(line["variant"], line["error"]) for line in result["lines"] if "error" in line]
     assert [variant for variant, _ in errors] == [name]
-    told = {
+    words = {
         "abort": "aborted by SIGABRT",
         "hang": "hung: not done after",
         "raise": "of its own",
         "exit": "status 3",
     }
-    assert told[fault] in errors[0][1]
+    assert words[fault] in errors[0][1]
     assert result["error"] == ""
 
 

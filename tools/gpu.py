@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""What only a GPU shows, in three minutes at most: ``make gpu``, or ``PYTHONPATH=src python tools/gpu.py``.
+"""Training, graphs, planned memory and NCCL on a GPU, in three minutes at most.
+
+``make gpu``, or ``PYTHONPATH=src python tools/gpu.py``. Its stages:
 
 1. Versions, the driver, and the function that planned memory needs on torch 2.11.
 2. One training beside plain torch in float32.

@@ -5,11 +5,13 @@ that its output says where it was.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 STACK_SECONDS = 5.0
@@ -44,6 +46,8 @@ def start(
     command: list[str], log: Path, environment: dict[str, str], folder: Path
 ) -> subprocess.Popen[bytes]:
     """Start a process whose stdout and stderr go to ``log``, and which writes its stacks when it is aborted."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # an abort on purpose leaves no file
     with log.open("wb") as stream:
         return subprocess.Popen(
             command,
@@ -69,7 +73,8 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             os.killpg(process.pid, signal.SIGKILL)  # such as the compiler's own processes
         except (ProcessLookupError, PermissionError):
             pass
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver may keep a process
+            process.wait(STACK_SECONDS)
 
 
 def output_of(log: Path, longest: int = 40_000) -> str:

@@ -78,7 +78,10 @@ def load() -> Exchange:
         try:
             return _function(library)  # another rank has compiled it meanwhile
         except OSError:
-            _compile(library)
+            try:
+                _compile(library)
+            except OSError as error:
+                raise _failure(f"{library.parent} cannot be written: {error}") from error
     try:
         return _function(library)
     except OSError as error:

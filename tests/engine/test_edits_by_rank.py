@@ -147,6 +147,8 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
             patch.setattr(type(streams), "asynchronous", False, raising=False)
             flag = HostFlag(streams, torch.device("cpu"), "gather")
             patch.setattr(agreement, "_differs", flag)
+            edits = {comm: torch.zeros(1, dtype=torch.int64) for comm in agreement.model.every}
+            patch.setattr(agreement, "_edits", edits)
             for comm in agreement.model.every:
                 patch.setattr(comm, "exchanges", False)
             value = values[rank]
@@ -157,7 +159,8 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
                 model.load_state_dict(model.state_dict())
             model(torch.randn(2, 3)).sum().backward()
             model(torch.randn(2, 3))
-            assert not agreement._edits and not agreement.model.edited
+            assert not agreement._is_edited and not agreement.model.edited
+            assert all(value.item() == 0 for value in edits.values())
 
 
 @multirank(2)

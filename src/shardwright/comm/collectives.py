@@ -99,14 +99,17 @@ class Communicator:
     Without a group it is for this rank alone: a gather copies, and a reduction does nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, streams: Streams | None = None
+    ) -> None:
+        """``streams``: of the device, unless it uses others."""
         self.group = group
         self.device = device
         self.ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
         self.world_size = len(self.ranks)
         self.name = boards.group_name(self.ranks)  #: on boards
         self.rank = group.rank() if group is not None else 0
-        self.streams = streams_for(device)
+        self.streams = streams_for(device) if streams is None else streams
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took
         # 0.66 / 3.8 / 12 ms for 64 KiB / 1 MiB / 12 MiB on two ranks; the local sum also rounds only once.
         self._gloo = group is not None and backend_for(group, device).name() == "gloo"
@@ -420,4 +423,4 @@ def _over(ranks: list[int], comm: Communicator) -> Communicator:
     # Only the ranks of a group make it. torch derives its name from the groups that each rank knows.
     local = len(ranks) < dist.get_world_size()
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=local)
-    return Communicator(group, comm.device)
+    return Communicator(group, comm.device, comm.streams)

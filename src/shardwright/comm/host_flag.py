@@ -61,4 +61,5 @@ class HostFlag:
         if found:
             with self._streams.beside(self._stream):
                 self._value.zero_()
+            self._copy.zero_()
         return found

@@ -44,7 +44,7 @@ class Streams(Protocol):
         """Remember the current stream as one of the computation's, as :meth:`fork` does."""
 
     def rejoin(self) -> None:
-        """Let all streams of the computation since the last call wait for the current one.
+        """Let all streams of the computation since the last call, and the current one, wait for each other.
 
         Backward runs on the streams of its forward, and ends on the stream of its caller. There the engine releases
         memory that it has leased on the others. Their later work may get this memory.
@@ -152,11 +152,12 @@ class DeviceStreams:
 
     def rejoin(self) -> None:
         current = self._api.current_stream(self._device)
-        self._computations.pop(current.stream_id, None)
-        if self._computations and not self.capturing:  # a graph is captured from one stream
-            for stream in self._computations.values():
+        streams, self._computations = self._computations, {}  # another thread may add to it
+        streams.pop(current.stream_id, None)
+        if streams and not self.capturing:  # a graph is captured from one stream
+            for stream in streams.values():
+                current.wait_stream(stream)
                 stream.wait_stream(current)
-        self._computations.clear()
 
     @contextmanager
     def beside(self, name: str, after: Any = None) -> Iterator[None]:
@@ -221,7 +222,17 @@ _set: dict[torch.device, Streams] = {}
 
 def streams_for(device: torch.device) -> Streams:
     """One set of streams for each device, so that work on a side stream stays in order for all process groups."""
+    device = _exact(device)
     return _set.get(device) or _own_streams(device)
+
+
+def _exact(device: torch.device) -> torch.device:
+    """The device with its index. The CPU has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None:
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
 
 
 @functools.cache
@@ -232,6 +243,7 @@ def _own_streams(device: torch.device) -> Streams:
 @contextmanager
 def use_streams(device: torch.device, streams: Streams) -> Iterator[None]:
     """Models that are sharded on ``device`` inside the context use these streams: for simulations and plans."""
+    device = _exact(device)
     before = _set.get(device)
     _set[device] = streams
     try:

@@ -20,9 +20,9 @@ def note_flights(board: boards.Board) -> None:
     Copies nothing if a record has another form, or a group ends meanwhile: without the thread that calls this, the rank
     would look as if something held its interpreter.
     """
-    entries = flight_entries()
-    if entries is not None:
-        with suppress(LookupError, TypeError, ValueError, RuntimeError):
+    with suppress(LookupError, TypeError, ValueError, RuntimeError):
+        entries = flight_entries()
+        if entries is not None:
             _note(board, entries)
 
 

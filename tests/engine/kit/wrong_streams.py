@@ -137,11 +137,11 @@ def give_back_early(self: HostState, keep: int) -> None:
 
 
 class Wrong(NamedTuple):
-    """What a defect is, in which case it shows, and the parts of a race that must be told."""
+    """A defect, a case in which it shows, and words of the race."""
 
     case: Case
     defect: Any
-    told: tuple[str, ...]
+    words: tuple[str, ...]
 
 
 GATHERS = "by c10d::allgather_into_tensor_coalesced_ on 'gather'"
@@ -244,9 +244,9 @@ WRONG_OFFLOAD = {
         ("write by aten::copy_ on 'download'", "read by aten::clone on 'host'"),
     ),
 } | {
-    f"{name}, {steps}": Wrong(LATER._replace(steps=steps), defect, told)
+    f"{name}, {steps}": Wrong(LATER._replace(steps=steps), defect, words)
     for steps in ("optimizer", "in backward")
-    for name, defect, told in [
+    for name, defect, words in [
         (
             "state given back early",
             (HostState, "_free", give_back_early),
@@ -272,4 +272,4 @@ def race_of(wrong: Wrong) -> str | None:
         else:
             races = run(wrong.case, wrong.defect).races
     FORGOTTEN.clear()
-    return next((race for race in races if all(part in race for part in wrong.told)), None)
+    return next((race for race in races if all(part in race for part in wrong.words)), None)

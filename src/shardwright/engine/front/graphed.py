@@ -177,12 +177,13 @@ class GraphedStep:
         try:
             replay, result = root.agreement.streams.capture(lambda: self._function(*static))
         except RuntimeError as error:
+            first = _first_of(error, handled)
+            kind = "" if type(first) is RuntimeError else f"{type(first).__name__}: "
             raise RuntimeError(
-                f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: "
-                f"{_first_of(error, handled)}. A step in a "
-                "graph must not read values on the host (item, print, shapes that depend on data). It must not move "
-                "tensors from or to the CPU. It must give each parameter a gradient on every rank. Otherwise run it "
-                "without GraphedStep."
+                f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: {kind}{first}. "
+                "A step in a graph must not read values on the host (item, print, shapes that depend on data). It must "
+                "not move tensors from or to the CPU. It must give each parameter a gradient on every rank. Otherwise "
+                "run it without GraphedStep."
             ) from error
         for each in root.units():
             each.drop_kept()
@@ -206,6 +207,8 @@ def _first_of(error: BaseException, handled: BaseException | None) -> BaseExcept
 
     After an error inside a capture the end of the capture fails, too, and reports that there was an error.
     """
-    while (before := error.__cause__ or error.__context__) not in (None, handled):
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or before is handled:
+            return error
         error = before
-    return error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -51,9 +51,11 @@ class Agreement:
         self.model = Model(units, names, ranks)
         self.age = 0
         self._reduced = 0  #: a hash of the running backward's reductions, in their order
-        #: For each axis, a hash of this rank's edits of full weights; on an accelerator a tensor there.
-        self._edits: dict[Communicator, Any] = {}
-        self._edits_are_compared = False  #: by the last :meth:`compare`
+        #: For each axis, a hash of this rank's edits of full weights: int64 [1]. On an accelerator it stays the same
+        #: tensor, because graphs read it.
+        self._edits: dict[Communicator, torch.Tensor] = {}
+        self._is_edited = False  #: whether there were edits since the ranks agreed on them
+        self._edits_are_compared = False  #: by the last :meth:`compare` that ran
         #: For each axis, the numbers of all ranks from the end of the last backward: both hashes, and the age.
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: The meetings, and how often they had met when the running forward or backward began.
@@ -63,6 +65,10 @@ class Agreement:
         self._differs: HostFlag | None = None
         if self.model.every and not self.streams.asynchronous:
             self._differs = HostFlag(self.streams, ranks.device, "gather")
+            for comm in self.model.every:
+                self._edits[comm] = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+            with self.streams.fork("gather"):  # which reads them from now on
+                pass
 
     def begin(self) -> None:
         """Begin, because the model is complete."""
@@ -87,13 +93,16 @@ class Agreement:
         if not axes:
             return
         self.model.edited[number, name] = None
-        self._edits_are_compared = False
+        self._is_edited, self._edits_are_compared = True, False
         value = fingerprint() * (
             2 * zlib.crc32(f"{number} {name}".encode()) + 1
         )  # a sum, so that 0 changes nothing
         for comm in axes:
-            edits = self._edits.get(comm, 0) + value
-            self._edits[comm] = edits.cpu() if comm.exchanges else edits
+            edits = self._edits.get(comm)
+            if edits is None:
+                self._edits[comm] = value.cpu().view(1)
+            else:
+                edits.add_(value.to(edits.device))
 
     def loaded(self) -> None:
         """Forget earlier differences, because a state dict has given every rank the same weights."""
@@ -101,7 +110,12 @@ class Agreement:
         self._forget_edits()
 
     def _forget_edits(self) -> None:
-        self._edits.clear()
+        if self._differs is None:
+            self._edits.clear()
+        elif self._is_edited:
+            for edits in self._edits.values():
+                edits.zero_()
+        self._is_edited = False
         self.model.edited.clear()
 
     def forget_backward(self) -> None:
@@ -219,21 +233,22 @@ class Agreement:
         if self._differs is None:
             return
         # Edits come from the computation. Without them nothing waits for it.
-        with streams.fork("gather") if self._edits else streams.beside("gather"):
+        with streams.fork("gather") if self._is_edited else streams.beside("gather"):
             differs = self._headers.differ()
             for comm in self.model.every:
-                mine = self._headers.mine(self._edits.get(comm))
+                mine = self._headers.mine(self._edits[comm])
                 mine[:1].fill_(reduced)  # an assignment makes the host wait
                 self._orders[comm] = order = comm.gather_row(mine)
                 differs = differs | (order != order[comm.rank]).any()
             self._differs.set_on_stream(differs)
-            self._edits_are_compared = True
+            self._edits_are_compared = not streams.capturing
 
     def replayed(self) -> None:
         """A graph with a backward has been put on the current stream. The next check waits for the graph's end."""
         values_replayed()
         if self._differs is not None:
             self._differs.set_by_graph()
+            self._edits_are_compared = True
 
     def check(self) -> None:
         """Raise if a comparison since the last check found a difference.

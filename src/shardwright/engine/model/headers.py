@@ -24,7 +24,6 @@ class Headers:
             self._sent = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
             self._received = torch.tensor(received, dtype=torch.int64, device="cpu").to(device)
             self._own = torch.tensor(own, dtype=torch.int64, device="cpu").to(device)
-            self._no_edits = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = self._received.split([HEADER * comm.world_size for comm in comms])
 
     def of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,9 +35,9 @@ class Headers:
         with self._streams.beside("gather"):
             self._sent.select(1, 1).fill_(age)  # an assignment would make a tensor from the number
 
-    def mine(self, edits: torch.Tensor | None) -> torch.Tensor:
-        """The root's header, whose first word may be overwritten, and a hash of edits, if there were any."""
-        return torch.cat((self._sent[0], self._no_edits if edits is None else edits.view(1)))
+    def mine(self, edits: torch.Tensor) -> torch.Tensor:
+        """The root's header, whose first word may be overwritten, and a hash of edits, int64 [1]."""
+        return torch.cat((self._sent[0], edits))
 
     def differ(self) -> torch.Tensor:
         """Whether any rank has sent another header than this rank; a tensor on the device."""
