@@ -33,11 +33,11 @@ VARIANTS = {
 def test_each_fault_is_reported_as_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(crew, "ONE_TURN", 0.25)
-    row = Row("faulty", "1B", 4096, tuple(VARIANTS.values()), turns=1)
+    monkeypatch.setattr(crew, "ONE_TURN", 0.08)
+    row = Row("faulty", "1B", 4096, tuple(VARIANTS.values()), turns=1, seconds=400)
     options = [f"--inject={VARIANTS[fault].name}={fault}" for fault in FAULTS]
     assert (
-        gpu.main(["--device=cpu", "--seconds=90", "--no-profile", f"--out={tmp_path}", *options], [row]) == 1
+        gpu.main(["--device=cpu", "--seconds=400", "--no-profile", f"--out={tmp_path}", *options], [row]) == 1
     )
     assert len([*tmp_path.iterdir()]) == 2
     results = json.loads(next(tmp_path.glob("*.json")).read_text())

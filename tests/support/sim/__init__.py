@@ -18,7 +18,7 @@ from tests.support.sim.device import Sim, load
 __all__ = ["Sim", "load", "on_sim"]
 
 
-def on_sim(*world_sizes: int, timeout: float = CASE_TIMEOUT) -> Callable[[Callable[..., Any]], Any]:
+def on_sim(*world_sizes: int, timeout: float = 4 * CASE_TIMEOUT) -> Callable[[Callable[..., Any]], Any]:
     """As `multirank`, in processes that load the device and run no other tests. Skipped without a compiler."""
     reason = reason_to_skip()
 
