@@ -120,7 +120,7 @@ def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int
 
 def shown(rank: int, world_size: int, name: str) -> tuple[int, str] | None:
     """What :func:`first_difference` finds for a wrong order."""
-    return first_difference(WRONG[name].case, WRONG[name].defect, range(1, 13))
+    return first_difference(WRONG[name].case, WRONG[name].defect, range(1, 61))
 
 
 def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:
