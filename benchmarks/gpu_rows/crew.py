@@ -87,7 +87,7 @@ def _not_begun(variants: tuple[Variant, ...], lines: list[dict[str, Any]]) -> tu
 
 
 def _blame(whole: Ended, ended: Ended) -> bool:
-    """Whether the failure is that of a variant that ran; else it is the row's."""
+    """Add the failure to the variant that ran. False: none ran, so the row has failed."""
     running = ""
     for line in ended.lines:
         name = line.get("variant", "")

@@ -24,7 +24,7 @@ nearly. Backward of attention and of the embedding adds up in an order that chan
 NORM_TOLERANCE = 0.1
 """Relative, for the norms of the gradients of the first steps, which such noise changes more than it changes losses."""
 KEPT = ("error", "traceback", "memory", "output", "skipped", "late")
-"""Of a line without figures."""
+"""Keys of a line that stay where it has no figures."""
 PRECISION = (
     "float32 master weights and moments, computation in bfloat16, gradients cast to float32; plain torch: a model in "
     "bfloat16 beside float32 copies in the optimizer; FSDP2 and shardwright: MixedPrecisionPolicy(bfloat16, float32)"

@@ -1,8 +1,8 @@
 """Run the tests of each defect with the defect in place: ``python -m tests.defects [WORD ...]``.
 
 With words, those whose seam or description has one of them. Prints one line for each; the status is 1 if one was not
-found. Wrong orders of streams (tests/engine/kit/wrong_streams.py, seam "streams") are put into both simulators: that of
-clocks, which names a race, and the device, which shows other numbers.
+found. Wrong orders of streams (tests/engine/kit/wrong_streams.py, seam "streams") are put into both
+simulators. The simulator with clocks names a race. The simulated device shows other numbers.
 """
 
 from __future__ import annotations

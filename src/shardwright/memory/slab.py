@@ -54,7 +54,8 @@ class Source(Protocol):
 class Observer(Protocol):
     """Sees the memory that the engine takes and gives back: a simulator of a device, or a plan.
 
-    Called in the order of the program, on the host; the device's current stream is that of the memory's use."""
+    The host calls it in the order of the program. The stream that uses the memory is then current.
+    """
 
     def leased(self, slab: Slab) -> None:
         """A slab has memory now."""

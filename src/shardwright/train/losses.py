@@ -43,7 +43,7 @@ class Losses:
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
         self._numbers_padding = numbers_padding(config, plain)
         self.auxiliary = plain.auxiliary
-        #: What each loss counts for in the gradients, float64 [1 + auxiliaries].
+        #: The factor of each loss in the gradients, float64 [1 + auxiliaries].
         self._factors = world.figures([1.0, *self.auxiliary.values()])
         # A module of another class may lack them, see `language_model.NEEDED`.
         self.meanings: Mapping[str, str] = getattr(plain, "meanings", {})

@@ -119,7 +119,7 @@ def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int
 
 
 def shown(rank: int, world_size: int, name: str) -> tuple[int, str] | None:
-    """What :func:`first_difference` finds for a wrong order."""
+    """The first difference that a wrong order makes, see :func:`first_difference`."""
     return first_difference(WRONG[name].case, WRONG[name].defect, range(1, 61))
 
 
@@ -196,7 +196,7 @@ def check(case: Case, seeds: Iterable[int], steps: int = 3) -> None:
 
 
 def waits_of_a_step(case: Case) -> Counter[str]:
-    """What makes the host wait for the device in a steady step: forward, backward, clipping, the optimizer's step."""
+    """The waits of the host for the device in a steady step: forward, backward, clipping, the optimizer's step."""
     sim, mesh = load(), mesh_of(*case.on.shape)
     with sim.running(0):
         training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())

@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
     @property
     def uses_sgd(self) -> bool:
-        """Of AdamW's steps on offloaded units the host would read a number that the device has."""
+        """SGD steps, because in AdamW's steps on offloaded units the host would read a number of the device."""
         return self.offload != "none" or self.steps == "in backward"
 
     @property

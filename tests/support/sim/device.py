@@ -83,7 +83,7 @@ class Sim:
 
     @contextmanager
     def waits(self) -> Iterator[Counter[str]]:
-        """What makes the host wait inside, with the places in the package, and how often."""
+        """The waits of the host inside: their places in the package, and how often each comes."""
         found: Counter[str] = Counter()
 
         def waits(name: str) -> None:

@@ -28,7 +28,8 @@ from shardwright.engine.tensors.summed import CutGradient, EngineHook
 RECIPE = "_shardwright_recipe"
 #: True on a tensor that was computed from numbers that this rank has read: it may differ from the other ranks'.
 OWN = "_shardwright_own"
-#: Of each accelerator: whether ranks averaged gradients of different values, or joined different ones.
+#: By streams of an accelerator: a flag that is set if ranks averaged gradients of different values, or joined such
+#: values.
 _differs: weakref.WeakKeyDictionary[Streams, HostFlag] = weakref.WeakKeyDictionary()
 
 
