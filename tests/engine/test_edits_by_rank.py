@@ -149,6 +149,7 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
             patch.setattr(agreement, "_differs", flag)
             edits = {comm: torch.zeros(1, dtype=torch.int64) for comm in agreement.model.every}
             patch.setattr(agreement, "_edits", edits)
+            memory = list(edits.values())
             for comm in agreement.model.every:
                 patch.setattr(comm, "exchanges", False)
             value = values[rank]
@@ -161,6 +162,8 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
             model(torch.randn(2, 3))
             assert not agreement._is_edited and not agreement.model.edited
             assert all(value.item() == 0 for value in edits.values())
+            # A graph that was captured meanwhile reads this memory.
+            assert all(now is before for now, before in zip(edits.values(), memory, strict=True))
 
 
 @multirank(2)
