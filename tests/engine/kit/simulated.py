@@ -59,6 +59,7 @@ class Case(NamedTuple):
     offload: str = "none"  #: or "offload", of everything, or "state", of the optimizer's alone
     steps: str = "optimizer"  #: or "in backward"
     recompute: str = "none"  #: or "recomputed", or "reentrant"
+    graphed: bool = False  #: forward and backward are a graph from the third step on
 
     @property
     def legal(self) -> bool:
@@ -87,6 +88,7 @@ class Net(Model):
 
     skipped = -1
     recompute = "none"
+    keeps_rng_state = True
     fails = -1
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -98,7 +100,12 @@ class Net(Model):
                 if self.recompute == "none":
                     h = block(h)
                 else:
-                    h = checkpoint(block, h, use_reentrant=self.recompute == "reentrant")
+                    h = checkpoint(
+                        block,
+                        h,
+                        use_reentrant=self.recompute == "reentrant",
+                        preserve_rng_state=self.keeps_rng_state,
+                    )
         return self.head(self.norm(h))
 
 
@@ -197,6 +204,10 @@ class Training:
             blocks[1].requires_grad_(False)
             self.model.embed.requires_grad_(False)
         self.model.recompute = "recomputed" if event == "recomputed" else case.recompute
+        self.model.keeps_rng_state = not case.graphed
+        self.work: Callable[..., list[torch.Tensor]] = self.forward_and_backward
+        if case.graphed:
+            self.work = sw.GraphedStep(self.model, self.forward_and_backward, warmup=2)
 
     def run(self, steps: int = 4) -> None:
         with self._everything():
@@ -234,20 +245,10 @@ class Training:
                 handle.wait()
             model.blocks[2].unshard()
             model.blocks[2].reshard()
-        if case.event == "failures" and step in (1, 2):
+        if case.event == "failures" and step in (1, 2, 4):
             self.fail(step)
-        for micro in range(case.micros):
-            last = micro == case.micros - 1
-            if case.accumulation == "held":
-                model.set_requires_gradient_sync(last)
-            elif case.accumulation == "not all-reduced":
-                model.set_requires_all_reduce(last)
-            elif case.accumulation == "not last":
-                model.set_is_last_backward(last)
-            batch = self.batch(step, micro)
-            loss = loss_of(model(batch), batch)
-            loss.backward()
-            self.losses.append(loss.detach())
+        losses = self.work(*[self.batch(step, micro) for micro in range(case.micros)])
+        self.losses += [loss.clone() for loss in losses] if case.graphed else losses
         if case.steps == "in backward":
             if step % 2:  # else what is left is stepped where the next forward needs it
                 optimizer.step()
@@ -265,6 +266,22 @@ class Training:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         else:
             optimizer.zero_grad()
+
+    def forward_and_backward(self, *batches: torch.Tensor) -> list[torch.Tensor]:
+        model, case = self.model, self.case
+        losses = []
+        for micro, batch in enumerate(batches):
+            last = micro == case.micros - 1
+            if case.accumulation == "held":
+                model.set_requires_gradient_sync(last)
+            elif case.accumulation == "not all-reduced":
+                model.set_requires_all_reduce(last)
+            elif case.accumulation == "not last":
+                model.set_is_last_backward(last)
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
 
     def fail(self, step: int) -> None:
         """In the middle of forward, or of backward."""
