@@ -47,7 +47,8 @@ class Streams(Protocol):
         """Let all streams of the computation since the last call, and the current one, wait for each other.
 
         Backward runs on the streams of its forward, and ends on the stream of its caller. There the engine releases
-        memory that it has leased on the others. Their later work may get this memory.
+        memory that it has leased on the others. Their later work may get this memory. A forward may lease memory that
+        an earlier forward has released on another stream.
         """
 
     def mark(self, name: str) -> Any:
@@ -219,9 +220,11 @@ class DeviceStreams:
         def replay() -> None:
             # The graph has streams of its own: it does what the side streams do in a step that runs without it.
             current = self._api.current_stream(self._device)
+            self.rejoin()
             for side in self._side.values():
                 current.wait_stream(side)
             graph.replay()
+            self.note_current()
             for side in self._side.values():
                 side.wait_stream(current)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -172,7 +172,7 @@ class Training:
             # Sums of many tensors at once, as torch chooses on an accelerator.
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
-        self.other = api.Stream(name="user")
+        self.other, self.third = api.Stream(name="user"), api.Stream(name="user's second")
         if case.uses_sgd:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
             wrap = sw.optim.in_backward if case.steps == "in backward" else sw.fully_shard_optimizer
@@ -215,6 +215,7 @@ class Training:
                 if step == 2:
                     self.validate()
                 self.step(step)
+        self.api.current_stream().wait_stream(self.other)
 
     @contextmanager
     def _everything(self) -> Iterator[None]:
@@ -254,6 +255,8 @@ class Training:
                 optimizer.step()
             return
         sw.clip_grad_norm_(model.parameters(), 1.0)
+        if case.event == "validation on a stream":
+            self.api.current_stream().wait_stream(self.other)  # which reads the weights
         if case.event == "optimizer on a stream":
             self.other.wait_stream(self.api.current_stream())
             with self.api.stream(self.other):
@@ -266,10 +269,18 @@ class Training:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         else:
             optimizer.zero_grad()
+        if case.event == "validation on a stream":  # beside the next step
+            self.other.wait_stream(self.api.current_stream())
+            with self.api.stream(self.other), torch.no_grad():
+                batch = self.batch(99)
+                self.losses.append(loss_of(model(batch), batch))
 
     def forward_and_backward(self, *batches: torch.Tensor) -> list[torch.Tensor]:
         model, case = self.model, self.case
         losses = []
+        if case.event == "streams in the step":
+            for stream in (self.other, self.third):
+                stream.wait_stream(self.api.current_stream())
         for micro, batch in enumerate(batches):
             last = micro == case.micros - 1
             if case.accumulation == "held":
@@ -278,10 +289,26 @@ class Training:
                 model.set_requires_all_reduce(last)
             elif case.accumulation == "not last":
                 model.set_is_last_backward(last)
-            loss = loss_of(model(batch), batch)
-            loss.backward()
+            with self._forward_stream():
+                loss = loss_of(model(batch), batch)
+            with self._backward_stream():
+                loss.backward()
             losses.append(loss.detach())
+        if case.event == "streams in the step":
+            for stream in (self.other, self.third):
+                self.api.current_stream().wait_stream(stream)
         return losses
+
+    def _forward_stream(self) -> AbstractContextManager[None]:
+        """Forward waits for no backward: the engine orders what they do in its memory."""
+        if self.case.event != "streams in the step":
+            return nullcontext()
+        return self.api.stream(self.other)  # type: ignore[no-any-return]
+
+    def _backward_stream(self) -> AbstractContextManager[None]:
+        if self.case.event != "streams in the step":
+            return nullcontext()
+        return self.api.stream(self.third)  # type: ignore[no-any-return]
 
     def fail(self, step: int) -> None:
         """In the middle of forward, or of backward."""
@@ -325,9 +352,11 @@ EVENTS = [
     "own order",
     "recomputed",
     "separate group",
+    "streams in the step",
     "training on a stream",
     "two buffers",
     "unshard",
+    "validation on a stream",
     "whole matrices",
     "zeros kept",
 ]
