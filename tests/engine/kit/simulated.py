@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from shardwright.comm import DeviceStreams
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.extend.strategies import resolve
 from tests.engine.custom import Gathers, Scatters
+from tests.engine.kit.edits_of_shards import EDITS
 from tests.engine.kit.models import Model, loss_of, tokens
 from tests.engine.kit.offload_state import STATE
 from tests.support.fake import fake_ranks
@@ -121,6 +123,22 @@ class Fails(torch.autograd.Function):
         raise ValueError("this backward fails")
 
 
+class Outcome(NamedTuple):
+    """Losses of this rank, and full weights at the end."""
+
+    losses: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+#: By which gradients of the model's own parameters, and of each block's, are multiplied in a hook.
+HOOK_FACTORS = (0.5, 0.25, 1.5, 0.125)
+
+
+def is_edited(step: int) -> bool:
+    """Whether an edit comes after this step: before a graph is captured, and between replays."""
+    return step in (0, 2)
+
+
 def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
     return ("outer", "inner")[-len(shape) :]
 
@@ -179,8 +197,9 @@ class Training:
             self.optimizer = wrap(optimizer)
         event, blocks = case.event, self.model.blocks
         if event == "hook on a stream":
-            for module in (self.model, *blocks):
-                module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=self.other)
+            for module, factor in zip((self.model, *blocks), HOOK_FACTORS, strict=True):
+                hook = functools.partial(torch.Tensor.mul_, other=factor)
+                module.set_all_reduce_hook(hook, stream=self.other)
         elif event == "separate group":
             self.model.set_separate_reduce_scatter_group()
         elif event == "compressed":
@@ -212,7 +231,7 @@ class Training:
     def run(self, steps: int = 4) -> None:
         with self._everything():
             for step in range(steps):
-                if step == 2:
+                if step == 2 + self.case.graphed:
                     self.validate()
                 self.step(step)
         self.api.current_stream().wait_stream(self.other)
@@ -269,6 +288,10 @@ class Training:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         else:
             optimizer.zero_grad()
+            model.zero_grad()
+        if case.event in EDITS and is_edited(step):
+            with torch.no_grad():
+                EDITS[case.event](model)
         if case.event == "validation on a stream":  # beside the next step
             self.other.wait_stream(self.api.current_stream())
             with self.api.stream(self.other), torch.no_grad():

@@ -89,6 +89,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits("the device's synchronize");
     queues().drain_all();
   }
+  // Of the interface from torch 2.13.
+  bool isStreamCapturing(const c10::Stream& stream) const { return queues().graph_of(stream.id()) != nullptr; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     allocator().record(data, stream.id());
   }
