@@ -200,7 +200,9 @@ class Run:
                     status = process.poll()
                     if status is not None or self._is_late(each, begun, folder):
                         done.append((each, process, status, time.monotonic() - begun))
-                end([process for _, process, _, _ in done])  # together: each may take seconds to write its stacks
+                end(
+                    [process for _, process, _, _ in done]
+                )  # together: each may take seconds to write its stacks
                 for each, _, status, seconds in done:
                     del running[each.name]
                     self._finish(each, status, seconds, folder)
@@ -240,7 +242,12 @@ class Run:
         each.found = _summary_of_tests(output) if "pytest" in each.command else result.get("found", "")
         if "pytest" in each.command and self.args.device == "cpu" and status == 5:
             each.verdict = "ok"  # there is no test without a GPU
-        elif "pytest" in each.command and self.args.device == "cuda" and status == 0 and " passed" not in each.found:
+        elif (
+            "pytest" in each.command
+            and self.args.device == "cuda"
+            and status == 0
+            and " passed" not in each.found
+        ):
             each.verdict = f"skipped: {_reasons_of_skips(output) or 'no test ran'}"
         if each.expected:
             rightly = all(word in each.verdict for word in each.expected)

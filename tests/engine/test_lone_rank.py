@@ -40,7 +40,13 @@ HOOKS: dict[str, Callable[[], Any]] = {
 AXES: dict[str, list[Any]] = {
     "codec": [*CODECS],
     "hook": [*HOOKS],
-    "dtypes": [(FP32, None, None), (FP32, BF16, FP32), (FP32, FP16, BF16), (BF16, FP32, None), (FP64, BF16, FP32)],
+    "dtypes": [
+        (FP32, None, None),
+        (FP32, BF16, FP32),
+        (FP32, FP16, BF16),
+        (BF16, FP32, None),
+        (FP64, BF16, FP32),
+    ],
     "layout": ["per_parameter", "ragged", sw.Ragged("element"), sw.Ragged(16)],
     "memory": ["dynamic", "arena", "max_pool"],
     "accumulation": ["none", "held", "added"],
@@ -83,7 +89,9 @@ def trained(model: Any, steps: int, computes_in: torch.dtype | None, accumulatio
 
 
 @multirank(1)
-@pytest.mark.parametrize("row", generate(AXES, lambda *_: False, 2), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize(
+    "row", generate(AXES, lambda *_: False, 2), ids=lambda row: "-".join(map(str, row.values()))
+)
 def test_nothing_that_stays_is_rounded(rank: int, world_size: int, row: dict[str, Any]) -> None:
     storage, compute, reduce = row["dtypes"]
     torch.manual_seed(0)

@@ -252,7 +252,9 @@ def test_what_the_host_waits_for_with_offload(rank: int, world_size: int, name: 
         "an event's synchronize in offload.py": units,
     }
     if world_size > 1:
-        expected["an event's synchronize in host_flag.py"] = 1 if case.micros == 1 and case.steps == "optimizer" else 2
+        expected["an event's synchronize in host_flag.py"] = (
+            1 if case.micros == 1 and case.steps == "optimizer" else 2
+        )
         if case.steps == "optimizer":
             expected |= {"a copy from the host in clip.py": 1, "a copy to the host in clip.py": 1}
     waits: Counter[str] = Counter()

@@ -85,5 +85,3 @@ def test_the_flag_of_streams_ends_with_them(used: bool) -> None:
             averaging.check_values()
     del comm, streams, flag
     assert len(averaging._differs) == before
-
-

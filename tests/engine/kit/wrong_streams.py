@@ -274,7 +274,6 @@ WRONG_OFFLOAD = {
 WRONG: dict[str, Wrong] = WRONG_STREAMS | WRONG_ENGINES | WRONG_OFFLOAD
 
 
-
 def replay_alone(self: DeviceStreams, function: Any, capture: Any = DeviceStreams.capture) -> Any:
     """The side streams do not wait for a replay, nor it for them."""
     replay, result = capture(self, function)
@@ -288,7 +287,12 @@ def replay_alone(self: DeviceStreams, function: Any, capture: Any = DeviceStream
 
 
 #: Their waits are not in a graph, but before or after it.
-OUTSIDE_GRAPHS = ("gradients are read too soon", "no event of the optimizer's", "a hook that does not wait", "a flag is read too soon")
+OUTSIDE_GRAPHS = (
+    "gradients are read too soon",
+    "no event of the optimizer's",
+    "a hook that does not wait",
+    "a flag is read too soon",
+)
 #: Wrong orders that are there only while a graph is captured.
 WRONG_GRAPHS: dict[str, Wrong] = {
     f"{name}, in a graph": wrong._replace(case=wrong.case._replace(graphed=True))
