@@ -16,7 +16,7 @@ import pytest
 
 from shardwright.comm import DeviceStreams
 from tests.engine.kit.edits_of_shards import EDITS
-from tests.engine.kit.simulated import BF16, EVENTS, FP32, Case, On
+from tests.engine.kit.simulated import BF16, EVENTS_OF_DEVICE, FP32, Case, On
 from tests.engine.kit.wrong_streams import WRONG
 from tests.support.matrix import generate
 from tests.support.sim import on_sim
@@ -101,7 +101,7 @@ def test_training_on_two_axes_keeps_its_numbers_in_any_order(rank: int, world_si
 
 
 @on_sim(2)
-@pytest.mark.parametrize("event", [*EVENTS, *EDITS])
+@pytest.mark.parametrize("event", [*EVENTS_OF_DEVICE, *EDITS])
 def test_events_have_the_plain_model_s_numbers_in_any_order(rank: int, world_size: int, event: str) -> None:
     """Failures, hooks, edits, other orders, streams of the user's."""
     from tests.engine.kit.on_sim import check

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.kit.edits_of_shards import EDITS
-from tests.engine.kit.simulated import BF16, EVENTS, FP32, Case, On
+from tests.engine.kit.simulated import BF16, EVENTS_OF_DEVICE, FP32, Case, On
 from tests.engine.kit.wrong_streams import WRONG_GRAPHS
 from tests.support.matrix import generate
 from tests.support.sim import on_sim
@@ -50,7 +50,9 @@ def excluded(one: str, a: Any, other: str, b: Any) -> bool:
 
 CASES = [Case(**row, graphed=True) for row in generate(AXES, excluded, 2)]
 #: A graph repeats one step, and there are no gradients before it.
-EVENTS_OF_GRAPHS = [event for event in (*EVENTS, *EDITS) if event not in ("another order", "zeros kept")]
+EVENTS_OF_GRAPHS = [
+    event for event in (*EVENTS_OF_DEVICE, *EDITS) if event not in ("another order", "zeros kept")
+]
 
 
 def on_ranks(ranks: int) -> pytest.MarkDecorator:
@@ -80,6 +82,8 @@ def test_events_around_and_in_a_graph(rank: int, world_size: int, event: str) ->
     """Edits between replays, failures, other streams in the step and beside it, hooks, codecs."""
     from tests.engine.kit.on_sim import check
 
+    if event == "failures" and not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+        pytest.skip("before torch 2.13 a graph cannot be captured while the graph of a failed backward lives")
     memory = "arena" if EVENTS_OF_GRAPHS.index(event) % 2 else "dynamic"
     check(Case(On("zero3", (world_size,)), memory, event=event, graphed=True), SEEDS, STEPS)
 

@@ -383,7 +383,6 @@ EVENTS = [
     "own order",
     "recomputed",
     "separate group",
-    "streams in the step",
     "training on a stream",
     "two buffers",
     "unshard",
@@ -391,3 +390,5 @@ EVENTS = [
     "whole matrices",
     "zeros kept",
 ]
+#: And those in which autograd changes the stream, which the simulator of clocks does not know.
+EVENTS_OF_DEVICE = [*EVENTS, "streams in the step"]

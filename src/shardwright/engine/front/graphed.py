@@ -180,8 +180,9 @@ class GraphedStep:
             raise RuntimeError(
                 f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: {kind}{first}. "
                 "A step in a graph must not read values on the host (item, print, shapes that depend on data). It must "
-                "not move tensors from or to the CPU. It must give each parameter a gradient on every rank. Otherwise "
-                "run it without GraphedStep."
+                "not move tensors from or to the CPU. It must give each parameter a gradient on every rank. Before "
+                "torch 2.13 no output or error of an earlier call of the model may be kept. Otherwise run it without "
+                "GraphedStep."
             ) from error
         for each in root.units():
             each.drop_kept()
