@@ -67,7 +67,9 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     """Where two outcomes are not equal in bits."""
     found = []
     for what, left, right in zip(Outcome._fields, one, other, strict=True):
-        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        if len(left) != len(right):
+            found.append(f"{len(left)} {what}, not {len(right)}")
+        for i, (a, b) in enumerate(zip(left, right, strict=False)):
             if not torch.equal(a, b):
                 where = (a != b).nonzero()[0].tolist()
                 found.append(f"{what}[{i}] at {where}: {a[tuple(where)]:.8g}, not {b[tuple(where)]:.8g}")
