@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.comm_hooks import MXFP8, BlockwiseFP8, Cast, Compressed, Int8Blocks, PowerSGD
 from shardwright.train.config import load_config
 from shardwright.train.data.dataset import load_dataset
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
 
 ALONE = Ranks(alone=True)
 

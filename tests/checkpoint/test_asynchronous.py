@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import background, notes
-from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.pipes import Lines, send
-from shardwright.checkpoint.places import LocalStore, partial_folder
+from shardwright.checkpoint.asynchronous import background, notes
+from shardwright.checkpoint.asynchronous.pipes import Lines, send
+from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, stage
+from shardwright.checkpoint.format.nested import PART_BYTES
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import Plan, save_state
-from shardwright.checkpoint.staging import Job, SharedMemory, stage
-from shardwright.checkpoint.state import PART_BYTES
-from shardwright.checkpoint.threads import MOST
-from shardwright.checkpoint.writing import write_parts
+from shardwright.checkpoint.save.saving import Plan, save_state
+from shardwright.checkpoint.save.writing import write_parts
+from shardwright.checkpoint.storage.places import LocalStore, partial_folder
+from shardwright.checkpoint.storage.threads import MOST
 from tests.checkpoint.background_kit import pid_of_writer, values
 from tests.support.pool import multirank, world_mesh
 
@@ -234,7 +234,7 @@ def test_a_killed_trainer_takes_a_writer_along_that_still_imports_torch(tmp_path
     done = run(
         """
         import threading, time
-        from shardwright.checkpoint.writer_process import WriterProcess
+        from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
         sys.path.insert(0, sys.argv[1])
         def start():
             global writer
@@ -338,9 +338,9 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     done = run(
         """
         import json
-        from shardwright.checkpoint.loading import load_state
+        from shardwright.checkpoint.load.loading import load_state
         from shardwright.checkpoint.ranks import Ranks
-        from shardwright.checkpoint.saving import save_state
+        from shardwright.checkpoint.save.saving import save_state
         from tests.checkpoint.background_kit import pid_of_writer
 
         def field(pid, name):

@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint.archive import ALIGNMENT, container
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX, UnknownVersion, check_coverage, parse_index
-from shardwright.checkpoint.loading import load_state, open_checkpoint
+from shardwright.checkpoint.format.archive import ALIGNMENT, container
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX, UnknownVersion, check_coverage, parse_index
+from shardwright.checkpoint.format.values import decoded, encoded
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
-from shardwright.checkpoint.values import decoded, encoded
-from shardwright.checkpoint.writing import bytes_of
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.writing import bytes_of
 from tests.support.pool import multirank, world_mesh
 
 DTYPES = [
@@ -243,7 +243,7 @@ def test_states_that_cannot_be_stored_name_their_tensor(tmp_path: Path) -> None:
 
 
 def test_a_large_tensor_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.state.PART_BYTES", 100)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 100)
     state = {"wide": torch.randn(1, 3, 40), "tall": torch.randn(90, 2), "view": torch.randn(8, 9).t()}
     save_state(tmp_path / "c", state, Ranks())
     index = open_checkpoint(tmp_path / "c").index

@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint import files
-from shardwright.checkpoint.convert import FORMS, convert
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.loading import load_state, open_checkpoint
-from shardwright.checkpoint.names import Joined, Transposed
+from shardwright.checkpoint.convert.convert import FORMS, convert
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.pretrained import files
+from shardwright.checkpoint.pretrained.names import Joined, Transposed
 from shardwright.checkpoint.ranks import Ranks
 from tests.support import multirank, world_mesh
 
@@ -229,8 +229,8 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
 
     for form, name in zip((*FORMS, "safetensors"), ("a", "b", "c", "d.pt", "e.safetensors"), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr("shardwright.checkpoint.written_in_order.os.fsync", full)
-            patched.setattr("shardwright.checkpoint.files.os.pwrite", full)
+            patched.setattr("shardwright.checkpoint.save.written_in_order.os.fsync", full)
+            patched.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
             patched.setattr("zipfile._ZipWriteFile.write", full)
             with pytest.raises(OSError, match="No space left"):
                 convert(saved, tmp_path / name, form)
@@ -312,8 +312,8 @@ def test_nothing_in_a_foreign_checkpoint_runs(tmp_path: Path, place: str) -> Non
 MEASURE = """
 import sys, threading, time
 from pathlib import Path
-from shardwright.checkpoint import state
-from shardwright.checkpoint.convert import convert
+from shardwright.checkpoint.format import nested
+from shardwright.checkpoint.convert.convert import convert
 state.PART_BYTES = 4 << 20
 
 def anonymous():
@@ -347,7 +347,7 @@ CASES = ["shardwright-safetensors", "dcp-shardwright", "safetensors-torch"]
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.state.PART_BYTES", 4 << 20)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 4 << 20)
     largest = 24  # MiB, of 72 in all
     sizes = [largest, *[8] * 6]
     tensors = {f"t{n}": torch.full((size << 8, 1 << 10), float(n)) for n, size in enumerate(sizes)}

@@ -20,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.containers import Container, value_of
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import (
+from shardwright.checkpoint.dcp.containers import Container, value_of
+from shardwright.checkpoint.dcp.metadata import parse_metadata
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import (
     INDEX,
     Index,
     Part,
@@ -33,10 +34,9 @@ from shardwright.checkpoint.index import (
     index_text,
     parse_index,
 )
-from shardwright.checkpoint.loading import load_state
-from shardwright.checkpoint.metadata import parse_metadata
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
 from tests.checkpoint.kit_children import run_into
 from tests.checkpoint.kit_hostile import put_index, read_index, repair
 from tests.support.payloads import Payload, saved_with
@@ -142,7 +142,7 @@ def test_states_of_generators_are_examined_first(tmp_path: Path) -> None:
 
 
 def test_generators_without_states_are_refused() -> None:
-    from shardwright.checkpoint.generators import check_generator_states
+    from shardwright.checkpoint.training.generators import check_generator_states
 
     for states in ({}, {"torch": {}}, [], {"torch": torch.zeros(3)}):
         with pytest.raises(Damaged, match=r"^generators: "):
@@ -151,7 +151,7 @@ def test_generators_without_states_are_refused() -> None:
 
 def test_a_position_beyond_numpys_numbers_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("numpy")
-    from shardwright.checkpoint.generators import check_generator_states, generator_states
+    from shardwright.checkpoint.training.generators import check_generator_states, generator_states
 
     states = generator_states()
     check_generator_states(states)

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwright.checkpoint import folders
-from shardwright.checkpoint.digests import Damaged, share
-from shardwright.checkpoint.folders import read_metadata
-from shardwright.checkpoint.metadata import parse_metadata
+from shardwright.checkpoint.dcp import folders
+from shardwright.checkpoint.dcp.folders import read_metadata
+from shardwright.checkpoint.dcp.metadata import parse_metadata
+from shardwright.checkpoint.format.digests import Damaged, share
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
 
 

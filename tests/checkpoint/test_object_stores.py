@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX
-from shardwright.checkpoint.loading import load_state, open_checkpoint
-from shardwright.checkpoint.places import LocalStore, store_of
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage.places import LocalStore, store_of
 from tests.checkpoint.kit import trained
 from tests.support.pool import multirank
 
@@ -257,7 +257,7 @@ def test_only_needed_bytes_are_read_in_small_requests(
     for name in ("BLOCK", "SLICE"):
         monkeypatch.setattr(objects, name, 1 << 12)
     monkeypatch.setattr(objects, "READ_AT_ONCE", 1 << 14)
-    monkeypatch.setattr("shardwright.checkpoint.state.PART_BYTES", 1 << 13)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 1 << 13)
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
     save_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, Ranks(alone=True))
@@ -267,7 +267,7 @@ def test_only_needed_bytes_are_read_in_small_requests(
     FakeStore.restart()
     part = torch.zeros(8, 256, dtype=torch.int64)
     monkeypatch.setattr(
-        "shardwright.checkpoint.state.boxes_to_load", lambda name, tensor: [((16, 0), (8, 256), part)]
+        "shardwright.checkpoint.format.nested.boxes_to_load", lambda name, tensor: [((16, 0), (8, 256), part)]
     )
     load_state(url, {"a": torch.zeros(256, 256, dtype=torch.int64)}, Ranks(alone=True))
     assert torch.equal(part, torch.arange(1 << 16).view(256, 256)[16:24])

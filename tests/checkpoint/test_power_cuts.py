@@ -20,9 +20,9 @@ import pytest
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.checkpoint import places
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import places
 from tests.checkpoint.kit_calls import recorded
 from tests.checkpoint.kit_disk import Disk, Script, check_every_cut, materialise, record
 from tests.checkpoint.kit_states import ALONE, saves, small_tensors_spread, state, step_of

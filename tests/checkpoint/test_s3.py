@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.loading import load_state, open_checkpoint
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import objects
 from tests.checkpoint.kit import trained
 from tests.support.pool import multirank
 
@@ -122,9 +122,9 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
 
 _KILLED = """
 import os, signal, torch, fsspec
-from shardwright.checkpoint import objects
+from shardwright.checkpoint.storage import objects
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
 
 objects.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwright.checkpoint import places
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import places
 from tests.checkpoint.kit_calls import Call, recorded
 from tests.checkpoint.kit_disk import Script, check_every_cut
 from tests.checkpoint.kit_states import ALONE, small_tensors_spread, state, step_of

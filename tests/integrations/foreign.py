@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shardwright.checkpoint.digests import as_json, digest_of, sealed
+from shardwright.checkpoint.format.digests import as_json, digest_of, sealed
 
 
 def write_folder(folder: Path, stored: dict[str, Any], others: dict[str, Any], checksums: bool) -> None:

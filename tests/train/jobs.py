@@ -24,8 +24,8 @@ import torch.distributed as dist
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step.trainer import Trainer
 from tests.support.pool import forkserver
 from tests.train.kit.parallel import dataset_of
 

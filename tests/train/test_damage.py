@@ -18,18 +18,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
-from shardwright.checkpoint import places, saving
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.train import checkpoint, patience
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, what_is_missing
+from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.storage import places
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
-from shardwright.train.reporter import Reporter
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position, recovered_steps
-from shardwright.train.stored import examine
+from shardwright.train.launch import patience
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.position import Position, recovered_steps
+from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.step import checkpoint
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, what_is_missing
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, plant_beside, runs, saved_with
 from tests.train.damage import DAMAGES, Job, flipped, on_first_rank, restored, sealed_again

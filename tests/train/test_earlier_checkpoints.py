@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardwright import cli
-from shardwright.checkpoint import folders
-from shardwright.train.checkpoint import saved_steps
-from shardwright.train.steps import Position
+from shardwright.checkpoint.dcp import folders
+from shardwright.train.run.position import Position
+from shardwright.train.step.checkpoint import saved_steps
 from tests.support import multirank
 from tests.support.payloads import Payload, plant_beside, runs
 from tests.train.damage import DAMAGES, Job, on_first_rank, restored

@@ -20,14 +20,14 @@ from shardwright.extend import (
     memories,
     strategies,
 )
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
+from shardwright.train.config.catalog import kinds as kinds_module
+from shardwright.train.config.keys import keys
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedOptimizer, kinds, optimizers, sinks
-from shardwright.train.keys import keys
-from shardwright.train.models import kinds as kinds_module
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import differences
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.run.folder import differences
 from tests.train.jobs import TINY, config_file, losses, ranks, train_here
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()

@@ -16,14 +16,14 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.cli.train import USUAL
 from shardwright.memory import Plan
-from shardwright.train import patience
 from shardwright.train.config import Config
-from shardwright.train.keys import keys
-from shardwright.train.loop import memory_since, report_memory
-from shardwright.train.notices import first_loss_in_words
-from shardwright.train.plan_picture import outside_in_words, plan_figure
-from shardwright.train.runs import RunFolder
-from shardwright.train.starting import Start
+from shardwright.train.config.keys import keys
+from shardwright.train.launch import patience
+from shardwright.train.launch.progress import Start
+from shardwright.train.report.plan_picture import outside_in_words, plan_figure
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.loop import memory_since, report_memory
+from shardwright.train.step.notices import first_loss_in_words
 from tests.support import multirank
 from tests.train.data.samples import save_tokenizer, write_jsonl
 from tests.train.jobs import config_file, tiny, train_here, trainer

@@ -9,19 +9,22 @@ import pytest
 import torch
 
 from shardwright.comm import use_streams
-from shardwright.train import launch, loop, metrics, world
+from shardwright.train.commands import train
+from shardwright.train.parallel import world
+from shardwright.train.report import jsonl
+from shardwright.train.step import loop
 from tests.support.replay import CpuGraphs
 from tests.train.jobs import config_file, train_here
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (launch, world):
+    for module in (train, world):
         monkeypatch.setattr(module, "check_device", lambda config, kind: None)
 
 
 def losses(folder: Path) -> list[tuple[float, float, float | None]]:
-    records = metrics.read_records(folder / "metrics.jsonl")
+    records = jsonl.read_records(folder / "metrics.jsonl")
     return [(r["loss"], r["grad_norm"], r.get("validation_loss")) for r in records]
 
 

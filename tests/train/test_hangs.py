@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import board as boards
-from shardwright.train import plan_picture
+from shardwright.train.report import plan_picture
 from shardwright.watching.reading import Reader
 from tests.train.jobs import config_file, train_here
 from tests.train.kit import faults, stopped

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.train.commands.layouts import alike, units_of
 from shardwright.train.config import Config
-from shardwright.train.layouts import alike, units_of
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
 from tests.train import jobs
 from tests.train.kit.hybrid import tiny, tokens, whole_loss

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.checkpoint.index import INDEX, index_text, parse_index
+from shardwright.checkpoint.format.index import INDEX, index_text, parse_index
 from tests.support.payloads import code_of_the_system, plant_beside
 from tests.train.damage import flipped
 from tests.train.kit.earlier import rewrite_as_before, save_alone

@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 import shardwright as sw
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.batch import Batch
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step import checkpoint
+from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny

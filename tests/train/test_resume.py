@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
-from shardwright.train.checkpoint import saved_steps, what_is_missing
-from shardwright.train.models.presets import PRESETS, RopeScaling
-from shardwright.train.runs import RunFolder
+from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.checkpoint import saved_steps, what_is_missing
 from tests.train.jobs import config_file, finish, losses, ranks, records, start, train_here, wait_for_steps
 
 

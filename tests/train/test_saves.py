@@ -27,20 +27,21 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.checkpoint import places, saving
-from shardwright.checkpoint.index import name_of, parse_index
-from shardwright.checkpoint.loading import load_state
+from shardwright.checkpoint.format.index import name_of, parse_index
+from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import nested
-from shardwright.checkpoint.writing import bytes_of
-from shardwright.train import checkpoint
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.save.writing import bytes_of
+from shardwright.checkpoint.storage import places
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.models.build import build_model
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import Position
+from shardwright.train.step import checkpoint
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.train.damage import Job, flipped
 from tests.train.jobs import config_file, losses, ranks, tiny, train_here, trainer

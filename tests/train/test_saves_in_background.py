@@ -14,17 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.index import parse_index
+from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import read_back
-from shardwright.checkpoint.writing import PartToWrite, write_parts
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, verified
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position
-from shardwright.train.stop import StopRequest
+from shardwright.checkpoint.save.saving import read_back
+from shardwright.checkpoint.save.writing import PartToWrite, write_parts
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import Position
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.train.damage import Job, flipped
 from tests.train.jobs import (

@@ -22,19 +22,20 @@ import pytest
 from shardwright import cli
 from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
-from shardwright.train import answers, rank, saves
-from shardwright.train.checkpoint import what_is_missing
 from shardwright.train.config import load_config
-from shardwright.train.ending import Complaint, Ending, conclude, judge
-from shardwright.train.environment import FOLDER_VARIABLE
-from shardwright.train.lock import claim
-from shardwright.train.record import RunRecord, close_session
-from shardwright.train.runs import RunFolder
-from shardwright.train.sections.fault import FaultConfig
-from shardwright.train.statuses import End, is_saved, read_exit, remove_exit, write_exit
-from shardwright.train.steps import recorded_step
-from shardwright.train.stop import SIGNALS, StopRequest, restore_handlers, status_of_signal
-from shardwright.train.trainer import Trainer
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.launch.ending import Complaint, Ending, conclude, judge
+from shardwright.train.launch.environment import FOLDER_VARIABLE
+from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
+from shardwright.train.rank import process
+from shardwright.train.run.exits import End, is_saved, read_exit, remove_exit, write_exit
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.lock import claim
+from shardwright.train.run.position import recorded_step
+from shardwright.train.run.record import RunRecord, close_session
+from shardwright.train.step import saves, signal_answers
+from shardwright.train.step.checkpoint import what_is_missing
+from shardwright.train.step.trainer import Trainer
 from tests.train.jobs import config_file, ranks, records, train_here
 from tests.train.kit.faults import environment
 from tests.train.kit.forked import launch
@@ -99,7 +100,7 @@ def ends_in_thread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         statuses.append(status)
         raise Left
 
-    monkeypatch.setattr(answers.os, "_exit", leave)
+    monkeypatch.setattr(signal_answers.os, "_exit", leave)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     return statuses
 
@@ -137,7 +138,7 @@ def test_a_second_signal_ends_at_once(
     folder, config = tmp_path / "run", config_file(tmp_path)
     assert train_here(config, "--run.dir", folder, "--train.steps", "3") == 0
     capsys.readouterr()
-    monkeypatch.setattr("shardwright.train.stop.TWICE", 0.1)
+    monkeypatch.setattr("shardwright.train.launch.signals.TWICE", 0.1)
     statuses = ends_in_thread(monkeypatch)
     slow_last_save(monkeypatch, statuses)
     with signals_at(5, signal.SIGUSR1, signal.SIGUSR1, pause=0.3):
@@ -154,7 +155,9 @@ def test_a_second_signal_ends_at_once(
 def test_a_rank_leaves_also_if_its_terminal_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = ends_in_thread(monkeypatch)
     world: Any = SimpleNamespace(is_first=True, size=1)
-    answering = answers.Answers(load_config(config_file(tmp_path), []), RunFolder(tmp_path / "run"), world, 1)
+    answering = signal_answers.Answers(
+        load_config(config_file(tmp_path), []), RunFolder(tmp_path / "run"), world, 1
+    )
     terminal = io.StringIO()
     terminal.close()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -170,11 +173,11 @@ def test_a_rank_leaves_without_its_launcher_also_if_it_cannot_write(
         raise RuntimeError("a store")
 
     statuses = ends_in_thread(monkeypatch)
-    monkeypatch.setattr(rank, "write_exit", fail)
+    monkeypatch.setattr(process, "write_exit", fail)
     for name, value in (("RANK", "0"), (FOLDER_VARIABLE, str(tmp_path))):
         monkeypatch.setenv(name, value)
     with pytest.raises(Left):
-        rank._leave_with(launcher=-1)
+        process._leave_with(launcher=-1)
     assert statuses == [75]
 
 

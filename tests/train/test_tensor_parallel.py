@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.generate import sample
 from shardwright.train.models.build import build_model
+from shardwright.train.models.sampling import sample
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import checkpoint
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 from tests.train.kit.parallel import plain_steps, take_steps

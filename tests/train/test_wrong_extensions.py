@@ -13,9 +13,9 @@ from shardwright import cli
 from shardwright.extend import ExtensionError, NamedLayout, NamedMemory
 from shardwright.memory import Item, Plan
 from shardwright.train.config import Config
+from shardwright.train.config.catalog import kinds as kinds_module
 from shardwright.train.errors import UserError
 from shardwright.train.extend import Kind, NamedOptimizer, NamedSink, Offers, kinds, optimizers
-from shardwright.train.models import kinds as kinds_module
 from shardwright.train.models.build import build_model
 from tests.train.jobs import TINY, config_file, ranks, records, train_here
 

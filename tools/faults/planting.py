@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.train import loop, parallel
-from shardwright.train.data.loader import Loader
-from shardwright.train.saves import Saves
-from shardwright.train.trainer import Trainer
+from shardwright.train.data.samples.loader import Loader
+from shardwright.train.parallel import recipe
+from shardwright.train.step import loop
+from shardwright.train.step.saves import Saves
+from shardwright.train.step.trainer import Trainer
 from tools.faults.points import Fault, Plan, count_calls
 
 INSIDE = Path(__file__).parent / "inside"
@@ -72,7 +73,7 @@ class _Planting:
         _wrap(Trainer, "_agree", self._before("reduce"))
         _wrap(Trainer, "validate", self._before("validate"))
         _wrap(Loader, "__next__", self._data)
-        _wrap(parallel, "clip_gradients", self._before("clip"))
+        _wrap(recipe, "clip_gradients", self._before("clip"))
         _wrap(Saves, "save", self._save)
         _wrap(Saves, "_saved", self._saved)
         _wrap(loop, "conclude", self._before("conclude"))

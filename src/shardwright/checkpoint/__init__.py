@@ -16,13 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.asynchronous import AsyncCheckpoint
-    from shardwright.checkpoint.load import Loaded, load_pretrained
-    from shardwright.checkpoint.names import Joined, KeyMap, Slice, Stacked, Transposed
-    from shardwright.checkpoint.receiving import receive_weights
-    from shardwright.checkpoint.save import save_pretrained
-    from shardwright.checkpoint.streaming import stream_weights
-    from shardwright.checkpoint.training import load_checkpoint, save_checkpoint
+    from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
+    from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
+    from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
+    from shardwright.checkpoint.pretrained.save import save_pretrained
+    from shardwright.checkpoint.stream.receive import receive_weights
+    from shardwright.checkpoint.stream.send import stream_weights
+    from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
 
 __all__ = [
     "AsyncCheckpoint",
@@ -41,19 +41,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncCheckpoint": "asynchronous",
-    "Joined": "names",
-    "KeyMap": "names",
-    "Loaded": "load",
-    "Slice": "names",
-    "Stacked": "names",
-    "Transposed": "names",
-    "load_checkpoint": "training",
-    "load_pretrained": "load",
-    "receive_weights": "receiving",
-    "save_checkpoint": "training",
-    "save_pretrained": "save",
-    "stream_weights": "streaming",
+    "AsyncCheckpoint": "asynchronous.saves",
+    "Joined": "pretrained.names",
+    "KeyMap": "pretrained.names",
+    "Loaded": "pretrained.load",
+    "Slice": "pretrained.names",
+    "Stacked": "pretrained.names",
+    "Transposed": "pretrained.names",
+    "load_checkpoint": "training.save_load",
+    "load_pretrained": "pretrained.load",
+    "receive_weights": "stream.receive",
+    "save_checkpoint": "training.save_load",
+    "save_pretrained": "pretrained.save",
+    "stream_weights": "stream.send",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.format.digests import Damaged
 from shardwright.comm.noted import noted
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import (
+from shardwright.checkpoint.dcp.folders import check_sizes, not_plain
+from shardwright.checkpoint.format.digests import (
     Damaged,
     check_digest,
     from_json,
@@ -23,11 +23,11 @@ from shardwright.checkpoint.digests import (
     share,
     unsealed,
 )
-from shardwright.checkpoint.folders import check_sizes, not_plain
-from shardwright.checkpoint.index import INDEX, METADATA
-from shardwright.checkpoint.loading import Checkpoint
+from shardwright.checkpoint.format.index import INDEX, METADATA
+from shardwright.checkpoint.load.loading import Checkpoint
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.stores import sync
+from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage.stores import sync
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all others

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import folders, places
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX
-from shardwright.checkpoint.index import Path as Keys
-from shardwright.checkpoint.loading import Checkpoint, open_checkpoint, open_together, read_tensors
+from shardwright.checkpoint.dcp import folders
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint.load.loading import Checkpoint, open_checkpoint, open_together, read_tensors
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import nested
+from shardwright.checkpoint.storage import places
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

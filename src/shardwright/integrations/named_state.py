@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import saving
 from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.save import saving
 from shardwright.engine import FSDPModule
 from shardwright.integrations.named_files import check_target, write_file
 from shardwright.optim.whole_state import mapped

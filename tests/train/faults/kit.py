@@ -20,17 +20,17 @@ from torch import Tensor
 
 from shardwright._torch import local_of
 from shardwright.engine.front.corruption import plain_name
-from shardwright.train import plan_picture
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.loop import run_steps
-from shardwright.train.metrics import JsonLines
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer, learning_rate
+from shardwright.train.report import plan_picture
+from shardwright.train.report.jsonl import JsonLines
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.loop import run_steps
+from shardwright.train.step.saves import Saves
+from shardwright.train.step.trainer import Trainer, learning_rate
 from tests.train.jobs import tiny, trainer
 from tests.train.kit.text import batch, random_text
 

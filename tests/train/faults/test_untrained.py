@@ -18,19 +18,19 @@ import torch.nn.functional as F
 
 from shardwright._torch import local_of
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.train.checkpoint import saved_steps
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, _check_validated
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.packing import pack
-from shardwright.train.data.stream import Part, Source, Stream
-from shardwright.train.data.tokenizers import Bytes
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.samples.packing import pack
+from shardwright.train.data.samples.stream import Part, Source, Stream
+from shardwright.train.data.tokens.tokenizers import Bytes
+from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
-from shardwright.train.faults.past import Past
-from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.models.build import build_model
-from shardwright.train.trainer import Trainer, learning_rate
+from shardwright.train.run.past import Past
+from shardwright.train.step.checkpoint import saved_steps
+from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
+from shardwright.train.step.trainer import Trainer, learning_rate
 from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.train.faults.kit import Run, job, lines_of, weight_of

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from shardwright.checkpoint.digests import as_json, digest_of, sealed
-from shardwright.checkpoint.loading import open_checkpoint, read_state
+from shardwright.checkpoint.format.digests import as_json, digest_of, sealed
+from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint.load.loading import open_checkpoint, read_state
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import nested
-from shardwright.train.steps import Position
+from shardwright.train.run.position import Position
 from tests.train.damage import Job, on_first_rank
 
 

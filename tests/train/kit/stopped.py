@@ -1,7 +1,7 @@
 """Ranks that stop themselves at the start of a job. Import it with :func:`tests.train.kit.forked.launch`.
 
 `environment(1, "run_rank")` stops rank 1, in the first attempt, before it calls this function of
-`shardwright.train.rank`.
+`shardwright.train.rank.process`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.train import rank
+from shardwright.train.rank import process
 
 VARIABLE = "STOPPED_AT_START"
 PLACES = ("run_rank", "start_together", "join_world", "_agree_on_place", "_watched")
@@ -39,4 +39,4 @@ def _stopping(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for each in PLACES:
-    setattr(rank, each, _stopping(each, getattr(rank, each)))
+    setattr(process, each, _stopping(each, getattr(process, each)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardwright.train.config import Config
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.parallel import dataset_of
 from tests.train.kit.text import Text
 

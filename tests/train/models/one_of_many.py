@@ -16,9 +16,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.models.kinds import sizes_of
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.config.catalog.kinds import sizes_of
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.datasets import byte_dataset
 
 RANKS = 256

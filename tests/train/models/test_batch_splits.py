@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import load_dataset
-from shardwright.train.losses import documents_of
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.step.losses import documents_of
+from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import everything, generate
 from tests.support.pool import WorkerPools, run_case
 from tests.train.jobs import HYBRID, tiny

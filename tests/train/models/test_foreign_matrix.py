@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardwright.train.checks import check_device, check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
+from shardwright.train.parallel.checks import check_device, check_ranks
 from tests.support import multirank
 from tests.support.matrix import everything, generate
 from tests.train.jobs import tiny, trainer

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.digests import Damaged, sealed, unsealed
-from shardwright.checkpoint.model import Box, ModelTensor, boxes_of, tensors_of
+from shardwright.checkpoint.format.digests import Damaged, sealed, unsealed
+from shardwright.checkpoint.pretrained.model import Box, ModelTensor, boxes_of, tensors_of
 from shardwright.comm.noted import noted
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
-from shardwright.train.writing import write_text
+from shardwright.train.run.writing import write_text
 
 CHUNK = 1 << 22
 """Elements that are hashed at once; each needs a few times 8 bytes meanwhile."""

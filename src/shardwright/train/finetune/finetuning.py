@@ -8,17 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.checkpoint.model import first_rank
-from shardwright.checkpoint.names import KeyMap
+from shardwright.checkpoint.pretrained.model import first_rank
+from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
-from shardwright.train.models.foreign import module_names
+from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.hugging_face import key_map
-from shardwright.train.models.kinds import offers_of
-from shardwright.train.together import together
+from shardwright.train.run.together import together
 
 
 def source_of(config: Config) -> str:

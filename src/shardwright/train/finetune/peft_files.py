@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.files import SafetensorsFile, open_stored, sync_folder, write_json
-from shardwright.checkpoint.model import first_rank, mesh_of, on_every_rank, same_bits
-from shardwright.checkpoint.names import KeyMap, source_of
+from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, sync_folder, write_json
+from shardwright.checkpoint.pretrained.model import first_rank, mesh_of, on_every_rank, same_bits
+from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.engine.unit.owning import units_of
+from shardwright.train.config.catalog.hub import is_hub_name
+from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trained_names
 from shardwright.train.finetune.selection import is_mamba_output
-from shardwright.train.finetune.settings import FinetuneConfig
-from shardwright.train.hub import is_hub_name
-from shardwright.train.models.foreign import ForeignModel
-from shardwright.train.runs import RunFolder
+from shardwright.train.models.foreign.module import ForeignModel
+from shardwright.train.run.folder import RunFolder
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

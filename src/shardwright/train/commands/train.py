@@ -1,0 +1,144 @@
+"""`shardwright train`: a job is checked and gets its folder; then it runs here, or in ranks that the launcher starts.
+
+Importing this imports no engine: that takes seconds, which a launcher and those who wait for its ranks save.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import rich.progress  # noqa: F401  # every rank needs it: where it is missing, the launcher says so, once
+import torch
+
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.sinks import check_packages
+from shardwright.train.errors import UserError
+from shardwright.train.launch.attempts import open_or_reopen
+from shardwright.train.launch.environment import (
+    check_environment,
+    choose_device,
+    under_launcher,
+)
+from shardwright.train.launch.hosts import INTERFACE_VARIABLE, loopback
+from shardwright.train.launch.launcher import launch_until_done
+from shardwright.train.launch.progress import START
+from shardwright.train.launch.restarts import Attempt
+from shardwright.train.parallel.checks import (
+    check_device,
+    check_files,
+    check_least_ranks,
+    check_ranks,
+    check_steps,
+)
+from shardwright.train.run.exits import End, remove_exit, write_exit
+from shardwright.train.run.folder import CONTINUE, RunFolder, discard_if_unused, open_folder
+from shardwright.train.run.record import repair_record
+
+
+def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
+    """Train and return the exit status, see `statuses`.
+
+    `resume` is None for a new run, "" for the newest run of that name, `CONTINUE`, or a run's folder. `argv` is the
+    command line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
+    """
+    check_environment()
+    if under_launcher():
+        return _rank().run_rank(lambda: _with_packages(config), resume, "--debug" in argv)
+    _with_packages(config)
+    ranks = _number_of_ranks(config, nproc)
+    START.doing("checking the configuration")
+    check_ranks(config, ranks, resume is not None)
+    check_least_ranks(config, ranks)
+    check_device(config, choose_device(config))
+    # What cannot be imported is found before there is a folder.
+    alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
+    attempt = 1
+    if resume == CONTINUE:
+        opened = open_or_reopen(config, RunFolder(Path(config.run.dir)))
+        folder, lock, attempt = opened.folder, opened.lock, opened.attempt
+        resume = str(folder.path) if opened.resumes else None
+        argv = [each for each in argv if each != CONTINUE] + (["--resume", resume] if resume else [])
+    else:
+        folder, lock = open_folder(config, resume)
+    with lock:
+        try:
+            remove_exit(folder)
+            if resume is not None:
+                repair_record(folder)
+            _stay_local()
+            if alone is None:
+                # The ranks would find these, after the seconds that they need to start.
+                check_files(config)
+                if resume is not None and attempt == 1:
+                    check_steps(config, folder)
+                return launch_until_done(
+                    config, folder, Attempt(attempt, ranks, tuple(without_nproc(argv))), _can_run
+                )
+            return alone(config, folder, resume is not None, attempt)
+        except BaseException as error:
+            if isinstance(error, UserError) and not folder.exit_file.exists():
+                write_exit(folder, End(error.status, str(error)), attempt)
+            discard_if_unused(folder, lock)
+            raise
+
+
+def _with_packages(config: Config) -> Config:
+    """The configuration. Raises UserError if a package of a sink is missing."""
+    check_packages(config.log.sinks)
+    return config
+
+
+def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
+    """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
+    check_environment()
+
+    def unreadable() -> NoReturn:
+        raise error
+
+    return _rank().run_rank(unreadable, resume, debug)
+
+
+def _rank() -> ModuleType:
+    """What a rank does. It imports an engine: seconds, which the launcher and those who wait for its ranks save."""
+
+    from shardwright.train.rank import process
+
+    return process
+
+
+def _number_of_ranks(config: Config, nproc: int | None) -> int:
+    gpus = torch.cuda.device_count() if choose_device(config) == "cuda" else 0
+    if nproc is not None:
+        if gpus and nproc > gpus:
+            raise UserError(f"--nproc: expected at most {gpus}, the GPUs of this machine, found {nproc}")
+        return nproc
+    return max(1, gpus) if config.parallel.engine != "none" else 1
+
+
+def _stay_local() -> None:
+    """Ranks of one machine talk over the loopback: gloo else looks the machine's name up, which may lead nowhere."""
+    os.environ.setdefault(INTERFACE_VARIABLE, loopback())
+
+
+def _can_run(config: Config, ranks: int) -> bool:
+    try:
+        check_ranks(config, ranks, resumes=True)
+    except UserError:
+        return False
+    return True
+
+
+def without_nproc(argv: list[str]) -> list[str]:
+    """The command line for a rank, which must not launch again."""
+    remaining_arguments, skip = [], False
+    for argument in argv:
+        if skip:
+            skip = False
+        elif argument == "--nproc":
+            skip = True
+        elif not argument.startswith("--nproc="):
+            remaining_arguments.append(argument)
+    return remaining_arguments

@@ -1,0 +1,50 @@
+"""Whether the numbers of a step are wrong: pure decisions, from what all ranks know after the step's reduction.
+
+Nothing here reads tensors or communicates, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.train.config.sections.fault import FaultConfig
+
+Action = Literal["stop", "skip", "rewind"]
+
+
+class NonFiniteError(Exception):
+    """Numbers have gone wrong, and by the settings the run cannot continue."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Numbers that are wrong, on all ranks alike.
+
+    Attributes:
+        action: what the settings ask for.
+        reason: one line: what was found, where, without a full stop.
+        samples: of the step, [first, stop): they were not used; empty if the step was done.
+        state_is_good: weights and optimizer state are those before the step, and finite.
+    """
+
+    action: Action
+    reason: str
+    samples: tuple[int, int]
+    state_is_good: bool
+
+
+def is_spike(loss: float, before: Sequence[float], settings: FaultConfig) -> bool:
+    """Whether a loss is far above those of the steps before it."""
+    if settings.on_spike == "ignore" or len(before) < settings.spike_window // 2:
+        return False
+    return loss > spike_limit(before, settings.spike_sigmas)
+
+
+def spike_limit(before: Sequence[float], sigmas: float) -> float:
+    """The highest loss that is no spike: the mean and so many standard deviations."""
+    mean = math.fsum(before) / len(before)
+    variance = math.fsum((each - mean) ** 2 for each in before) / (len(before) - 1)
+    return mean + sigmas * math.sqrt(variance)
