@@ -119,6 +119,8 @@ def check_files(config: Config) -> None:
 
 def check_steps(config: Config, folder: RunFolder) -> None:
     """Refuse a resume for which every checkpoint has enough steps, whole or not."""
+    if config.train.epochs:
+        return  # the data says how many steps there are
     try:
         steps = saved_steps(checkpoints_of(folder, config))
     except OSError as error:
