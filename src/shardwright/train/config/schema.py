@@ -15,6 +15,7 @@ from pydantic import ValidationInfo, model_validator
 from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.sections.activations import ActivationConfig
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
@@ -57,9 +58,9 @@ class Config(Section):
         if isinstance(shape, HybridConfig) and shape.mtp_pattern and self.train.seq_len < 2:
             raise ValueError("train.seq_len: expected at least 2 with a model.mtp_pattern, found 1")
         start = info.context or {}
-        tensor = self.parallel.tensor
+        dims = ParallelDims.near(self.parallel, start.get("ranks", 1))
         problem = self.train.batch_problem(
-            max(1, start.get("ranks", 1) // tensor), tensor=tensor, resumes=start.get("resumes", False)
+            dims.data, tensor=dims.sharing_data, resumes=start.get("resumes", False)
         )
         if problem:
             raise ValueError(problem)

@@ -160,7 +160,8 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
         if result.stop and stop.signal_number is None:
             doing = "the run is at its end" if is_last else f"saving step {step}"
             reporter.answer(f"{signal.Signals(result.stop).name} received by another rank; {doing}")
-        validates = due(step, config.validation.every) or (is_last and config.validation.every > 0)
+        ends = is_last or result.stops_early
+        validates = due(step, config.validation.every) or (ends and config.validation.every > 0)
         saving = leaving or due(step, config.checkpoint.every)
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)

@@ -96,7 +96,9 @@ def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
         first, figures[:] = figures[:count], figures[count:]
         return first
 
-    losses = [loss / world.tensor for loss in taken(len(own.shares))]  # ranks of the same data have each
+    losses = [
+        loss / world.dims.with_same_loss for loss in taken(len(own.shares))
+    ]  # ranks of the same data have each
     (flags,), signals = taken(1), taken(len(SIGNALS))
     (save_ended, stops_early), votes = taken(2), taken(len(ACTIONS))
     return Agreed(

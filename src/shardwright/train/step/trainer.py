@@ -419,7 +419,7 @@ class Trainer:
         with noted("all-reduce of the validation loss", None):
             dist.all_reduce(totals)
             loss_sum, *sums_of_all = totals.tolist()
-        loss = loss_sum / world.tensor / stream.trained(0, samples)
+        loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
         return loss, means(names, sums_of_all)
 
     @boards.during(boards.SAMPLE)
@@ -438,7 +438,7 @@ class Trainer:
                 tokens = sample(
                     self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
                     top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device,
-                    multiple=self.world.tensor, ends=tokenizer.ends,
+                    multiple=self.world.dims.tensor, ends=tokenizer.ends,
                 )  # fmt: skip
         except NonFiniteLogitsError as error:
             return Sample(prompt, f"(none: {error})", expected)
