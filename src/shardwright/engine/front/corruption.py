@@ -437,7 +437,9 @@ def hash_gradients(model: nn.Module, own: bool = True) -> Iterator[GradientHashe
 
 
 def _keeps_digest(digests: list[torch.Tensor]) -> Any:
-    def keep(gradient: torch.Tensor) -> None:
+    def keep(gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
         with torch.no_grad():
             digests.extend(digest(tensor) for tensor in plain_tensors(gradient.detach()))
 

@@ -109,7 +109,9 @@ def _own_gradients(model: nn.Module) -> Iterator[list[_Own]]:
 
 
 def _keeps(own: list[_Own], name: str, unit: str | None) -> Any:
-    def keep(gradient: Tensor) -> None:
+    def keep(gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         with torch.no_grad():
             parts = [
                 each for each in plain_tensors(gradient.detach()) if each.is_floating_point() and each.numel()
