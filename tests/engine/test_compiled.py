@@ -55,7 +55,7 @@ ROWS = select(
             ("step", "in_backward", "offloaded"),
         ),
     ),
-    lambda row, strength: together(strength - 1, *row),
+    lambda row, strength: together(max(strength - 1, 1), *row),
 )
 
 
