@@ -49,7 +49,14 @@ IN_BOTH = [
     "test_many[3]",
     "test_many[4]",
 ]
-EXTENSIVE = ["test_slow", "test_letters[b]", "test_values[2]", "test_ranks[3]", "test_ranks[4]", "test_uneven[4]"]
+EXTENSIVE = [
+    "test_slow",
+    "test_letters[b]",
+    "test_values[2]",
+    "test_ranks[3]",
+    "test_ranks[4]",
+    "test_uneven[4]",
+]
 
 
 class Collected:
@@ -75,11 +82,11 @@ def test_what_each_tier_runs(tmp_path: Path) -> None:
     assert collected(f"{file}::test_slow") == ["test_slow"]
 
 
-def test_a_file_of_tools_is_extensive_but_for_what_is_named(
+def test_a_file_is_extensive_but_for_what_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiers, "TESTS", tmp_path)
-    monkeypatch.setattr(tiers, "FOLDERS", {"test_tool": ("a tool", ("test_plain", "a"))})
+    monkeypatch.setattr(tiers, "FILES", {"test_tool.py": ("a tool", ("test_plain", "a"))})
     (tmp_path / "test_tool.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
     assert sorted(collected(tmp_path)) == ["test_letters[a]", "test_other", "test_plain", "test_uneven[3]"]

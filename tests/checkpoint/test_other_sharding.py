@@ -79,6 +79,7 @@ def full_state(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": dict(values), "optimizer": moments.get("state", {})}
 
 
+@pytest.mark.extensive("each kind of torch's", but=("fsdp2-*", "*fsdp2*"))
 @multirank(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ours_load_into_every_kind_and_back(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:

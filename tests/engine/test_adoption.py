@@ -245,6 +245,7 @@ def text(case: dict[str, Any]) -> str:
     return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in case.items())
 
 
+@pytest.mark.extensive("96 models")
 @multirank(2, 3, timeout=600)
 def test_the_order_of_adoption_does_not_matter(rank: int, world_size: int) -> None:
     """Two first uses of each case; all of them with SHARDWRIGHT_MATRIX=all."""
@@ -264,6 +265,7 @@ def test_the_order_of_adoption_does_not_matter(rank: int, world_size: int) -> No
         assert len({str(each) for each in owners.values()}) == 1, f"{text(case)}: {owners}"
 
 
+@pytest.mark.extensive("96 models")
 @multirank(2)
 def test_ranks_may_read_parameters_in_different_orders(rank: int, world_size: int) -> None:
     """Rank 0 logs the parameters of one module before the first step, say. Both adopt the same parameters."""

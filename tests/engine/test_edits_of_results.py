@@ -54,6 +54,7 @@ EDITS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.extensive("each strategy", but=("zero1-2ranks",))
 @multirank(2, 3)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp", "hsdp"])
 def test_edits_are_those_of_the_plain_tensor(rank: int, world_size: int, strategy: str) -> None:

@@ -98,6 +98,7 @@ def test_full_state_dicts(rank: int, world_size: int, on: On, layout: str) -> No
             torch.testing.assert_close(states[name][key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.extensive("each place", but=("zero3@2-*", "hsdp@2x2-*"))
 @on_meshes(STATES)
 def test_checkpoints_load_into_other_layouts(
     rank: int, world_size: int, on: On, layout: str, tmp_path: Path
@@ -129,6 +130,7 @@ def test_checkpoints_load_into_other_layouts(
         check_parameters(model, plain)
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2-*", "hfsdp@2x2-blocks", "zero3@2-*"))
 @on_meshes(STATES)
 def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, layout: str) -> None:
     model, _, plain, _ = trained(on, layout, rank, world_size)
@@ -251,6 +253,7 @@ def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: s
         model.load_state_dict({**state, "blocks.0.up.weight": torch.ones(14, 7)}, strict=True)
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x1-*", "zero3@3-row-*", "hfsdp@2x2-row-late"))
 @on_meshes(
     [
         (*place, way)

@@ -131,6 +131,7 @@ def test_tied_weights_stay_tied_however_they_are_assigned(rank: int, world_size:
         check_training(model, plain, where, steps=1)
 
 
+@pytest.mark.extensive("every strategy")
 @multirank(4)
 def test_tied_weights_stay_tied_with_every_strategy(rank: int, world_size: int) -> None:
     for strategy, shape in (

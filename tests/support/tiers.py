@@ -4,7 +4,7 @@ A test is in both tiers unless one of these leaves it to `make test-all`, each w
 
 - ``@pytest.mark.extensive("reason")`` on a test, a parameter or a file (``pytestmark``). With ``but=("zero3-*",)`` the
   cases or tests whose names are like one of these stay in `make test`.
-- `FOLDERS`, for tests of tools.
+- `FILES`, for whole files.
 - A case on 3 or 4 ranks of a test that also runs on 1 or 2.
 - A row of a matrix that only shows a new pair of values, and no new value (tests/support/matrix.py).
 
@@ -23,8 +23,26 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-#: Tests of tools, by how their paths begin below ``tests``: why they are extensive, and which stay in `make test`.
-FOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {}
+#: Files without marks, by their paths below ``tests``: why they are extensive, and the tests that stay in `make test`.
+FILES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "engine/test_sim.py": (
+        "on the simulated device every pair, event and wait takes minutes",
+        ("test_training_*", "test_hooks_*", "test_deferred_*", "test_on_one_rank_*", "plain-2ranks", "none-2ranks",
+         "none-False-2ranks", "no event of the optimizer's-2ranks", "released under the gather, planned-2ranks"),
+    ),
+    "test_gpu_failures.py": (
+        "a tool: each fault is a process",
+        ("test_a_failure_before_*", "test_endings", "test_long_*", "test_the_first_*", "*exit-2"),
+    ),
+    "test_gpu_contact.py": (
+        "a tool: each part is a process",
+        ("test_each_gpu_test_*", "test_an_unknown_*", "test_the_parts_*", "test_it_ends_what_*"),
+    ),
+    "test_gpu_benchmark.py": (
+        "a benchmark",
+        ("test_[!ir]*", "test_rows_are_chosen_*"),
+    ),
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,7 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for mark in ("extensive(reason, but=()): `make test` leaves it out", "central(reason, ranks=None): it does not"):
+    for mark in (
+        "extensive(reason, but=()): `make test` leaves it out",
+        "central(reason, ranks=None): it does not",
+    ):
         config.addinivalue_line("markers", mark)
     os.environ.setdefault("SHARDWRIGHT_MATRIX", "values" if tier(config) == "change" else "pairs")
 
@@ -49,7 +70,9 @@ def tier(config: pytest.Config) -> str:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    less = "" if tier(config) == "all" else ", which leaves tests out: `make test-all` or --tier all runs them"
+    less = (
+        "" if tier(config) == "all" else ", which leaves tests out: `make test-all` or --tier all runs them"
+    )
     return f"tier: {tier(config)}{less} (matrices: {os.environ['SHARDWRIGHT_MATRIX']})"
 
 
@@ -73,10 +96,9 @@ def reasons(item: pytest.Item, small: set[Any]) -> Iterator[str]:
             yield mark.args[0]
     if ranks in (3, 4) and function_of(item) in small:
         yield "the test also runs on fewer ranks"
-    path = Path(os.path.relpath(item.path, TESTS)).as_posix()
-    for start, (reason, but) in FOLDERS.items():
-        if path.startswith(start) and not is_like(item, but):
-            yield reason
+    reason, but = FILES.get(Path(os.path.relpath(item.path, TESTS)).as_posix(), ("", ()))
+    if reason and not is_like(item, but):
+        yield reason
 
 
 def is_like(item: pytest.Item, names: tuple[str, ...]) -> bool:
