@@ -21,7 +21,7 @@ os.environ["XDG_CACHE_HOME"] = _caches.name
 os.environ["MPLCONFIGDIR"] = f"{_caches.name}/matplotlib"  # else matplotlib makes a folder in the user's home
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
 
-# A shell lets what it starts in the background ignore Ctrl-C, and children inherit that. Tests interrupt their children.
+# A shell lets what it starts in the background ignore Ctrl-C. Children inherit that, and tests interrupt theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

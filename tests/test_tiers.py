@@ -82,9 +82,7 @@ def test_what_each_tier_runs(tmp_path: Path) -> None:
     assert collected(f"{file}::test_slow") == ["test_slow"]
 
 
-def test_a_file_is_extensive_but_for_what_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_extensive_but_for_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "TESTS", tmp_path)
     monkeypatch.setattr(tiers, "FILES", {"test_tool.py": ("a tool", ("test_plain", "a"))})
     (tmp_path / "test_tool.py").write_text(TESTS)

@@ -127,6 +127,7 @@ def test_every_optimizer_goes_on(rank: int, world_size: int, name: str, before: 
         assert_equal(whole(other, its), whole(model, optimizer))
 
 
+@pytest.mark.extensive("each way", but=("two-*", "in backward-*"))
 @multirank(2)
 @pytest.mark.parametrize("way", ["two", "in backward", "offloaded", "state offloaded"])
 def test_ways_to_step_go_on(rank: int, world_size: int, way: str, tmp_path: Path) -> None:

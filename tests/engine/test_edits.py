@@ -127,6 +127,7 @@ def test_reading_data_beside_a_loss_of_the_local_shards(rank: int, world_size: i
     check_same(plain, model)
 
 
+@pytest.mark.extensive("both ways", but=("*-True-*",))
 @multirank(2)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("touch", ["read", "multiply data", "multiply", "multiply alias", "set data"])

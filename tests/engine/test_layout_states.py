@@ -80,6 +80,7 @@ def trained(on: On, layout: str, rank: int, world_size: int) -> tuple[Any, Any, 
     return model, optimizer, plain, expected
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2-*", "zero2@3-*"))
 @on_meshes(STATES)
 def test_full_state_dicts(rank: int, world_size: int, on: On, layout: str) -> None:
     model, optimizer, plain, expected = trained(on, layout, rank, world_size)
@@ -155,6 +156,7 @@ def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, 
     step_both(model, other, rank, world_size)
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-row", "zero3@3-row"))
 @on_meshes(STATES)
 def test_half_and_back(rank: int, world_size: int, on: On, layout: str) -> None:
     model, _, plain, _ = trained(on, layout, rank, world_size)
@@ -180,6 +182,7 @@ EDITED = [
 ]
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-row", "zero3@3-row"))
 @on_meshes(EDITED)
 def test_deep_copies_are_independent(rank: int, world_size: int, on: On, layout: str) -> None:
     plain = build()
@@ -216,6 +219,7 @@ def copy_whole(p: torch.Tensor) -> None:
 EDITS: list[Callable[[torch.Tensor], None]] = [scale_data, set_data, scale, copy_whole]
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-*", "zero3@3-row"))
 @on_meshes(EDITED)
 def test_edits_are_seen(rank: int, world_size: int, on: On, layout: str) -> None:
     """After a backward, which leaves what the strategy keeps until the optimizer's step."""
@@ -232,6 +236,7 @@ def test_edits_are_seen(rank: int, world_size: int, on: On, layout: str) -> None
     step_both(model, plain, rank, world_size)
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-*", "zero3@2-*"))
 @on_meshes(EDITED)
 def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: str) -> None:
     model, other = shard(build(), on, layout), build(1)
@@ -288,6 +293,7 @@ class Boom(Exception):
     pass
 
 
+@pytest.mark.extensive("each place", but=("2-3@2x2-*", "zero3@3-row"))
 @on_meshes(EDITED)
 def test_training_goes_on_after_an_exception_in_backward(
     rank: int, world_size: int, on: On, layout: str

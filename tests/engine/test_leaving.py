@@ -217,6 +217,7 @@ def check_interrupts(rank: int, world_size: int, strategy: str) -> None:
         check_step(model, plain, rank, world_size, (n, where))
 
 
+@pytest.mark.extensive("each moment")
 @multirank(2, timeout=120.0)
 def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
     rank: int, world_size: int

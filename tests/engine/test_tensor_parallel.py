@@ -167,6 +167,7 @@ def same_tensors(theirs: list[Any], ours: list[Any]) -> None:
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each mesh", but=("2x2-*",))
 @on_meshes(
     [
         (shape, plan, layout)

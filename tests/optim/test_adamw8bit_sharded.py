@@ -197,6 +197,7 @@ def load_state(model: Any, optimizer: Any, path: Path, **options: Any) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
 
 
+@pytest.mark.extensive("each pair")
 @pytest.mark.multirank
 def test_checkpoints_between_world_sizes_layouts_and_one_device(
     worker_pools: WorkerPools, tmp_path: Path
