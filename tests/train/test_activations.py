@@ -125,6 +125,7 @@ def test_what_is_kept() -> None:
     assert kept(one) == (3 * none + by_mode["full"]) // 4
 
 
+@pytest.mark.extensive("many compiled graphs", but=("llama-ops-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     ("kind", "mode", "memory"),

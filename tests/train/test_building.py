@@ -96,6 +96,7 @@ def test_nothing_is_whole_before_it_is_sharded(rank: int, world_size: int) -> No
         assert not any(parallel.has_no_values(parameter) for parameter in whole.parameters())
 
 
+@pytest.mark.extensive("a model of 8 billion parameters")
 def test_8b_parameters_as_one_of_1024_ranks() -> None:
     # In a process of its own: it does not use the pool's process group, and its peak is its own. Large pages save
     # most of the time in which the system clears memory.

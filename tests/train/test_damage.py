@@ -149,6 +149,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+@pytest.mark.extensive("each moment", but=("a new step",))
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
 def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, again: bool) -> None:
     """Stopped at each rename, sync and removal, also where the step is saved again over a folder that is there."""

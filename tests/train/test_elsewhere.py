@@ -67,6 +67,7 @@ def test_a_run_saves_goes_on_and_is_read_there(
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").rglob("*"))
 
 
+@pytest.mark.extensive("another writer for each rank")
 def test_several_ranks_write_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known_to_children(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

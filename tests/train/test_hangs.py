@@ -107,6 +107,7 @@ STOPS = [(place, DRAW.randrange(2)) for place in stopped.PLACES]
 STOPPED = "tests.train.kit.stopped"
 
 
+@pytest.mark.extensive("each place waits for a timeout", but=("_agree_on_place-0", "run_rank-1"))
 @pytest.mark.parametrize(("place", "rank"), STOPS)
 def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
     tmp_path: Path, place: str, rank: int
@@ -130,6 +131,7 @@ def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
     assert "has stopped the process." in err and "the job has ended" in err
 
 
+@pytest.mark.extensive("each place waits for a timeout")
 @pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("_watched", 0)])
 def test_ranks_of_torchrun_end_one_that_is_stopped_at_the_start(
     tmp_path: Path, place: str, rank: int

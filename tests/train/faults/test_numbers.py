@@ -110,6 +110,7 @@ def spoil_weight(job: Trainer) -> int:
     return last
 
 
+@pytest.mark.extensive("each number of ranks", but=("2ranks",))
 @multirank(1, 2, 3)
 def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int, tmp_path: Path) -> None:
     """One rank's loss, gradients or weights are wrong in the fourth step, or the loss is a spike: all ranks answer

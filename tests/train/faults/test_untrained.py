@@ -129,6 +129,7 @@ MATRIX = select(
 )
 
 
+@pytest.mark.extensive("both numbers of ranks", but=("2ranks",))
 @multirank(1, 2)
 def test_no_step_is_made_of_a_batch_without_a_trained_token(
     rank: int, world_size: int, tmp_path: Path

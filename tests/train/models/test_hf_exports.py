@@ -93,6 +93,7 @@ def logits(model: Any) -> torch.Tensor:
     return getattr(output, "logits", output)
 
 
+@pytest.mark.extensive("architectures of transformers", but=("llama", "gpt2"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_computes_the_logits_of_the_run(
     kind: str,
