@@ -37,6 +37,11 @@ def test_uneven(world_size): pass
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_many(world_size): pass
+
+@pytest.mark.extensive("a mesh", but=("b-4",))
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", ["b"])
+def test_meshes(case, world_size): pass
 '''  # fmt: skip
 IN_BOTH = [
     "test_plain",
@@ -48,6 +53,7 @@ IN_BOTH = [
     "test_uneven[3]",
     "test_many[3]",
     "test_many[4]",
+    "test_meshes[b-4]",
 ]
 EXTENSIVE = [
     "test_slow",
@@ -56,6 +62,7 @@ EXTENSIVE = [
     "test_ranks[3]",
     "test_ranks[4]",
     "test_uneven[4]",
+    "test_meshes[b-2]",
 ]
 
 

@@ -88,12 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def reasons(item: pytest.Item, small: set[Any]) -> Iterator[str]:
     """Why `make test` leaves a test out; none: it runs it. ``small`` are the functions with cases on 1 or 2 ranks."""
-    ranks = ranks_of(item)
+    ranks, marks = ranks_of(item), [*item.iter_markers("extensive")]
     if any(mark.kwargs.get("ranks") in (None, ranks) for mark in item.iter_markers("central")):
         return
-    for mark in item.iter_markers("extensive"):
-        if not is_like(item, mark.kwargs.get("but", ())):
-            yield mark.args[0]
+    if any(is_like(item, mark.kwargs.get("but", ())) for mark in marks):
+        return
+    yield from (mark.args[0] for mark in marks)
     if ranks in (3, 4) and function_of(item) in small:
         yield "the test also runs on fewer ranks"
     reason, but = FILES.get(Path(os.path.relpath(item.path, TESTS)).as_posix(), ("", ()))
