@@ -94,7 +94,15 @@ def test_a_file_is_extensive_but_for_what_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tiers, "FILES", {"test_tool.py": ("a tool", ("test_plain", "a"))})
     (tmp_path / "test_tool.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
-    assert sorted(collected(tmp_path)) == ["test_letters[a]", "test_other", "test_plain", "test_uneven[3]"]
+    kept = [
+        "test_letters[a]",
+        "test_letters[b-3]",
+        "test_meshes[b-4]",
+        "test_other",
+        "test_plain",
+        "test_uneven[3]",
+    ]
+    assert sorted(collected(tmp_path)) == kept
 
 
 def test_rows_that_show_values_are_few_of_those_that_show_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
