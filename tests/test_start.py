@@ -80,7 +80,7 @@ def test_sharding_imports_the_compiler_no_sooner_than_torch() -> None:
     assert lines(ONE_RANK, SHARD.format(before="", layout="per_parameter"), "print(compiler())") == by_torch
 
 
-@pytest.mark.extensive("a process for each case", but=("-ragged",))
+@pytest.mark.extensive("a process for each case")
 @pytest.mark.parametrize("layout", ["ragged", "per_parameter"])
 @pytest.mark.parametrize("before", ["", "import torch._dynamo"])
 def test_the_compiler_skips_the_engine_whenever_it_is_imported(layout: str, before: str) -> None:

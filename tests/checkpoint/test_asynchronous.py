@@ -134,7 +134,7 @@ def test_a_failure_is_raised_on_every_rank_and_the_next_save_works(
         assert number_in(tmp_path / "next") == 3 and number_in(tmp_path / "good") == 1
 
 
-@pytest.mark.extensive("each rank's writer", but=("1-*",))
+@pytest.mark.extensive("each rank's writer")
 @multirank(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_writer_is_an_error_on_every_rank(

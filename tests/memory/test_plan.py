@@ -110,7 +110,7 @@ def test_llama_and_hybrid_shapes_are_within_2_percent() -> None:
 
 
 @pytest.mark.extensive(
-    "plans of thousands of leases", but=("Llama 8B*", "T5 3B, zero3*", "hybrid 9B, zero3, bf16, 2*")
+    "plans of thousands of leases", but=("Llama 8B, zero3, bf16", "hybrid 9B, zero3, bf16, 2*")
 )
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_plans_of_real_steps_are_within_2_percent(step: Step) -> None:

@@ -79,6 +79,7 @@ def test_values_are_those_of_one_process(rank: int, world_size: int, kind: str) 
         check_values(rank, world_size, {"n_kv_heads": 2} if kind == "llama" else HYBRID, options)
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4, timeout=120)
 def test_values_over_two_axes(rank: int, world_size: int) -> None:
     for options in FOUR_RANKS:

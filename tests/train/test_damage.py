@@ -355,6 +355,7 @@ def test_code_that_torch_would_run_is_never_read(tmp_path: Path, plain_run: Path
     assert len(losses(folder)) == 9 and not evidence.exists()
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_damage_under_several_ranks_is_a_line_and_a_fall_back(tmp_path: Path, sharded_run: Path) -> None:
     """Through the command line, where rank 0 alone prints."""
     config, folder = config_file(tmp_path), tmp_path / "run"

@@ -189,7 +189,7 @@ MEMORIES = ("max_pool", "arena")
 
 @pytest.mark.extensive(
     "each order with each kind of memory",
-    but=("in order-*", "micro-batches held-*", "failing-*", "recomputed inside units, reentrant-*"),
+    but=("in order-*", "failing-*"),
 )
 @multirank(2)
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_a_run_goes_on_without_room_for_a_copy_but_for_the_last_checkpoint(tmp_p
     assert list((folder / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2, timeout=120)  # processes that import torch start in it
 def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
     rank: int, world_size: int, tmp_path: Path

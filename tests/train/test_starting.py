@@ -105,6 +105,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert answers(mistake, None)[0] == f"rank 0: {mistake.mistake}"  # another start would end like this
 
 
+@pytest.mark.extensive("both ranks wait", but=("1",))
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_wait_as_long_as_another_one_makes_progress(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
     """Twelve times the timeout: the first rank waits for another host, or others for the first rank."""

@@ -32,7 +32,7 @@ def job(tensor: int = 2, model: dict[str, Any] | None = None, **options: Any) ->
     )
 
 
-@pytest.mark.extensive("each engine and layout", but=("default-*", "hsdp-*"))
+@pytest.mark.extensive("each engine and layout", but=("hsdp-*",))
 @multirank(4)
 @pytest.mark.parametrize(
     "options",
@@ -108,7 +108,7 @@ def test_samples_equal_those_of_the_plain_model(rank: int, world_size: int) -> N
     assert sample(mine.model, prompt, device=torch.device("cpu"), multiple=2, **options) == wanted
 
 
-@pytest.mark.extensive("both ways", but=("1-2-*",))
+@pytest.mark.extensive("both ways")
 @multirank(4)
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_runs_go_on_with_another_tensor(

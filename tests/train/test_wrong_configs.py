@@ -842,6 +842,7 @@ def test_a_process_ends_with_status_2(folder: Path) -> None:
     assert state_of(folder) == before
 
 
+@pytest.mark.extensive("jobs of several ranks; one mistake of all ranks is in test_failures")
 def test_several_ranks_say_it_once(folder: Path) -> None:
     """A model that fails when it runs: after the ranks have met."""
     before = state_of(folder)

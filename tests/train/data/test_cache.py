@@ -347,6 +347,7 @@ def test_a_killed_process_leaves_no_half_of_a_cache(tmp_path: Path, tokenizer: F
     assert [each.name[0] for each in folders(tmp_path)] != ["."] and len(folders(tmp_path)) == 1
 
 
+@pytest.mark.extensive("processes of their own")
 def test_two_processes_at_once_make_it_once(tmp_path: Path, tokenizer: FromFile) -> None:
     path = tmp_path / "a.txt"
     path.write_text("some text")

@@ -189,6 +189,7 @@ def test_no_document_is_repeated_or_lost_within_an_epoch(
     assert names == Counter(expected)
 
 
+@pytest.mark.extensive("many sessions")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_parts_are_the_tokens_that_each_session_had(data: st.DataObject, tmp_path_factory: Any) -> None:

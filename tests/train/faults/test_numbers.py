@@ -355,6 +355,7 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
 # -- a resume is exact -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("a run and its resume for each kind of fault")
 @multirank(2)
 def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int, tmp_path: Path) -> None:
     """After a skip, a rewind and a spike, killed before each step: equal weights, equal samples left out."""

@@ -212,6 +212,7 @@ def check_flips(cases: list[Case], rank: int, world_size: int, folder: Path, tra
         run.trainer.close()
 
 
+@pytest.mark.extensive("three ranks")
 @multirank(3)
 def test_flipped_bits_are_found_and_named(rank: int, world_size: int, tmp_path: Path) -> None:
     check_flips(ON_3, rank, world_size, tmp_path, {})

@@ -113,6 +113,7 @@ def test_sharded_adapters_train_like_plain_ones(rank: int, world_size: int, kind
             )
 
 
+@pytest.mark.extensive("each kind of model")
 @multirank(2)
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_bfloat16(rank: int, world_size: int, kind: str) -> None:
@@ -120,7 +121,7 @@ def test_bfloat16(rank: int, world_size: int, kind: str) -> None:
         check(rank, world_size, kind, values, {"mesh": world_mesh(2)}, torch.bfloat16, recompute=True)
 
 
-@pytest.mark.extensive("each mesh", but=("hfsdp-*",))
+@pytest.mark.extensive("each mesh")
 @multirank(4)
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_two_axes(rank: int, world_size: int, strategy: str) -> None:

@@ -277,6 +277,7 @@ def test_a_run_its_resume_and_the_other_commands(tmp_path: Path, capsys: pytest.
     assert "Keys of [model]: path, weights, blocks" in capsys.readouterr().out
 
 
+@pytest.mark.extensive("each engine")
 @pytest.mark.parametrize("engine", ["none", "ddp", "fsdp2", "fsdp1"])
 def test_the_other_engines_read_weights_too(tmp_path: Path, engine: str) -> None:
     folder = folder_with("gemma2", tmp_path / "gemma2")
