@@ -68,6 +68,7 @@ def digests(path: Path) -> dict[str, str]:
     return {name: file.sha256 for name, file in checkpoint.index.files.items()}
 
 
+@pytest.mark.extensive("each number of ranks starts writers of its own", but=("2ranks",))
 @multirank(1, 2, 3)
 def test_each_equals_the_synchronous_one_of_its_step(rank: int, world_size: int, tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
@@ -133,6 +134,7 @@ def test_a_failure_is_raised_on_every_rank_and_the_next_save_works(
         assert number_in(tmp_path / "next") == 3 and number_in(tmp_path / "good") == 1
 
 
+@pytest.mark.extensive("each rank's writer")
 @multirank(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_writer_is_an_error_on_every_rank(
@@ -162,6 +164,7 @@ def test_a_killed_writer_is_an_error_on_every_rank(
         assert number_in(place) == 3
 
 
+@pytest.mark.extensive("a third writer to kill")
 def test_a_writer_that_dies_without_work_is_replaced(tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
         pid = pid_of_writer(checkpoints)
@@ -176,6 +179,7 @@ def test_a_writer_that_dies_without_work_is_replaced(tmp_path: Path) -> None:
         checkpoints.save_state(tmp_path / "d", values(1))
 
 
+@pytest.mark.extensive("another writer")
 def test_what_appeared_at_the_place_meanwhile_stays(tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
         os.kill(pid_of_writer(checkpoints), signal.SIGSTOP)
@@ -203,6 +207,7 @@ def run(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extensive("another program to kill")
 def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     place = tmp_path / "c"
     done = run(
@@ -226,6 +231,7 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     assert number_in(place) == 3 and [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.extensive("each thread", but=("main",))
 @pytest.mark.parametrize("thread", ["main", "other"])
 def test_a_killed_trainer_takes_a_writer_along_that_still_imports_torch(tmp_path: Path, thread: str) -> None:
     (tmp_path / "torch.py").write_text(
@@ -266,6 +272,7 @@ def wait_for_the_end_of(process: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.extensive("seven programs end in seven ways")
 def test_the_end_of_the_interpreter_and_an_interrupt_lose_nothing(tmp_path: Path) -> None:
     done = run(
         """
@@ -334,6 +341,7 @@ def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("a measurement with 200 MiB")
 def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path: Path) -> None:
     done = run(
         """

@@ -345,6 +345,7 @@ for case in sys.argv[2:]:
 CASES = ["shardwright-safetensors", "dcp-shardwright", "safetensors-torch"]
 
 
+@pytest.mark.extensive("a measurement with large files")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 4 << 20)

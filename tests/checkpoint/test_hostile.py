@@ -43,6 +43,7 @@ from tests.support.payloads import Payload, saved_with
 from tests.support.pool import forkserver
 
 
+@pytest.mark.extensive("hundreds of damaged files")
 def test_hostile_checkpoints(tmp_path: Path) -> None:
     seed = int(os.environ.get("SHARDWRIGHT_HOSTILE_SEED", "0"))
     count = int(os.environ.get("SHARDWRIGHT_HOSTILE", "500"))

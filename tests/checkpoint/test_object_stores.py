@@ -410,6 +410,7 @@ def test_a_store_that_the_ranks_do_not_share_is_refused(rank: int, world_size: i
 # -- asynchronous ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2)
 def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     known_to_children(tmp_path)
@@ -437,6 +438,7 @@ def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int,
         assert stored[0][name] == stored[1][name]
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2)
 def test_an_asynchronous_save_that_fails_leaves_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
     known_to_children(tmp_path)

@@ -124,6 +124,7 @@ print(json.dumps([[call.kind, call.path, call.other] for call in calls]))
 """
 
 
+@pytest.mark.extensive("programs under a tracer")
 def test_the_system_sees_the_same_calls(tmp_path: Path) -> None:
     """The record is made in Python; strace sees what a save really asks the system for."""
     if shutil.which("strace") is None:

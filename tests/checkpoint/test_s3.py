@@ -92,6 +92,7 @@ def test_a_checkpoint_returns_and_torch_reads_it(s3: Any) -> None:
         sw.save_checkpoint(url, model, overwrite=True)
 
 
+@pytest.mark.extensive("a server and a failure")
 def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "BLOCK", 5 << 20)  # the least that S3 takes
     tensor = torch.arange(3 << 20)
@@ -140,6 +141,7 @@ save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, Ranks(alone=True))
 """
 
 
+@pytest.mark.extensive("a server and a program to kill")
 def test_a_killed_save_leaves_no_checkpoint_and_is_replaced_if_asked(s3: Any) -> None:
     url, tensor = "s3://runs/killed", torch.ones(5)
     killed = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, timeout=120)
@@ -207,6 +209,7 @@ def test_what_is_missing_is_one_line(
     kind.clear_instance_cache()
 
 
+@pytest.mark.extensive("a server and three numbers of ranks")
 @pytest.mark.filterwarnings("ignore:The checkpoint was saved by")
 @multirank(3)
 def test_two_ranks_save_one_loads_and_saves_and_three_load(rank: int, world_size: int, address: str) -> None:
@@ -228,6 +231,7 @@ def test_two_ranks_save_one_loads_and_saves_and_three_load(rank: int, world_size
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 
 
+@pytest.mark.extensive("a server and a writer")
 @multirank(2)
 def test_an_asynchronous_save_appears(rank: int, world_size: int, address: str) -> None:
     files = system(address)

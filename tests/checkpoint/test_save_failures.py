@@ -67,6 +67,7 @@ def check_the_next_save(path: Path) -> None:
     assert step_of(path) == 3
 
 
+@pytest.mark.extensive("each call with each error", but=("first-*",))
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 def test_any_call_may_fail(tmp_path: Path, older: bool, reason: int) -> None:
     number, failures, happened = 0, 0, True
@@ -88,6 +89,7 @@ def test_any_call_may_fail(tmp_path: Path, older: bool, reason: int) -> None:
     assert failures > 12
 
 
+@pytest.mark.extensive("each call", but=("first-*",))
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> None:
     number, happened = 0, True
@@ -108,6 +110,7 @@ def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> Non
     assert number > 12
 
 
+@pytest.mark.extensive("each call", but=("first-*",))
 @pytest.mark.parametrize("onwards", [False, True], ids=["once", "from_then_on"])
 def test_a_cut_of_power_after_a_failure(tmp_path: Path, older: bool, onwards: bool) -> None:
     """What the clean-up after a failure removes must not be what a cut would bring back."""
@@ -205,6 +208,7 @@ def test_a_file_system_that_cannot_be_written(tmp_path: Path) -> None:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each error", but=("EIO-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "interrupt"]

@@ -80,6 +80,7 @@ def take_turns(url: str, overwrite: bool, pauses: tuple[int, int]) -> tuple[Save
     return saves
 
 
+@pytest.mark.extensive("programs of their own", but=("False-False",))
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("conditional", [True, False])
 def test_at_most_one_of_two_saves_succeeds_and_it_is_whole(

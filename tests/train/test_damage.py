@@ -151,6 +151,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+@pytest.mark.extensive("each moment", but=("a new step",))
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
 def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, again: bool) -> None:
     """Stopped at each rename, sync and removal, also where the step is saved again over a folder that is there."""
@@ -356,6 +357,7 @@ def test_code_that_torch_would_run_is_never_read(tmp_path: Path, plain_run: Path
     assert len(losses(folder)) == 9 and not evidence.exists()
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_damage_under_several_ranks_is_a_line_and_a_fall_back(tmp_path: Path, sharded_run: Path) -> None:
     """Through the command line, where rank 0 alone prints."""
     config, folder = config_file(tmp_path), tmp_path / "run"

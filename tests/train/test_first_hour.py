@@ -149,6 +149,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.extensive("each engine", but=("engine4-*",))
 @multirank(2)
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 @pytest.mark.parametrize("engine", ENGINES)

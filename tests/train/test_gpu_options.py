@@ -28,6 +28,7 @@ def losses(folder: Path) -> list[tuple[float, float, float | None]]:
     return [(r["loss"], r["grad_norm"], r.get("validation_loss")) for r in records]
 
 
+@pytest.mark.extensive("both ways of accumulating", but=("communicate",))
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 def test_steps_in_a_graph_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: str
@@ -49,6 +50,7 @@ def test_steps_in_a_graph_are_the_same(
     assert losses(tmp_path / "graph") == losses(tmp_path / "plain")
 
 
+@pytest.mark.extensive("a large file is written and read")
 def test_memory_history_of_the_steps_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(loop, "record_memory_history", seen.append)

@@ -113,6 +113,7 @@ def test_the_wait_for_data_is_the_longest_of_the_ranks(rank: int, world_size: in
     assert found[0] == found[1]
 
 
+@pytest.mark.extensive("each dtype with each setting", but=("float32-default-*",))
 @multirank(2)
 @pytest.mark.parametrize("reshard", ["default", "always", "never"])
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
@@ -167,6 +168,7 @@ PASSED_ON = [
 ]
 
 
+@pytest.mark.extensive("each pair of engines", but=("shardwright-fsdp2-*", "ddp-shardwright-*"))
 @multirank(3)
 @pytest.mark.parametrize(("saver", "loader"), PASSED_ON)
 def test_checkpoint_passes_from_any_engine_to_any(

@@ -52,6 +52,7 @@ def test_resume_on_the_same_and_on_another_number_of_ranks(
     assert losses(grown) == pytest.approx(losses(plain_run), rel=1e-6)
 
 
+@pytest.mark.extensive("jobs of processes of their own; one rank's stays")
 def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     arguments = ("--parallel.engine", "shardwright", "--checkpoint.every", "0", "--validation.every", "0")
@@ -192,6 +193,7 @@ def test_changed_settings_are_printed_and_count(tmp_path: Path, capsys: pytest.C
     assert "--resume: expected the folder of a run, found no such folder at" in capsys.readouterr().err
 
 
+@pytest.mark.extensive("jobs of processes of their own")
 def test_a_run_continues_with_appended_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From its command line, on one and on two ranks: refused without data.appended, and used with it."""
     data = tmp_path / "data"

@@ -77,6 +77,7 @@ def test_a_run_goes_on_without_room_for_a_copy_but_for_the_last_checkpoint(tmp_p
     assert list((folder / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2, timeout=120)  # processes that import torch start in it
 def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
     rank: int, world_size: int, tmp_path: Path
@@ -131,6 +132,7 @@ def _save(job: Job, saves: Saves, step: int, last: bool = False) -> None:
     job.at(77)  # what is written is a copy
 
 
+@pytest.mark.extensive("another writer")
 def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
@@ -148,6 +150,7 @@ def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2, timeout=120)  # processes that import torch start in it
 def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     job, reporter = Job(tmp_path), Reporter([])

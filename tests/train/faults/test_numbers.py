@@ -110,6 +110,7 @@ def spoil_weight(job: Trainer) -> int:
     return last
 
 
+@pytest.mark.extensive("each number of ranks", but=("2ranks",))
 @multirank(1, 2, 3)
 def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int, tmp_path: Path) -> None:
     """One rank's loss, gradients or weights are wrong in the fourth step, or the loss is a spike: all ranks answer
@@ -354,6 +355,7 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
 # -- a resume is exact -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("a run and its resume for each kind of fault")
 @multirank(2)
 def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int, tmp_path: Path) -> None:
     """After a skip, a rewind and a spike, killed before each step: equal weights, equal samples left out."""

@@ -129,6 +129,7 @@ MATRIX = select(
 )
 
 
+@pytest.mark.extensive("both numbers of ranks", but=("2ranks",))
 @multirank(1, 2)
 def test_no_step_is_made_of_a_batch_without_a_trained_token(
     rank: int, world_size: int, tmp_path: Path
@@ -170,6 +171,7 @@ def test_no_step_is_made_of_a_batch_without_a_trained_token(
             assert f"{untrained} global batch" in incidents_in_words(results)[0], where
 
 
+@pytest.mark.extensive("a run and its resume for each setting")
 @multirank(2)
 def test_a_resume_repeats_no_batch_and_forgets_none(rank: int, world_size: int, tmp_path: Path) -> None:
     """Killed before each step: equal weights, positions and lines."""

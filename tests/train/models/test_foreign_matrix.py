@@ -167,12 +167,14 @@ def run_rows(rows: list[dict[str, Any]], rank: int, world_size: int, folder: Pat
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("architectures of transformers", but=("4-*",))
 @multirank(RANKS, timeout=300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_row_trains_like_the_plain_model(rank: int, world_size: int, part: int, tmp_path: Path) -> None:
     run_rows(ROWS[part::PARTS], rank, world_size, tmp_path)
 
 
+@pytest.mark.extensive("each engine", but=("fsdp1-*",))
 @multirank(RANKS, timeout=300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_engines_train_like_the_plain_model(

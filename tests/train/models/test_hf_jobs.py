@@ -42,6 +42,7 @@ def parameters(job: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(p).detach().clone() for name, p in job.model.named_parameters()}
 
 
+@pytest.mark.extensive("a measurement in processes of their own")
 def test_no_rank_holds_the_whole(tmp_path: Path) -> None:
     """Counted are the bytes of one of 256 ranks, in a process without others, while it builds a model and reads it."""
     command = [sys.executable, "-m", "tests.train.models.one_of_many", str(tmp_path)]
@@ -99,6 +100,7 @@ def test_files_that_are_damaged_on_one_host(
         job_of(tmp_path / str(rank), rank, world_size, engine=engine)
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_ranks_may_have_the_model_in_other_folders(tmp_path: Path) -> None:
     """The folders are compared by their content. One has other values in the same tensors then."""
     folders = [tmp_path / "host0", tmp_path / "host1"]
@@ -275,6 +277,7 @@ def test_a_run_its_resume_and_the_other_commands(tmp_path: Path, capsys: pytest.
     assert "Keys of [model]: path, weights, blocks" in capsys.readouterr().out
 
 
+@pytest.mark.extensive("each engine")
 @pytest.mark.parametrize("engine", ["none", "ddp", "fsdp2", "fsdp1"])
 def test_the_other_engines_read_weights_too(tmp_path: Path, engine: str) -> None:
     folder = folder_with("gemma2", tmp_path / "gemma2")
