@@ -15,8 +15,8 @@ from shardwright import board as boards
 from shardwright._torch import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.ending import end_of_hang
 from shardwright.train.launch.environment import rank_and_size
+from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.run.exits import End
 from shardwright.train.run.folder import RunFolder

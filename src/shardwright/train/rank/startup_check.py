@@ -28,8 +28,8 @@ from shardwright.checkpoint.format.digests import Damaged
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
-from shardwright.train.launch.hosts import host_key
 from shardwright.train.launch.resume import flat
+from shardwright.train.rank.hosts import host_key
 
 PATIENCE = timedelta(minutes=1)
 """At least so long ranks wait for each other at the start, whatever SHARDWRIGHT_TIMEOUT says of later waits: hosts take

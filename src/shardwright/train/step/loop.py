@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.extend import ExtensionError
-from shardwright.extend.registry import in_words
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import Incident, RunEnd, Sink, StepRecord
@@ -32,9 +31,11 @@ from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokens.tokenizers import pinned_name
 from shardwright.train.errors import UserError, counted, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
+from shardwright.train.launch.exit import stopped_by
+from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words, resume_command
-from shardwright.train.launch.signals import StopRequest, status_of_signal
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.activations import Recompiles
 from shardwright.train.parallel.checks import no_more_steps, only_end_is_missing
 from shardwright.train.parallel.world import World
@@ -45,9 +46,8 @@ from shardwright.train.report.jsonl import JsonLines, read_records
 from shardwright.train.report.memory import Memory, device_name, measure_memory
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread
-from shardwright.train.run.exits import DONE, End, read_exit
+from shardwright.train.run.exits import DONE, End
 from shardwright.train.run.folder import RunFolder, Session, checkpoints_of, now, versions
-from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord
 from shardwright.train.run.writing import write_json, write_text, writing
 from shardwright.train.step import checkpoint
@@ -56,17 +56,15 @@ from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.step.saves import Saves
-from shardwright.train.step.signal_answers import Answers
+from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Sample, StepResult, Trainer, Untrained, learning_rate
 
 
 def train(
     config: Config,
-    folder: RunFolder,
+    run: OpenedRun,
     dataset: Dataset,
     world: World,
-    resume: bool,
-    attempt: int = 1,
     saved: Callable[[int], None] | None = None,
 ) -> End:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
@@ -76,20 +74,19 @@ def train(
     written, with its step. Raises UserError for a registered value that is wrong.
     """
     try:
-        return _train(config, folder, dataset, world, resume, attempt, saved)
+        return _train(config, run, dataset, world, saved)
     except ExtensionError as error:
         raise UserError(str(error)) from error
 
 
 def _train(
     config: Config,
-    folder: RunFolder,
+    run: OpenedRun,
     dataset: Dataset,
     world: World,
-    resume: bool,
-    attempt: int,
     saved: Callable[[int], None] | None,
 ) -> End:
+    folder, resume, attempt = run.folder, run.resumes, run.attempt
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
     if resume:
@@ -114,7 +111,7 @@ def _train(
     if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
         raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
-    answers = Answers(config, folder, world, attempt)
+    answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
@@ -135,11 +132,6 @@ def _train(
             answers.saves = False
         except BaseException as error:
             note_steps_done(error, trainer.position.step)
-            if record is not None:
-                cause = read_exit(folder)  # of another rank, which this one waited for in vain
-                reason = cause["reason"] if cause else " ".join(in_words(error).split())
-                with suppress(UserError):  # The user needs the error that ended the run, not this one.
-                    record.close("failed", recorded_step(folder.metrics_file), {}, reason)
             raise
         return conclude(trainer, folder, record, ended_by, reporter)
 
@@ -419,10 +411,7 @@ def conclude(
 ) -> End:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
     boards.at(boards.END)
-    end = End(DONE, "done")
-    if ended_by:
-        name = signal.Signals(ended_by).name
-        end = End(status_of_signal(ended_by), f"stopped by {name}; the state is saved")
+    end = stopped_by(ended_by) if ended_by else End(DONE, "done")
     memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)

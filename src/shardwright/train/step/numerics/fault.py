@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.errors import JobError
 
 Action = Literal["stop", "skip", "rewind"]
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(JobError):
     """Numbers have gone wrong, and by the settings the run cannot continue."""
 
 
