@@ -15,7 +15,7 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.errors import UserError
-from shardwright.train.launch.exit import Complaint
+from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import Ending, culprit
 from shardwright.train.run.exits import read_exit
 from shardwright.train.run.folder import RunFolder

@@ -24,9 +24,9 @@ from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
 from shardwright.train.config import load_config
 from shardwright.train.config.sections.fault import FaultConfig
-from shardwright.train.launch import exit as job_end
+from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
-from shardwright.train.launch.exit import Complaint, JobEnd
+from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.judgement import Ending, conclude, judge
 from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.rank import process

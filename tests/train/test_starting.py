@@ -24,7 +24,7 @@ from shardwright.cli import program
 from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.launch.environment import collective_timeout
-from shardwright.train.launch.exit import Complaint
+from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import Ending, conclude, judge
 from shardwright.train.launch.progress import Start
 from shardwright.train.rank import startup_check

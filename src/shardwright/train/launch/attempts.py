@@ -53,7 +53,7 @@ class Launch:
     ends: tuple[tuple[int, str, int], ...] = ()
 
     def continues(self, before: Launch) -> bool:
-        """Whether this is a later attempt of the launch `before`: a torchrun process is the same.
+        """Return whether this is a later attempt of the launch `before`: a torchrun process is the same.
 
         The id of a rendezvous says less. It is "none" by default, and people use one again.
         """
@@ -101,7 +101,7 @@ def agent_process() -> psutil.Process:
 
 
 def _start_of(process: psutil.Process) -> str:
-    """When a process started, the same whoever asks. psutil's time on Linux moves when the clock is set."""
+    """The start time of a process, the same for all that ask. psutil's time on Linux moves when the clock is set."""
     try:
         with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as stream:
             return stream.read().rpartition(")")[2].split()[19]

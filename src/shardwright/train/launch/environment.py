@@ -15,7 +15,7 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
+"""Time that a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
 SPEAKING = "first rank speaks"
 """Key in the launcher's store: from then on the first rank says what is being done at the start."""
 RUN_ID = "TORCHELASTIC_RUN_ID"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
-from shardwright.train.launch.exit import Complaint, stopped_by
+from shardwright.train.launch.job_end import Complaint, stopped_by
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
@@ -44,9 +44,9 @@ class Ending:
     hurried: str = ""
     """Why the launcher killed ranks after that signal, in words."""
     late: bool = False
-    """It killed them because `fault.save_seconds` had passed."""
+    """The launcher killed ranks because `fault.save_seconds` had passed."""
     hang: Hang | None = None
-    """It killed them because they did not go on."""
+    """The launcher killed ranks because they did not go on."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """The session of this start of the ranks in run.json; empty if they did not come so far."""
     steps: Mapping[int, int] = field(default_factory=dict)

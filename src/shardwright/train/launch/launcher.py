@@ -30,7 +30,7 @@ from shardwright.train.launch.environment import (
     SPEAKING,
     choose_device,
 )
-from shardwright.train.launch.exit import JobEnd
+from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.judgement import Ending, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
@@ -47,7 +47,7 @@ GRACE_SECONDS = 4.0
 
 
 class RankLogs(LogsSpecs):
-    """Where output goes: rank 0's stdout to ours, everything else into the run's folder."""
+    """Ranks write into the run's folder; rank 0's stdout goes to ours."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))

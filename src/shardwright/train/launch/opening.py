@@ -15,7 +15,7 @@ from pathlib import Path
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.launch.attempts import GivenUpError, Launch, attempt_before, write_launch
-from shardwright.train.launch.exit import JobEnd
+from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.restarts import goes_on
 from shardwright.train.run.exits import End, remove_exit
 from shardwright.train.run.folder import CONTINUE, RunFolder, check_same_job, discard_if_unused, open_folder
@@ -24,7 +24,7 @@ from shardwright.train.run.record import repair_record, sessions_of
 from shardwright.train.run.writing import writing
 
 SECONDS_TO_UNLOCK = 30.0
-"""How long a restart waits for the ranks before it, which may be ending on another host."""
+"""Time that a restart waits for the ranks before it, which may be ending on another host."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 BEGAN_VARIABLE = "SHARDWRIGHT_BEGAN"
-"""When a rank's launcher began, by the clock of the machine. With it a rank continues the launcher's seconds."""
+"""The time at which a rank's launcher began, by the machine's clock. A rank continues the launcher's seconds."""
 
 EVERY = 2.5
 """Seconds between two lines: nothing is silent for longer than 3."""

@@ -43,7 +43,7 @@ def to_continue(folder: RunFolder, ranks: int) -> list[str]:
 
 
 def _saved(folder: RunFolder) -> str:
-    """What is saved, in words; empty if nothing is. No store is asked: it may be what has failed."""
+    """The newest saved step, in words; empty if nothing is saved. No store is asked: it may be what has failed."""
     try:
         checkpoints = checkpoints_of(folder, folder.config())
     except UserError:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from shardwright.train.errors import JobError, UserError, steps_done
-from shardwright.train.launch.exit import Complaint, Kind
+from shardwright.train.launch.job_end import Complaint, Kind
 
 LOST_CONTACT = (
     "Connection closed",
@@ -22,7 +22,7 @@ LOST_CONTACT = (
 """Parts of the messages of collectives that fail inside autograd or an engine. There no frame shows that a collective
 failed, and gloo has no exception class of its own."""
 KINDS: dict[int, Kind] = {UserError.MISTAKE: "user", UserError.PASSING: "passing"}
-"""By the status of an error that all ranks meet; "nonfinite" for others."""
+"""Kinds by the status of an error that all ranks meet; "nonfinite" for others."""
 
 
 def complaint_of(error: BaseException, rank: int) -> Complaint:

@@ -52,7 +52,9 @@ def train_in_group(
         return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
 
     job = IndependentRank(configured, CONTINUE)
-    job.store = dist.PrefixStore("shardwright", default_store())
+    # Each job in the group has keys of its own.
+    number = default_store().add(f"shardwright jobs of rank {rank}", 1)
+    job.store = dist.PrefixStore(f"shardwright job {number}", default_store())
     try:
         return train_together(job, configured, CONTINUE, job.store, rank, size, saved)
     except BaseException as error:

@@ -29,7 +29,7 @@ from shardwright.train.launch.environment import (
     collective_timeout,
     rank_and_size,
 )
-from shardwright.train.launch.exit import SECONDS_FOR_FIRST, Complaint, JobEnd
+from shardwright.train.launch.job_end import SECONDS_FOR_FIRST, Complaint, JobEnd
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.relay import note_mistake

@@ -23,7 +23,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import writing
 
 SECONDS_TO_APPEAR = 10.0
-"""How long a file of one host may take to appear on another, at most."""
+"""Time that a file of one host may take to appear on another, at most."""
 
 
 def open_together(config: Config, resume: str | None, world: World) -> OpenedRun:

@@ -31,7 +31,7 @@ from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokens.tokenizers import pinned_name
 from shardwright.train.errors import UserError, counted, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
-from shardwright.train.launch.exit import stopped_by
+from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words, resume_command

@@ -37,7 +37,7 @@ Kind = Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "e
 LONGEST = 400
 """Characters of an error in a line that says more than the error."""
 STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
-"""By the kind of a complaint; 1 for others."""
+"""Exit statuses by the kind of a complaint; 1 for others."""
 SHARED = ("user", "passing", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
 SECONDS_FOR_FIRST = 2.0
