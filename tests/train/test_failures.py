@@ -15,7 +15,8 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.errors import UserError
-from shardwright.train.launch.ending import Complaint, Ending, culprit
+from shardwright.train.launch.job_end import Complaint
+from shardwright.train.launch.judgement import Ending, culprit
 from shardwright.train.run.exits import read_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import recorded_step

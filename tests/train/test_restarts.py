@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardwright import cli
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.launch.attempts import GivenUpError, Launch, record_end
-from shardwright.train.launch.rendezvous import fresh_store
 from shardwright.train.launch.restarts import Attempt, Restarts, without_numbers
+from shardwright.train.rank.rendezvous import fresh_store
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
 from shardwright.train.run.folder import RunFolder
 from tests.train.jobs import TINY, config_file, losses, records, run

@@ -24,11 +24,13 @@ from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
 from shardwright.train.config import load_config
 from shardwright.train.config.sections.fault import FaultConfig
-from shardwright.train.launch.ending import Complaint, Ending, conclude, judge
+from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
+from shardwright.train.launch.job_end import Complaint, JobEnd
+from shardwright.train.launch.judgement import Ending, conclude, judge
 from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.rank import process
-from shardwright.train.run.exits import End, is_saved, read_exit, remove_exit, write_exit
+from shardwright.train.run.exits import End, is_saved, read_exit, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
 from shardwright.train.run.position import recorded_step
@@ -155,8 +157,8 @@ def test_a_second_signal_ends_at_once(
 def test_a_rank_leaves_also_if_its_terminal_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = ends_in_thread(monkeypatch)
     world: Any = SimpleNamespace(is_first=True, size=1)
-    answering = signal_answers.Answers(
-        load_config(config_file(tmp_path), []), RunFolder(tmp_path / "run"), world, 1
+    answering = signal_answers.SignalAnswers(
+        load_config(config_file(tmp_path), []), JobEnd(RunFolder(tmp_path / "run"), 1), world
     )
     terminal = io.StringIO()
     terminal.close()
@@ -173,11 +175,11 @@ def test_a_rank_leaves_without_its_launcher_also_if_it_cannot_write(
         raise RuntimeError("a store")
 
     statuses = ends_in_thread(monkeypatch)
-    monkeypatch.setattr(process, "write_exit", fail)
+    monkeypatch.setattr(job_end, "write_exit", fail)
     for name, value in (("RANK", "0"), (FOLDER_VARIABLE, str(tmp_path))):
         monkeypatch.setenv(name, value)
     with pytest.raises(Left):
-        process._leave_with(launcher=-1)
+        process.leave_with(launcher=-1)
     assert statuses == [75]
 
 
@@ -339,10 +341,10 @@ def test_a_second_signal_after_the_save_of_the_last_step(tmp_path: Path, plain_r
 
 def test_exit_json(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    write_exit(folder, End(1, "early"), 1)
+    JobEnd(folder, 1).record(End(1, "early"))
     assert not folder.exit_file.exists()  # no run began
     saved_run(tmp_path, step=7, saved=5)
-    write_exit(folder, End(75, "rank 1 was killed", 1, lost=True), 3)
+    JobEnd(folder, 3).record(End(75, "rank 1 was killed", 1, lost=True))
     content = read_exit(folder)
     assert content is not None and content.pop("time")
     assert content == {
@@ -371,13 +373,13 @@ def test_a_mistake_at_a_resume_of_ranks_is_in_exit_json(tmp_path: Path, plain_ru
     """torchrun hides their status 2, and a script must not take the exit.json of the session before for this one's."""
     folder = tmp_path / "run"
     shutil.copytree(plain_run, folder)
-    write_exit(RunFolder(folder), End(75, "killed"), 1)
+    JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
     for mistake in (("--model.dim", "33"), ("--model.n_layers", "3"), ("--train.steps", "8")):
         (status, err), *_ = ranks(1, "train", "--resume", folder, *mistake)
         content = read_exit(RunFolder(folder))
         assert status == 2 and content is not None and content["status"] == 2
         assert content["reason"] in err
-        write_exit(RunFolder(folder), End(75, "killed"), 1)
+        JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
     with claim(folder):  # another job runs there
         (status, _), *_ = ranks(1, "train", "--resume", folder, "--model.dim", "33")
     content = read_exit(RunFolder(folder))

@@ -22,9 +22,10 @@ from shardwright import cli
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.cli import program
 from shardwright.train.errors import UserError
-from shardwright.train.launch import patience
-from shardwright.train.launch.ending import Complaint, Ending, conclude, judge
+from shardwright.train.launch import progress
 from shardwright.train.launch.environment import collective_timeout
+from shardwright.train.launch.job_end import Complaint
+from shardwright.train.launch.judgement import Ending, conclude, judge
 from shardwright.train.launch.progress import Start
 from shardwright.train.rank import startup_check
 from shardwright.train.rank.startup_check import Statement, agree, facts_of, first_of_host, is_to_report
@@ -363,13 +364,13 @@ def test_a_file_in_place_of_a_package_is_named(
 def test_a_start_that_takes_long_says_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(patience, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
     start = Start()
     start.begin("reading the text")
     seen = ""
     while "reading the text (0 s)" not in seen:
         seen += capsys.readouterr().out
-    monkeypatch.setattr(patience, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     start.doing("building the model")
     assert "building the model (" in capsys.readouterr().out  # what begins in a slow start is said at once
     start.end()

@@ -33,7 +33,7 @@ from shardwright.cli.parsing import (
     wants_traceback,
     width_of_terminal,
 )
-from shardwright.train.errors import UserError
+from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.relay import note_mistake
 from shardwright.train.launch.signals import restore_handlers
 
@@ -83,7 +83,7 @@ def _status_of(arguments: list[str]) -> int:
             return _run(arguments)
         finally:
             sys.stdout.flush()  # Inside the try, so that it catches the error of a closed pipe.
-    except UserError as error:
+    except JobError as error:
         return _failed(str(error), error.status, arguments)
     except KeyboardInterrupt:
         return _failed("interrupted", STATUS_INTERRUPTED, arguments)

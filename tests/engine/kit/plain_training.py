@@ -44,7 +44,9 @@ def _trained(
             losses.append(of_ranks[rank].detach())
         if event == "hook on a stream":
             own = [model.embed, model.norm, model.head]
-            for modules, factor in zip((own, *([block] for block in model.blocks)), HOOK_FACTORS, strict=True):
+            for modules, factor in zip(
+                (own, *([block] for block in model.blocks)), HOOK_FACTORS, strict=True
+            ):
                 for p in itertools.chain(*[module.parameters() for module in modules]):
                     p.grad.mul_(factor)  # type: ignore[union-attr]
         if clips:

@@ -263,7 +263,6 @@ WRONG_OFFLOAD = {
 WRONG: dict[str, Wrong] = WRONG_STREAMS | WRONG_ENGINES | WRONG_OFFLOAD
 
 
-
 def replay_alone(self: DeviceStreams, function: Any, capture: Any = DeviceStreams.capture) -> Any:
     """The side streams do not wait for a replay, nor it for them."""
     replay, result = capture(self, function)

@@ -19,7 +19,7 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.launch import hosts as hosts_of_job
-from shardwright.train.launch.hosts import INTERFACE_VARIABLE
+from shardwright.train.rank.hosts import INTERFACE_VARIABLE
 from tests.support.pool import forkserver
 
 TOOLS = Path(__file__).parents[3] / "tools"

@@ -20,7 +20,7 @@ from shardwright.checkpoint.load.loading import open_checkpoint
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.train.errors import UserError, counted
-from shardwright.train.launch.patience import patience
+from shardwright.train.launch.progress import patience
 from shardwright.train.run.earlier import POSITION_FILE, is_earlier, open_earlier
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Place, Position, saved_steps, step_folder

@@ -6,7 +6,6 @@ Importing this imports no engine: that takes seconds, which a launcher and those
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -16,14 +15,13 @@ import torch
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
-from shardwright.train.launch.attempts import open_or_reopen
 from shardwright.train.launch.environment import (
     check_environment,
     choose_device,
     under_launcher,
 )
-from shardwright.train.launch.hosts import INTERFACE_VARIABLE, loopback
 from shardwright.train.launch.launcher import launch_until_done
+from shardwright.train.launch.opening import open_run, refuse_resume
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt
 from shardwright.train.parallel.checks import (
@@ -33,9 +31,9 @@ from shardwright.train.parallel.checks import (
     check_ranks,
     check_steps,
 )
-from shardwright.train.run.exits import End, remove_exit, write_exit
-from shardwright.train.run.folder import CONTINUE, RunFolder, discard_if_unused, open_folder
-from shardwright.train.run.record import repair_record
+from shardwright.train.rank.hosts import INTERFACE_VARIABLE, loopback
+from shardwright.train.run.exits import End
+from shardwright.train.run.folder import CONTINUE
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
@@ -47,42 +45,43 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     check_environment()
     if under_launcher():
         return _rank().run_rank(lambda: _with_packages(config), resume, "--debug" in argv)
-    _with_packages(config)
+    try:
+        ranks = _checked_ranks(_with_packages(config), nproc, resume)
+        # What cannot be imported is found before there is a folder.
+        alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
+        run = open_run(config, resume)
+    except UserError as error:
+        refuse_resume(lambda: config, resume, End(error.status, str(error)))
+        raise
+    with run.lock:
+        try:
+            _stay_local()
+            if alone is not None:
+                return alone(config, run)
+            # The ranks would find these, after the seconds that they need to start.
+            check_files(config)
+            if run.resumes and run.attempt == 1:
+                check_steps(config, run.folder)
+            arguments = [each for each in without_nproc(argv) if each != CONTINUE]
+            if resume == CONTINUE and run.resumes:
+                arguments += ["--resume", str(run.folder.path)]
+            attempt = Attempt(run.attempt, ranks, tuple(arguments))
+            return launch_until_done(config, run.folder, attempt, _can_run)
+        except BaseException as error:
+            if isinstance(error, UserError) and not run.folder.exit_file.exists():
+                run.job_end.refuse(End(error.status, str(error)))
+            run.discard_if_unused()
+            raise
+
+
+def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int:
+    """The number of ranks, with which this machine can run the job. Raises UserError."""
     ranks = _number_of_ranks(config, nproc)
     START.doing("checking the configuration")
     check_ranks(config, ranks, resume is not None)
     check_least_ranks(config, ranks)
     check_device(config, choose_device(config))
-    # What cannot be imported is found before there is a folder.
-    alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
-    attempt = 1
-    if resume == CONTINUE:
-        opened = open_or_reopen(config, RunFolder(Path(config.run.dir)))
-        folder, lock, attempt = opened.folder, opened.lock, opened.attempt
-        resume = str(folder.path) if opened.resumes else None
-        argv = [each for each in argv if each != CONTINUE] + (["--resume", resume] if resume else [])
-    else:
-        folder, lock = open_folder(config, resume)
-    with lock:
-        try:
-            remove_exit(folder)
-            if resume is not None:
-                repair_record(folder)
-            _stay_local()
-            if alone is None:
-                # The ranks would find these, after the seconds that they need to start.
-                check_files(config)
-                if resume is not None and attempt == 1:
-                    check_steps(config, folder)
-                return launch_until_done(
-                    config, folder, Attempt(attempt, ranks, tuple(without_nproc(argv))), _can_run
-                )
-            return alone(config, folder, resume is not None, attempt)
-        except BaseException as error:
-            if isinstance(error, UserError) and not folder.exit_file.exists():
-                write_exit(folder, End(error.status, str(error)), attempt)
-            discard_if_unused(folder, lock)
-            raise
+    return ranks
 
 
 def _with_packages(config: Config) -> Config:

@@ -15,9 +15,11 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
+"""Time that a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
 SPEAKING = "first rank speaks"
 """Key in the launcher's store: from then on the first rank says what is being done at the start."""
+RUN_ID = "TORCHELASTIC_RUN_ID"
+"""A variable that torchrun sets for the ranks."""
 FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 ATTEMPT_VARIABLE = "SHARDWRIGHT_ATTEMPT"
@@ -25,8 +27,13 @@ ATTEMPT_VARIABLE = "SHARDWRIGHT_ATTEMPT"
 
 
 def under_launcher() -> bool:
-    """Whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
+    """Return whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return RUN_ID in os.environ
 
 
 def attempt_of_launcher() -> int:

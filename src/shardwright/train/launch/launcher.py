@@ -1,7 +1,7 @@
-"""How a training job starts and ends: one rank in this process, or several under torch elastic's process layer.
+"""Our launcher starts the ranks of one machine under torch elastic's process layer, and waits for their end.
 
-The launcher decides the run's folder, starts the ranks with torchrun's environment, passes signals on to them, and
-turns however they end into one message and one exit status. It never trains itself when there are several ranks.
+It starts the ranks with torchrun's environment, passes signals on to them, and starts them again if the settings allow
+it. It speaks for the job: one message, one exit status. It never trains itself.
 
 Why not torchrun as a whole: its agent gives ranks 30 s from a signal to their end, which a large checkpoint exceeds,
 and the same 30 s to ranks that wait in a collective for one that died. The environment is the same, so
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import rich.progress  # noqa: F401  # every rank needs it: where it is missing, the launcher says so, once
@@ -24,7 +23,6 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 
 import shardwright
 from shardwright.train.config import Config
-from shardwright.train.launch.ending import Ending, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
@@ -32,13 +30,15 @@ from shardwright.train.launch.environment import (
     SPEAKING,
     choose_device,
 )
+from shardwright.train.launch.job_end import JobEnd
+from shardwright.train.launch.judgement import Ending, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import Signals
-from shardwright.train.run.exits import DONE, STOPPED, write_exit
+from shardwright.train.run.exits import DONE, STOPPED
 from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.position import recorded_step
-from shardwright.train.run.record import close_session, session_after, sessions_of
+from shardwright.train.run.record import session_after, sessions_of
 from shardwright.train.run.writing import writing
 from shardwright.watching.launched import Eyes, Hang
 
@@ -47,7 +47,7 @@ GRACE_SECONDS = 4.0
 
 
 class RankLogs(LogsSpecs):
-    """Where output goes: rank 0's stdout to ours, everything else into the run's folder."""
+    """Ranks write into the run's folder; rank 0's stdout goes to ours."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -86,10 +86,9 @@ def launch_until_done(
             if signals.first is None:
                 step = recorded_step(folder.metrics_file) if end.done is None else end.done
                 next_ranks, note = restarts.after(end, step, attempt.ranks)
-            if end.status != DONE:
-                close_session(folder, end, sessions)
-            if not next_ranks:
-                write_exit(folder, replace(end, reason=end.reason + note), attempt.number)
+            speaks = not next_ranks
+            JobEnd(folder, attempt.number, speaks, sessions).record(end, note)
+            if speaks:
                 return conclude(ending, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
@@ -150,7 +149,7 @@ def _launch(
 
 @contextmanager
 def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> Iterator[Eyes | None]:
-    """What this launcher sees of its ranks. None: the configuration has no watch."""
+    """The launcher's sight of its ranks. None: the configuration has no watch."""
     seconds = config.fault.stall_seconds
     eyes = Eyes(processes.pids(), seconds, folder.path / "hangs", "fault.stall_seconds") if seconds else None
     try:

@@ -1,4 +1,4 @@
-"""Messages of a job until its first step, so that it does not look stuck.
+"""Messages of a job that is busy for seconds: until its first step, and in long waits. Else it looks stuck.
 
 Loading programs, reading text and building a model take seconds to minutes. Nothing here imports torch, because this
 import itself takes seconds and has a message.
@@ -8,14 +8,34 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from shardwright.train.launch import patience
-
 BEGAN_VARIABLE = "SHARDWRIGHT_BEGAN"
-"""When a rank's launcher began, by the clock of the machine. With it a rank continues the launcher's seconds."""
+"""The time at which a rank's launcher began, by the machine's clock. A rank continues the launcher's seconds."""
+
+EVERY = 2.5
+"""Seconds between two lines: nothing is silent for longer than 3."""
+
+
+@contextmanager
+def patience(say: Callable[[str], None], text: Callable[[], str]) -> Iterator[None]:
+    """Print `text()` every few seconds while the body runs, from another thread. A quick body prints nothing."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(EVERY):
+            say(text())
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Start:
@@ -35,7 +55,7 @@ class Start:
             self._began = float(os.environ.get(BEGAN_VARIABLE, time.monotonic()))
             self._speaking, self._printed = ExitStack(), ""
             self._repeats = sys.stdout.isatty()
-            self._speaking.enter_context(patience.patience(_print, self._line))
+            self._speaking.enter_context(patience(_print, self._line))
         self.doing(doing)
 
     @property
@@ -45,7 +65,7 @@ class Start:
     def doing(self, text: str) -> None:
         """Set the current action. If the start is already slow, print it at once."""
         changed, self._doing = text != self._doing, text
-        if changed and self.is_speaking and time.monotonic() - self._began >= patience.EVERY:
+        if changed and self.is_speaking and time.monotonic() - self._began >= EVERY:
             _print(self._line())
 
     @property

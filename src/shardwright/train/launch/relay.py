@@ -19,7 +19,7 @@ from types import FrameType
 from shardwright.train.errors import UserError
 
 SECONDS_FOR_STATUS = 15.0
-"""How long it waits for exit.json, which a rank on another host may write, after the command has failed."""
+"""Time that the relay waits for exit.json, which a rank on another host may write, after the command has failed."""
 MISTAKE_VARIABLE = "SHARDWRIGHT_MISTAKE_FILE"
 """Set for the command: the file that says whether a rank on this host ended with a mistake of the user."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -80,7 +80,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
-    """What changes if exit.json is written again."""
+    """A value that changes if exit.json is written again."""
     try:
         found = os.stat(folder / "exit.json")
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether a job starts again after an attempt has failed, on how many ranks, and with which command line.
+"""A job starts again after an attempt has failed, if its settings allow it: on how many ranks, with which command line.
 
 A restart goes on from the newest whole checkpoint. Before there is one, it begins from the start in the same folder.
 Nothing here starts or watches processes.
@@ -65,7 +65,7 @@ def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]
 
 
 def place_in_words(folder: RunFolder, ranks: int) -> str:
-    """Where a restart goes on, with how many ranks."""
+    """The step from which a restart goes on and its ranks, in words."""
     on = f"on {counted(ranks, 'rank')}"
     try:
         step = newest_saved(folder)
@@ -77,7 +77,7 @@ def place_in_words(folder: RunFolder, ranks: int) -> str:
 
 
 def goes_on(folder: RunFolder) -> bool:
-    """Whether a restart goes on from a checkpoint. If a store does not answer now, the ranks ask it again."""
+    """Return whether a restart goes on from a checkpoint. If a store does not answer now, the ranks ask it again."""
     try:
         return newest_saved(folder) is not None
     except OSError:

@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import LAUNCHER_VARIABLE
+from shardwright.train.launch.environment import LAUNCHER_VARIABLE, under_torchrun
 from shardwright.train.launch.slurm import started_by_slurm
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import saved_steps
@@ -27,7 +27,7 @@ def resume_command(folder: RunFolder, ranks: int) -> str:
     arguments = f"train --resume {shlex.quote(str(folder.path))}"
     if LAUNCHER_VARIABLE not in os.environ and started_by_slurm(os.environ):
         return f"srun {_program('shardwright', 'shardwright')} {arguments}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if under_torchrun():
         local = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
         run = _program("torchrun", "torch.distributed.run")
         if int(local) == ranks:
@@ -43,7 +43,7 @@ def to_continue(folder: RunFolder, ranks: int) -> list[str]:
 
 
 def _saved(folder: RunFolder) -> str:
-    """What is saved, in words; empty if nothing is. No store is asked: it may be what has failed."""
+    """The newest saved step, in words; empty if nothing is saved. No store is asked: it may be what has failed."""
     try:
         checkpoints = checkpoints_of(folder, folder.config())
     except UserError:

@@ -46,7 +46,7 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def started_by_slurm(environment: Mapping[str, str]) -> bool:
-    """Whether this process is a rank because of `variables_of_task`."""
+    """Return whether this process is a rank because of `variables_of_task`."""
     return "TORCHELASTIC_RUN_ID" not in environment and (
         environment.get("SLURM_PROCID", "no rank") == environment.get("RANK")
         and environment.get("SLURM_STEP_NUM_TASKS") == environment.get("WORLD_SIZE")

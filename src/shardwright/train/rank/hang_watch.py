@@ -1,4 +1,4 @@
-"""The watch of a job: its ranks write boards, and whoever can sees when they hang. What that means is in ``watching``.
+"""The ranks of a job write boards, and any rank that still runs detects a hang. ``watching`` has the rules for that.
 
 Our launcher judges the ranks that it has started. Without it each rank has a thread that does.
 """
@@ -15,8 +15,8 @@ from shardwright import board as boards
 from shardwright._torch import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.ending import end_of_hang
 from shardwright.train.launch.environment import rank_and_size
+from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.run.exits import End
 from shardwright.train.run.folder import RunFolder
@@ -26,11 +26,11 @@ from shardwright.watching.reading import Reader
 from shardwright.watching.watcher import Settings, Watcher
 
 KEY = "fault.stall_seconds"
-"""In messages."""
+"""The setting in messages."""
 
 
 def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
-    """As a rank of our launcher: write a board until the process ends."""
+    """Write the board of a rank of our launcher until the process ends."""
     if not config.fault.stall_seconds:
         return
     board = _opened(rank, size)
@@ -41,7 +41,7 @@ def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
 
 @contextmanager
 def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iterator[None]:
-    """As a rank without our launcher, inside its process group: watch the ranks. All of them call it.
+    """Watch the ranks of a job without our launcher. All of them call it, inside their process group.
 
     ``record``: called on one rank with the end of a job that hangs.
     """
@@ -63,7 +63,7 @@ def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iter
 
 
 def _framed(folder: RunFolder, text: str) -> str:
-    """What our launcher prints about a hang: an error, and how to continue."""
+    """The text that our launcher prints about a hang: an error, and how to continue."""
     _, size = rank_and_size()
     text = text if size > 1 else text.removeprefix("rank 0: ")
     return "\n".join([f"error: {text}", "the job has ended", *to_continue(folder, size)])

@@ -18,8 +18,8 @@ import psutil
 
 from shardwright.train.config import Config
 from shardwright.train.launch.attempts import agent_process
-from shardwright.train.launch.ending import end_of_hang
-from shardwright.train.launch.rendezvous import RUN_ID
+from shardwright.train.launch.environment import under_torchrun
+from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.rank.hang_watch import KEY
 from shardwright.train.run.exits import TRY_AGAIN, End
 from shardwright.watching.diagnosis import Verdict, judge_start
@@ -33,18 +33,16 @@ SECONDS_TO_END = 5.0
 
 
 def watch_start(
-    rank: int, configured: Callable[[], Config], record: Callable[[End], None]
-) -> threading.Event:
-    """Look at the ranks of this host, in a thread, until the returned event is set.
+    rank: int, configured: Callable[[], Config], record: Callable[[End], None], ended: threading.Event
+) -> None:
+    """Look at the ranks of this host, in a thread, until `ended` is set.
 
     `record` is called on the rank that ends a stopped one.
     """
-    ended = threading.Event()
-    if RUN_ID in os.environ:
+    if under_torchrun():
         threading.Thread(
             target=_watch, args=(rank, configured, record, ended), daemon=True, name="start"
         ).start()
-    return ended
 
 
 def _watch(

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to run the same job: each says what it starts with, and all get one answer.
+"""The ranks check that they run the same job: each states its configuration and data, and all get one answer.
 
 It goes through the store at which the ranks meet, before any process group exists: a rank that could not start would
 keep the others waiting in one. What a job does with the configuration is not known here.
@@ -28,8 +28,8 @@ from shardwright.checkpoint.format.digests import Damaged
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
-from shardwright.train.launch.hosts import host_key
 from shardwright.train.launch.resume import flat
+from shardwright.train.rank.hosts import host_key
 
 PATIENCE = timedelta(minutes=1)
 """At least so long ranks wait for each other at the start, whatever SHARDWRIGHT_TIMEOUT says of later waits: hosts take
@@ -57,14 +57,14 @@ VARIABLES = (
 )
 """Environment variables that change collectives or results."""
 MODEL = "the model of model.path"
-"""In messages, and the key of its fingerprint."""
+"""The model in messages, and the key of its fingerprint."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank starts with: `facts` by key, or the mistake for which it cannot start."""
+    """The facts with which a rank starts, by key, or the mistake for which it cannot start."""
 
     facts: Mapping[str, str]
     mistake: str | None = None
@@ -192,8 +192,8 @@ def _wait_for_verdict(store: dist.Store, timeout: timedelta) -> None:
 
 
 def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statement | None]:
-    """Of every rank, None for those that have not come in time. Each sign of progress extends the time. A mistake of
-    one rank shortens the wait for the others: they may be at work that has become useless."""
+    """The statements of all ranks, None for those that have not come in time. Each sign of progress extends the time. A
+    mistake of one rank shortens the wait for the others: they may be at work that has become useless."""
     keys = [f"start/{rank}" for rank in range(size)]
     deadline = time.monotonic() + timeout.total_seconds()
     signs, shortened = store.add(SIGNS, 0), False
@@ -258,7 +258,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def is_to_report(store: dist.Store, rank: int, message: str) -> bool:
-    """Whether this rank is the one that prints a mistake. Several ranks may meet the same one; then the first does."""
+    """Return whether this rank prints a mistake. Several ranks may meet the same one; then the first one does."""
     key = f"reported/{hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
     deadline = time.monotonic() + (SECONDS_TO_REPORT if rank else 0.0)
 

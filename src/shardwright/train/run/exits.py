@@ -1,4 +1,4 @@
-"""How a job ended: its exit status, and exit.json in the run's folder, which has the status and the reason.
+"""The end of a job: its exit status, and exit.json in the run's folder, which has the status and the reason.
 
 Wrappers read exit.json where a launcher hides the status: torchrun makes 1 of every other one. Nothing here decides how
 a job has ended.
@@ -31,7 +31,7 @@ STOPPED = (INTERRUPTED, TERMINATED)
 
 @dataclass(frozen=True)
 class End:
-    """How a job, or one attempt of it, ended.
+    """The end of a job, or of one attempt of it.
 
     Attributes:
         status: of the process.
@@ -86,7 +86,7 @@ def remove_exit(folder: RunFolder) -> None:
 
 
 def is_saved(folder: RunFolder) -> bool:
-    """Whether the newest checkpoint has all steps that the run has recorded."""
+    """Return whether the newest checkpoint has all steps that the run has recorded."""
     saved = _saved(folder)
     return saved is not None and saved >= recorded_step(folder.metrics_file)
 

@@ -67,7 +67,7 @@ class RunFolder:
 
     @property
     def exit_file(self) -> Path:
-        """How the job ended, for wrappers."""
+        """The end of the job, for wrappers."""
         return self.path / "exit.json"
 
     @property
@@ -114,7 +114,7 @@ class RunFolder:
         return self.path / "logs"
 
     def exists(self) -> bool:
-        """Whether a run was ever started here."""
+        """Return whether a run was ever started here."""
         # Path.is_file would raise for a folder without permissions.
         return os.path.isfile(self.record_file)
 
@@ -156,7 +156,7 @@ class RunFolder:
 
 
 def checkpoints_of(folder: RunFolder, config: Config) -> Place:
-    """Where the checkpoints of a run are. Raises UserError if `checkpoint.folder` is no such place."""
+    """The folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
     parent = config.checkpoint.folder
     if not parent:
         return folder.checkpoints
@@ -211,7 +211,7 @@ def now() -> str:
 
 
 CONTINUE = "--continue"
-"""In place of a run to resume: the run in `run.dir`, from its newest checkpoint if it has one; else a new one there."""
+"""A value in place of a run to resume: `run.dir`, from the newest checkpoint if it has one; else a new run there."""
 
 
 def create_run(config: Config) -> RunFolder:

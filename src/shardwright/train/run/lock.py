@@ -17,11 +17,11 @@ from shardwright.train.errors import UserError
 
 NAME = ".lock"
 UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What file systems answer that have no locks: there the folder is used without one."""
+"""Errors of file systems that have no locks: there the folder is used without one."""
 
 
 class FolderLock:
-    """That a folder is in use. The file stays, the lock does not: it belongs to the open file, not to its name."""
+    """The lock of a folder in use. The file stays, the lock does not: it belongs to the open file, not to its name."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self._descriptor = folder, descriptor

@@ -1,4 +1,4 @@
-"""run.json: the sessions of a run, how each ended, and the results. The first rank and the launcher write it.
+"""run.json: the sessions of a run, how each ended, and the results. The first rank writes it, and `JobEnd`.
 
 Nothing here opens or locks the folder of a run.
 """
@@ -55,7 +55,7 @@ class RunRecord:
         return reached
 
     def close(self, status: str, step: int, results: Mapping[str, Any], ended_by: str = "") -> None:
-        """Write how the session ended: finished, interrupted or failed; and unless it is finished, by what."""
+        """Write the results, and that the session is finished or was interrupted after its last save."""
         self.content["sessions"][-1].update(end=now(), status=status, to_step=step)
         if ended_by:
             self.content["sessions"][-1]["ended_by"] = ended_by
@@ -64,7 +64,7 @@ class RunRecord:
 
 
 def sessions_of(folder: RunFolder) -> int:
-    """How many sessions run.json has."""
+    """The number of sessions in run.json."""
     try:
         return len(folder.record()["sessions"])
     except UserError:
@@ -81,7 +81,7 @@ def session_after(folder: RunFolder, sessions_before: int) -> Mapping[str, Any]:
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether run.json says that all steps are done and the results written."""
+    """Return whether run.json says that all steps are done and the results written."""
     try:
         return folder.record().get("status") == "finished"
     except UserError:
@@ -111,7 +111,7 @@ def close_session(folder: RunFolder, end: End, sessions_before: int | None = Non
 
 
 UNKNOWN_END = "its processes were killed, or the machine stopped"
-"""Of a session that has no end in run.json although nothing uses the folder."""
+"""The reason for a session that has no end in run.json although nothing uses the folder."""
 
 
 def repair_record(folder: RunFolder) -> None:

@@ -42,13 +42,13 @@ _FOR_THE_USER = (
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the same call may succeed later without a change by the user, as after EIO of a network disk."""
+    """Return whether the same call may succeed later without a change by the user, as after EIO of a network disk."""
     kinds = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
     return not isinstance(error, kinds) and not _is_any(error, *_FOR_THE_USER)
 
 
 def _is_any(error: BaseException, *numbers: int) -> bool:
-    """Whether a write failed for one of these reasons. An error of another rank has its reason as text alone."""
+    """Return whether a write failed for one of these reasons. An error of another rank has its reason as text alone."""
     if not isinstance(error, OSError):
         return False
     return error.errno in numbers or (

@@ -29,7 +29,7 @@ from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.save.saving import save_state
 from shardwright.checkpoint.training.generators import generator_states, seed_generators, set_generator_states
 from shardwright.train.errors import UserError, counted
-from shardwright.train.launch.patience import patience
+from shardwright.train.launch.progress import patience
 from shardwright.train.run.position import (
     Place,
     Position,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from shardwright.extend import ExtensionError
-from shardwright.extend.registry import in_words
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import RunEnd
@@ -16,6 +15,7 @@ from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.record import resumed_data
 from shardwright.train.errors import UserError, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
+from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
@@ -23,9 +23,8 @@ from shardwright.train.parallel.checks import no_more_steps, only_end_is_missing
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.exits import End, read_exit
-from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.exits import End
+from shardwright.train.run.folder import checkpoints_of
 from shardwright.train.step.best import BestCheckpoint
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.numerics.acting import answer
@@ -42,17 +41,15 @@ from shardwright.train.step.reporting.recording import (
     step_record,
 )
 from shardwright.train.step.saves import Saves
-from shardwright.train.step.signal_answers import Answers
+from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
 
 
 def train(
     config: Config,
-    folder: RunFolder,
+    run: OpenedRun,
     dataset: Dataset,
     world: World,
-    resume: bool,
-    attempt: int = 1,
     saved: Callable[[int], None] | None = None,
 ) -> End:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
@@ -62,20 +59,19 @@ def train(
     written, with its step. Raises UserError for a registered value that is wrong.
     """
     try:
-        return _train(config, folder, dataset, world, resume, attempt, saved)
+        return _train(config, run, dataset, world, saved)
     except ExtensionError as error:
         raise UserError(str(error)) from error
 
 
 def _train(
     config: Config,
-    folder: RunFolder,
+    run: OpenedRun,
     dataset: Dataset,
     world: World,
-    resume: bool,
-    attempt: int,
     saved: Callable[[int], None] | None,
 ) -> End:
+    folder, resume, attempt = run.folder, run.resumes, run.attempt
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
     if resume:
@@ -100,7 +96,7 @@ def _train(
     if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
         raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
-    answers = Answers(config, folder, world, attempt)
+    answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
@@ -132,11 +128,6 @@ def _train(
         except BaseException as error:
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
-            if record is not None:
-                cause = read_exit(folder)  # of another rank, which this one waited for in vain
-                reason = cause["reason"] if cause else " ".join(in_words(error).split())
-                with suppress(UserError):  # The user needs the error that ended the run, not this one.
-                    record.close("failed", recorded_step(folder.metrics_file), {}, reason)
             raise
         return conclude(trainer, folder, record, ended, reporter, memory)
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 
 from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.errors import JobError
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(JobError):
     """Numbers have gone wrong, and by the settings the run cannot continue."""
 
 

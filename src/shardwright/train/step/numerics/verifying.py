@@ -17,7 +17,7 @@ import shardwright as sw
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.engine.front.corruption import OWN, Key, state_hashes
 from shardwright.train.config import Config
-from shardwright.train.errors import UserError
+from shardwright.train.errors import JobError, UserError
 from shardwright.train.run.position import Position
 from shardwright.train.step.numerics.replaying import replay
 
@@ -26,8 +26,10 @@ SHOWN = 3
 Work = Callable[[], Tensor]
 
 
-class CorruptionError(Exception):
+class CorruptionError(JobError):
     """Values have changed, or a rank computes wrongly. Nothing may be saved. On all ranks alike."""
+
+    status = UserError.PASSING
 
 
 class Job(Protocol):

@@ -17,8 +17,8 @@ from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
+from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
-from shardwright.train.launch.signals import status_of_signal
 from shardwright.train.parallel.activations import Recompiles
 from shardwright.train.report import plots
 from shardwright.train.report.console import gib
@@ -60,10 +60,7 @@ def conclude(
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
     ended_by = ended.signal
     boards.at(boards.END)
-    end = End(DONE, "done")
-    if ended_by:
-        name = signal.Signals(ended_by).name
-        end = End(status_of_signal(ended_by), f"stopped by {name}; the state is saved")
+    end = stopped_by(ended_by) if ended_by else End(DONE, "done")
     memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)

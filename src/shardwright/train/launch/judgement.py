@@ -1,6 +1,6 @@
-"""How a job of several ranks ended, from all that is known of it: one message, one exit status.
+"""Our launcher judges how its ranks ended, from all that it knows of them: one message, one exit status.
 
-Nothing here starts or watches processes.
+Nothing here starts or watches processes, or writes a record.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
+from shardwright.train.launch.job_end import Complaint, stopped_by
 from shardwright.train.launch.resume import to_continue
-from shardwright.train.launch.signals import SIGNALS, status_of_signal
+from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
 from shardwright.train.run.folder import RunFolder
 from shardwright.watching.diagnosis import Verdict
@@ -26,35 +27,11 @@ from shardwright.watching.launched import Hang
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
-LONGEST = 400
-"""Characters of an error in a line that says more than the error."""
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """What a rank says about its end, passed to the launcher. The order counts who complained first."""
-
-    rank: int
-    order: int
-    kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"]
-    message: str
-    trace: str
-    done: int | None = None
-    """Steps that the rank had done, if it was in the loop over steps."""
-
-    @property
-    def in_line(self) -> str:
-        return " ".join(self.message.split())
-
-    @property
-    def in_short(self) -> str:
-        text = self.in_line
-        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 @dataclass(frozen=True)
 class Ending:
-    """All that is known of how the ranks of a job ended, not all of them well."""
+    """All that the launcher knows of how its ranks ended."""
 
     folder: RunFolder
     logs: Path
@@ -67,11 +44,11 @@ class Ending:
     hurried: str = ""
     """Why the launcher killed ranks after that signal, in words."""
     late: bool = False
-    """It killed them because `fault.save_seconds` had passed."""
+    """The launcher killed ranks because `fault.save_seconds` had passed."""
     hang: Hang | None = None
-    """It killed them because they did not go on."""
+    """The launcher killed ranks because they did not go on."""
     session: Mapping[str, Any] = field(default_factory=dict)
-    """What run.json has of this start of the ranks; empty if they did not come so far."""
+    """The session of this start of the ranks in run.json; empty if they did not come so far."""
     steps: Mapping[int, int] = field(default_factory=dict)
     """Steps that each rank had done, by its board. A rank without a board is missing."""
 
@@ -82,7 +59,7 @@ class Ending:
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
-    """What the ranks said, first one first."""
+    """The complaints of the ranks, first one first."""
     keys = [f"complaint/{rank}" for rank in range(ranks)]
     complaints = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
     return sorted(complaints, key=lambda complaint: complaint.order)
@@ -109,19 +86,16 @@ def judge(ending: Ending) -> End:
         return End(USER_ERROR, user.message, user.rank)
     if number is not None and _ended_by_signal(ending):
         return _stopped_early(ending, number)
-    passing = next((complaint for complaint in ending.complaints if complaint.kind == "passing"), None)
-    if passing is not None:  # on all ranks
-        return End(TRY_AGAIN, passing.message)
-    nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
-    if nonfinite is not None:  # on all ranks
-        return End(FAILED, nonfinite.message, done=nonfinite.done)
+    on_all = next((each for each in ending.complaints if each.kind in ("passing", "nonfinite")), None)
+    if on_all is not None:
+        return on_all.end
     culprit_rank, how, status, lost = culprit(ending)
     reason = f"rank {culprit_rank} of {len(ending.statuses)} {how}"
     return End(status, reason, culprit_rank, lost, ending.done(culprit_rank))
 
 
 def _is_finished(ending: Ending) -> bool:
-    """Whether all was done and written before ranks were killed, lost contact or hung. An error counts."""
+    """Return whether all was done and written before ranks were killed, lost contact or hung. An error counts."""
     lost = {each.rank for each in ending.complaints if each.kind in ("lost contact", "interrupted")}
     return (
         ending.session.get("status") == "finished"
@@ -138,7 +112,7 @@ def end_of_hang(verdict: Verdict) -> End:
 
 
 def ranks_have_said_it(ending: Ending) -> bool:
-    """Whether the ranks have saved and left, and the first one has printed so."""
+    """Return whether the ranks have saved and left, and the first one has printed so."""
     return _have_stopped(ending) and is_saved(ending.folder)
 
 
@@ -156,14 +130,11 @@ def _ended_by_signal(ending: Ending) -> bool:
 
 
 def _stopped_early(ending: Ending, number: int) -> End:
-    """Of a job that a signal ended before the ranks have said that they saved."""
-    name, folder = signal.Signals(number).name, ending.folder
-    if folder.exists() and is_saved(folder):
-        return End(status_of_signal(number), f"stopped by {name}; the state is saved")
-    why = f": {ending.hurried}" if ending.hurried else ""
-    return End(
-        TRY_AGAIN if ending.late else status_of_signal(number), f"stopped by {name} without saving{why}"
-    )
+    """The end of a job that a signal ended before the ranks have said that they saved."""
+    if ending.folder.exists() and is_saved(ending.folder):
+        return stopped_by(number)
+    end = stopped_by(number, unsaved=ending.hurried)
+    return replace(end, status=TRY_AGAIN) if ending.late else end
 
 
 def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
@@ -180,28 +151,23 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
         return end.status
     if ranks_have_said_it(ending):
         return end.status
+    continuing = to_continue(ending.folder, len(ending.statuses))
     if ending.hang is not None:
-        lines = [
-            f"error: {ending.hang.text}",
-            f"the job has ended{note}",
-            *to_continue(ending.folder, len(ending.statuses)),
-        ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        return end.status
-    if end.rank is None and end.status == FAILED:
-        return fail(end.reason + (f". The job has ended{note}" if note else ""))
-    if end.rank is None:
-        failed = ending.first_signal is None
-        reason = f"error: {end.reason}; the job has ended{note}" if failed else end.reason
-        lines = [reason, *to_continue(ending.folder, len(ending.statuses))]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *continuing]
+    elif end.rank is not None:
+        lines = [f"error: {end.reason}; the job has ended{note}", *_end_of_log(ending, end.rank), *continuing]
+    elif end.status == FAILED:
+        lines = [f"error: {end.reason}" + (f". The job has ended{note}" if note else "")]
+    elif ending.first_signal is None:
+        lines = [f"error: {end.reason}; the job has ended{note}", *continuing]
     else:
-        print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
+        lines = [end.reason, *continuing]
+    print("\n".join(lines), file=sys.stderr, flush=True)
     return end.status
 
 
 def _warn_of_end(ending: Ending) -> None:
-    """Say that ranks did not end by themselves after all was done."""
+    """Warn of ranks that did not end by themselves after all was done."""
     ranks = [rank for rank, status in ending.statuses.items() if status != DONE]
     if ranks:
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -210,7 +176,7 @@ def _warn_of_end(ending: Ending) -> None:
 
 
 def _all_interrupted(ending: Ending) -> bool:
-    """Whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
+    """Return whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
     interrupted = {complaint.rank for complaint in ending.complaints if complaint.kind == "interrupted"}
     signals = [-number for number in SIGNALS]
     return all(
@@ -219,18 +185,14 @@ def _all_interrupted(ending: Ending) -> bool:
     )
 
 
-def _diagnosis(ending: Ending, end: End, note: str) -> str:
-    """The rank that failed first, how, the end of its log, and the command that continues the run."""
-    assert end.rank is not None
-    lines = [f"{end.reason}; the job has ended{note}"]
-    tail = _tail(log_of(ending.logs, end.rank))
-    if tail:
-        lines += [f"the end of its log {log_of(ending.logs, end.rank)}:", *("  " + line for line in tail)]
-    return "\n".join([*lines, *to_continue(ending.folder, len(ending.statuses))])
+def _end_of_log(ending: Ending, rank: int) -> list[str]:
+    log = log_of(ending.logs, rank)
+    tail = _tail(log)
+    return [f"the end of its log {log}:", *("  " + line for line in tail)] if tail else []
 
 
 class Culprit(NamedTuple):
-    """The rank to name, what it did, and what follows: the status of the job, and whether that rank is lost."""
+    """The rank to name, its end in words, and what follows: the job's status, and whether that rank is lost."""
 
     rank: int
     how: str
@@ -297,11 +259,6 @@ def _tail(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-LOG_TAIL:]
     except OSError:
         return []
-
-
-def fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return 1
 
 
 def log_of(logs: Path, rank: int) -> Path:

@@ -13,8 +13,8 @@ import time
 
 import torch.distributed as dist
 
-RUN_ID = "TORCHELASTIC_RUN_ID"
-"""A variable that torchrun sets for the ranks."""
+from shardwright.train.launch.environment import under_torchrun
+
 PREFIX = "shardwright prefix"
 """Key of the newest prefix."""
 SLOWEST = 0.5
@@ -26,7 +26,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
 
     The first rank returns at once. The others wait for its answer, for at most `seconds`, and raise a RuntimeError.
     """
-    if RUN_ID not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    if not under_torchrun() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return store
     if rank == 0:
         prefix = secrets.token_hex(8)
