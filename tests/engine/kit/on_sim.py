@@ -211,9 +211,11 @@ def refused_capture(case: Case, seed: int) -> None:
             training.run(2)
             if reads:
                 batch = training.batch(7)
-                step = sw.GraphedStep(training.model, lambda batch: training.model(batch).sum().item())
+                step = sw.GraphedStep(
+                    training.model, lambda batch, model=training.model: model(batch).sum().item()
+                )
                 step._left = 0
-                with pytest.raises(RuntimeError, match="cannot be captured .*: item"):
+                with pytest.raises(RuntimeError, match=r"cannot be captured .*: item"):
                     step(batch)
             training.run(3)
             outcomes.append(outcome_of(training))
