@@ -22,6 +22,7 @@ from shardwright.train.launch import patience
 from shardwright.train.launch.progress import Start
 from shardwright.train.report.plan_picture import outside_in_words, plan_figure
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.evaluation import validate
 from shardwright.train.step.loop import memory_since, report_memory
 from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.support import multirank
@@ -169,7 +170,7 @@ def test_a_validation_keeps_to_the_plan(
             for step in range(1, 5):
                 take_steps(job, 1)
                 if step >= first:
-                    job.validate()
+                    validate(job)
         assert sw.memory_report(job.model).deviations == (), (engine, first)
         job.close()
 

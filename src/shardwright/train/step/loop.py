@@ -26,6 +26,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import End
 from shardwright.train.run.folder import checkpoints_of
 from shardwright.train.step.best import BestCheckpoint
+from shardwright.train.step.evaluation import check_model, validate
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
@@ -91,7 +92,7 @@ def _train(
         if config.finetune.method != "full":
             finetuning.prepare(trainer.model, config, folder.base_file, resume, world.mesh)
             notices.say(adapters.statement(trainer.model))
-    trainer.check_model()
+    check_model(trainer)
     done = trainer.position.step
     if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
         raise UserError(no_more_steps(config, folder, done))
@@ -164,8 +165,8 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
                 trainer.save(saves, last=True)
                 return Ended(result.stop)
             continue
-        validation, validation_metrics = trainer.validate() if validates else (None, {})
-        trainer.hooks.after_step(step_record(trainer, result, seconds, validation, validation_metrics))
+        validation = validate(trainer) if validates else None
+        trainer.hooks.after_step(step_record(trainer, result, seconds, validation))
         if result.save_ended:
             saves.conclude(goes_on=leaving)
         if saving:
