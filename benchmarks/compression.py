@@ -29,7 +29,7 @@ from shardwright.comm_hooks import MXFP8, BlockwiseFP8, Cast, Compressed, Int8Bl
 from shardwright.train.config import load_config
 from shardwright.train.data.dataset import load_dataset
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.parallel.world import World
 from shardwright.train.step.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"
@@ -87,7 +87,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
             continue
         settings = [("train.steps", str(args.steps)), ("parallel.strategy", args.strategy)]
         config = load_config(args.config, [*settings, ("parallel.layout", way.layout)])
-        world = World(rank, args.ranks, torch.device("cpu"), make_mesh(config.parallel, "cpu", args.ranks))
+        world = World.of(config.parallel, rank, args.ranks, torch.device("cpu"))
         trainer = Trainer(config, world, load_dataset(config))
         model: Any = trainer.model
         model.set_gradient_comm_hook(way.hook())

@@ -23,7 +23,7 @@ from shardwright.train.launch.progress import Start
 from shardwright.train.report.plan_picture import outside_in_words, plan_figure
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.loop import memory_since, report_memory
-from shardwright.train.step.notices import first_loss_in_words
+from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.support import multirank
 from tests.train.data.samples import save_tokenizer, write_jsonl
 from tests.train.jobs import config_file, tiny, train_here, trainer

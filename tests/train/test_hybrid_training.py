@@ -14,7 +14,7 @@ from shardwright.train.config import Config
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
-from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.parallel.world import World
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
 from tests.train import jobs
@@ -85,8 +85,7 @@ def test_sharded_training_equals_the_plain_model(
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    world = World(rank, world_size, torch.device("cpu"), mesh)
+    world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
     return Trainer(config, world, dataset_of(config))
 
 

@@ -21,7 +21,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
-from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.parallel.world import World
 from shardwright.train.step import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
@@ -35,8 +35,9 @@ STEPS = 3
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    return Trainer(config, World(rank, world_size, torch.device("cpu"), mesh), dataset_of(config))
+    return Trainer(
+        config, World.of(config.parallel, rank, world_size, torch.device("cpu")), dataset_of(config)
+    )
 
 
 @multirank(2, 3)

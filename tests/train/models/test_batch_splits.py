@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import load_dataset
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.parallel.world import World, make_mesh
+from shardwright.train.parallel.world import World
 from shardwright.train.step.losses import documents_of
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import everything, generate
@@ -144,7 +144,7 @@ class Found(NamedTuple):
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    world = World(rank, world_size, torch.device("cpu"), make_mesh(config.parallel, "cpu", world_size))
+    world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
     return Trainer(config, world, load_dataset(config))
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from shardwright.extend import Registry, layouts, memories, strategies
+from shardwright.train.config.catalog.hooks import hooks
 from shardwright.train.config.catalog.kinds import Kind, kinds
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, optimizers
 from shardwright.train.config.catalog.sinks import sinks
@@ -24,6 +25,7 @@ REGISTRIES: dict[str, tuple[Registry[Any], str]] = {
     "optimizers": (optimizers, "optimizer.name"),
     "models": (kinds, "model.kind"),
     "sinks": (sinks, "log.sinks"),
+    "hooks": (hooks, "run.hooks"),
 }
 """By the word of the command line: the registry, and the key of the configuration that takes its names."""
 

@@ -15,6 +15,7 @@ from pydantic import ValidationInfo, model_validator
 from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.sections.activations import ActivationConfig
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
@@ -57,9 +58,9 @@ class Config(Section):
         if isinstance(shape, HybridConfig) and shape.mtp_pattern and self.train.seq_len < 2:
             raise ValueError("train.seq_len: expected at least 2 with a model.mtp_pattern, found 1")
         start = info.context or {}
-        tensor = self.parallel.tensor
+        dims = ParallelDims.near(self.parallel, start.get("ranks", 1))
         problem = self.train.batch_problem(
-            max(1, start.get("ranks", 1) // tensor), tensor=tensor, resumes=start.get("resumes", False)
+            dims.data, tensor=dims.sharing_data, resumes=start.get("resumes", False)
         )
         if problem:
             raise ValueError(problem)
@@ -69,6 +70,7 @@ class Config(Section):
                 "steps of the engine shardwright can be captured"
             )
         self._check_rewinds()
+        self._check_keep_best()
         if self.optimizer.in_backward:
             self._check_in_backward()
         if problem := conflict(self.finetune, self.train, self.parallel):
@@ -158,7 +160,11 @@ class Config(Section):
                     f"fault.{key}: expected another value than 'rewind' with checkpoint.every = 0; there is no "
                     "checkpoint to go back to"
                 )
-            if getattr(self.fault, key) == "rewind" and self.fault.rewind_steps >= self.train.steps:
+            if (
+                getattr(self.fault, key) == "rewind"
+                and self.fault.rewind_steps >= self.train.steps
+                and not self.train.epochs
+            ):
                 raise ValueError(
                     f"fault.rewind_steps: expected less than train.steps = {self.train.steps} with fault.{key} = "
                     f"'rewind', found {self.fault.rewind_steps}; no checkpoint would be old enough"
@@ -168,6 +174,17 @@ class Config(Section):
                     f"fault.{key}: expected 'rewind' or the default with optimizer.in_backward, found 'skip'; the "
                     "weights are already updated when the loss of all ranks is known"
                 )
+
+    def _check_keep_best(self) -> None:
+        name, every = self.checkpoint.keep_best, self.validation.every
+        if not name.startswith("validation_"):
+            return
+        if not every or self.checkpoint.every % every:
+            raise ValueError(
+                f"checkpoint.keep_best: expected a validation at each checkpoint for {name!r}, found "
+                f"validation.every = {every} and checkpoint.every = {self.checkpoint.every}; make checkpoint.every a "
+                "multiple of validation.every"
+            )
 
     def _check_in_backward(self) -> None:
         if self.parallel.engine != "shardwright":
@@ -196,7 +213,9 @@ class Config(Section):
         tables = []
         for name, section in self:
             lines = [
-                f"{key} = {toml_value(value)}" for key, value in section.model_dump(exclude_none=True).items()
+                f"{key} = {toml_value(value)}"
+                for key, value in section.model_dump(exclude_none=True).items()
+                if not (name == "train" and key == "steps" and self.train.epochs)  # they follow from the data
             ]
             tables.append("\n".join([f"[{name}]", *lines]))
         return "\n\n".join(tables) + "\n"

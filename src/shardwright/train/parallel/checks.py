@@ -11,6 +11,7 @@ from shardwright.train.config import Config, TrainConfig
 from shardwright.train.config.catalog.kinds import kind_of, offers_of
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
 from shardwright.train.data.sources.places import locate
@@ -49,7 +50,7 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
 
     `resumes`: the job continues a run, so that messages advise what may change then.
     """
-    parallel, world = config.parallel, ranks
+    parallel = config.parallel
     if parallel.engine == "none" and ranks != 1:
         raise UserError(
             f"parallel.engine: the engine 'none' runs on exactly 1 rank, found {ranks}; use --nproc 1 or another "
@@ -66,30 +67,21 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
                 f"parallel.{key}: expected 1 with model.kind {kind!r}, found {value}; only the kinds llama and hybrid "
                 "have a plan that divides layers"
             )
-    if ranks % parallel.tensor:
-        raise UserError(
-            f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {parallel.tensor}"
-        )
-    if parallel.tensor > 1:
+    dims = ParallelDims.of(parallel, ranks)
+    if dims.tensor > 1:
         _check_tensor_parallel(config)
-        ranks //= parallel.tensor
-    if ranks % parallel.replicas:
-        raise UserError(
-            f"parallel.replicas: expected a divisor of the number of ranks, {ranks}, found {parallel.replicas}"
-        )
-    gathered = ranks // parallel.replicas
-    if isinstance(parallel.reshard_after_forward, int) and gathered % parallel.reshard_after_forward:
+    if isinstance(parallel.reshard_after_forward, int) and dims.shard % parallel.reshard_after_forward:
         raise UserError(
             f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
-            f"{gathered}, found {parallel.reshard_after_forward}"
+            f"{dims.shard}, found {parallel.reshard_after_forward}"
         )
-    if parallel.expert > 1:
-        _check_expert_parallel(config, gathered)
-    config.train.accumulation_steps(ranks, tensor=parallel.tensor, resumes=resumes)
+    if dims.expert > 1:
+        _check_expert_parallel(config, dims)
+    config.train.accumulation_steps(dims.data, tensor=dims.sharing_data, resumes=resumes)
     shape = config.model.shape()
     if (check_model := offers_of(shape).check) is not None:
         check_model(shape, config)
-    check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
+    check_model_fits(config, ranks, ranks_of_host(ranks, under_launcher()), choose_device(config))
 
 
 def check_least_ranks(config: Config, ranks: int) -> None:
@@ -119,6 +111,8 @@ def check_files(config: Config) -> None:
 
 def check_steps(config: Config, folder: RunFolder) -> None:
     """Refuse a resume for which every checkpoint has enough steps, whole or not."""
+    if config.train.epochs:
+        return  # the data says how many steps there are
     try:
         steps = saved_steps(checkpoints_of(folder, config))
     except OSError as error:
@@ -163,8 +157,8 @@ def _check_tensor_parallel(config: Config) -> None:
         raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
 
 
-def _check_expert_parallel(config: Config, ranks: int) -> None:
-    """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
+def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
+    """Refuse what expert parallelism cannot be combined with, or does not divide."""
     parallel, shape = config.parallel, config.model.shape()
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
@@ -184,12 +178,12 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
                 f"{key}: expected {expected!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
             )
     for what, size in (
-        ("the number of ranks that share a replica", ranks),
+        ("the number of ranks that share a replica", dims.shard),
         ("model.n_experts", shape.n_experts),
     ):
         if size % parallel.expert:
             raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
-    same = ranks // parallel.expert
+    same = dims.with_same_experts
     if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
         raise UserError(
             f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "

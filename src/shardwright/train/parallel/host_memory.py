@@ -14,6 +14,7 @@ import psutil
 from shardwright.extend.strategies import resolve
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import kind_of, sizes_of
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 
 STORED = 4
@@ -60,13 +61,11 @@ def _reason(config: Config) -> str:
 def _cuts(config: Config, ranks: int) -> int:
     """Into how many parts the stored weights are cut."""
     parallel = config.parallel
-    shards = ranks // (parallel.tensor * parallel.replicas)
-    axes = (parallel.replicas, shards) if parallel.replicas > 1 else (shards,)
+    dims = ParallelDims.near(parallel, ranks)
+    axes = (dims.replicate, dims.shard) if dims.replicate > 1 else (dims.shard,)
     # Stored are the weights that the optimizer updates; what computes is gathered from them.
     kinds = resolve(parallel.strategy, len(axes)).optimizer
-    return parallel.tensor * math.prod(
-        size for size, kind in zip(axes, kinds, strict=True) if kind == "shard"
-    )
+    return dims.tensor * math.prod(size for size, kind in zip(axes, kinds, strict=True) if kind == "shard")
 
 
 def ranks_of_host(ranks: int, launched: bool) -> int:

@@ -7,7 +7,6 @@ The recipe cuts a model into units, its blocks and its head; the model itself kn
 from __future__ import annotations
 
 import inspect
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from shardwright.optim.clip import clip_finite_grad_norm_
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.catalog.kinds import tensor_plan
 from shardwright.train.config.catalog.optimizers import optimizers
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import build_model
@@ -49,9 +49,7 @@ from shardwright.train.run.together import together
 
 def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks in other dimensions: those that have the same experts, `edp`, then those that divide them."""
-    sizes = {"replicate": config.replicas, "edp": 1, "expert": config.expert, "tensor": config.tensor}
-    sizes["edp"] = mesh.size() // math.prod(sizes.values())
-    axes = {name: size for name, size in sizes.items() if size > 1 or name in ("edp", "expert")}
+    axes = ParallelDims.of(config, mesh.size()).expert_axes
     return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 

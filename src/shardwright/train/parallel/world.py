@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright._torch import use_one_gloo_thread
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import (
     choose_device,
@@ -31,10 +32,21 @@ class World:
     """The processes of a job, as one of them sees them."""
 
     rank: int
-    size: int
     device: torch.device
     mesh: DeviceMesh
-    tensor: int = 1  #: ranks that have the same data, next to one another
+    dims: ParallelDims
+
+    @classmethod
+    def of(cls, config: ParallelConfig, rank: int, size: int, device: torch.device) -> World:
+        """The world of one of `size` ranks, whose process group exists. Called by all ranks together."""
+        dims = ParallelDims.of(config, size)
+        axes = dims.axes
+        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return cls(rank, device, mesh, dims)
+
+    @property
+    def size(self) -> int:
+        return self.dims.ranks
 
     @property
     def is_first(self) -> bool:
@@ -42,12 +54,12 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.tensor
+        return self.dims.data_rank(self.rank)
 
     @property
     def data_size(self) -> int:
         """Ranks, or groups of them, that have data of their own."""
-        return self.size // self.tensor
+        return self.dims.data
 
     def figures(self, values: Sequence[float]) -> Tensor:
         """These numbers on the device, float64 [len(values)]. The host does not wait for the device."""
@@ -86,7 +98,7 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
     kind = device.type
     if dist.is_initialized():
         _check_group(kind)
-        yield World(rank, size, device, make_mesh(config.parallel, kind, size), config.parallel.tensor)
+        yield World.of(config.parallel, rank, size, device)
         return  # who has made the group ends it
     options: dict[str, Any] = {"timeout": collective_timeout()}
     if store is not None or not under_launcher():
@@ -98,7 +110,7 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
-        yield World(rank, size, device, make_mesh(config.parallel, kind, size), config.parallel.tensor)
+        yield World.of(config.parallel, rank, size, device)
         with noted("barrier at the end", None):
             dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
     except BaseException:
@@ -118,14 +130,3 @@ def _check_group(kind: str) -> None:
             raise UserError(
                 f"expected a process group with {device}:{backend}, found {backends}; make it with backend={wanted!r}"
             )
-
-
-def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
-    """All ranks, or with `replicas` a mesh of them outside and of shards inside; tensor-parallel ranks innermost."""
-    data = size // config.tensor
-    axes = {"data": data}
-    if config.replicas > 1:
-        axes = {"replicate": config.replicas, "shard": data // config.replicas}
-    if config.tensor > 1:
-        axes["tensor"] = config.tensor
-    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -101,7 +101,8 @@ class Bar:
             self.progress.figures = Figures(figures_of(record))
         self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:
-            self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}")
+            metrics = "".join(f", {name} {value:.4f}" for name, value in record.validation_metrics.items())
+            self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}{metrics}")
 
     def say(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False)
@@ -138,6 +139,8 @@ def figures_of(record: StepRecord) -> list[str]:
     parts += [
         f"{name} {value:.4f}" for name, value in record.extra_losses.items() if name not in COMMON_LOSSES
     ]
+    parts += [f"validation {name} {value:.4f}" for name, value in record.validation_metrics.items()]
+    parts += [f"{name} {value:.4f}" for name, value in record.metrics.items()]
     if record.grad_norm is not None:
         parts.append(f"norm {record.grad_norm:.2f}")
     parts += [

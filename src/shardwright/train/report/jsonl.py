@@ -21,6 +21,8 @@ SAVE_FAILURE = "save_failure"
 """The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
 
 
+MAPPINGS = ("extra_losses", "metrics", "validation_metrics")
+"""The keys of a step whose values are objects of numbers."""
 EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
 
 
@@ -137,17 +139,18 @@ def _record(line: str, where: str) -> dict[str, Any]:
     if record.keys() in EVENTS and type(record["step"]) is int:
         return record
     for column in fields(StepRecord):
-        if column.name == "extra_losses":
+        if column.name in MAPPINGS:
             continue
         value, optional = record.get(column.name), str(column.type).endswith("| None")
         finite = isinstance(value, int | float) and abs(value) < float("inf")
         if not finite and not (optional and value is None):
             raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
-    extra = record.get("extra_losses", {})  # records of version 0.1 have none
-    if not isinstance(extra, dict) or not all(isinstance(value, int | float) for value in extra.values()):
-        raise UserError(
-            f"metrics: expected an object of numbers for extra_losses, found {extra!r} in {where}"
-        )
+    for name in MAPPINGS:
+        values = record.get(name, {})
+        if not isinstance(values, dict) or not all(
+            isinstance(value, int | float) for value in values.values()
+        ):
+            raise UserError(f"metrics: expected an object of numbers for {name}, found {values!r} in {where}")
     if record["seconds"] <= 0:
         raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
     return record

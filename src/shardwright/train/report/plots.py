@@ -55,6 +55,9 @@ def results(records: Records, sessions: Records) -> dict[str, Any]:
     """
     validations = [record["validation_loss"] for record in records if record["validation_loss"] is not None]
     timed = timed_steps(records, sessions)
+    validated = [record["validation_metrics"] for record in records if record.get("validation_metrics")]
+    metrics = {f"validation {name}": value for name, value in (validated[-1] if validated else {}).items()}
+    metrics |= records[-1].get("metrics", {})
     return {
         "first_loss": records[0]["loss"],
         "train_loss": records[-1]["loss"],
@@ -63,6 +66,7 @@ def results(records: Records, sessions: Records) -> dict[str, Any]:
         "step_seconds": statistics.median(record["seconds"] for record in timed),
         "data_share": sum(record["data_seconds"] for record in timed)
         / max(sum(record["seconds"] for record in timed), 1e-9),
+        **({"metrics": metrics} if metrics else {}),
     }
 
 

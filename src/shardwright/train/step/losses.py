@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.samples.batch import Batch
+from shardwright.train.errors import UserError
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.packed import within_trained
@@ -80,12 +81,25 @@ class Losses:
 
     def of_tokens(self, batch: Batch) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
+        return self.of_tokens_and_logits(batch, logits=False)[0]
+
+    def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
+        """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for.
+
+        Raises:
+            UserError: the model has its own loss, and logits are asked for.
+        """
         with recipe.compute_precision(self._parallel, self._world.device):
             if self.has_loss:
-                return self._model(batch.inputs, batch=batch).float()[None]
-            logits = self._model(batch.inputs, **documents_of(batch))
-        logits_BSV = outputs.check_logits(self._in_words, logits, batch.targets, self._vocab_size)
-        return cross_entropy(logits_BSV, batch.targets)
+                if logits:
+                    raise UserError(
+                        f"run.hooks: expected hooks without validation_metrics with {self._in_words}, which computes "
+                        "its own loss and returns no logits"
+                    )
+                return self._model(batch.inputs, batch=batch).float()[None], None
+            returned = self._model(batch.inputs, **documents_of(batch))
+        logits_BSV = outputs.check_logits(self._in_words, returned, batch.targets, self._vocab_size)
+        return cross_entropy(logits_BSV, batch.targets), whole(logits_BSV) if logits else None
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

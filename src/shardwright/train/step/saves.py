@@ -25,6 +25,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import Place, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step import checkpoint
+from shardwright.train.step.best import BestCheckpoint
 from shardwright.train.step.checkpoint import SaveFailedError
 
 
@@ -48,14 +49,15 @@ class Saves:
         reporter: Reporter,
         loaded: int | None = None,
         saved: Callable[[int], None] | None = None,
+        best: BestCheckpoint | None = None,
     ) -> None:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared. `saved` is called
-        with the step of each checkpoint that was written."""
+        with the step of each checkpoint that was written. `best`: finds one that stays, too."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step, whether the files are those that were saved, of checkpoints that were compared in this session.
         #: None: a later version of shardwright has saved it, so this one cannot know.
         self._whole: dict[int, bool | None] = {} if loaded is None else {loaded: True}
-        self._note = saved
+        self._note, self._best = saved, best
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
 
@@ -173,7 +175,8 @@ class Saves:
 
         try:
             steps = ranks.by_first(lambda: saved_steps(self.checkpoints))
-            doomed = self._doomed(steps, newest)
+            best = ranks.by_first(lambda: None if self._best is None else self._best.among(steps))
+            doomed = [step for step in self._doomed(steps, newest) if best is None or step != best[0]]
             ranks.by_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"

@@ -26,14 +26,15 @@ from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.training.generators import seed_generators
 from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
-from shardwright.train.config import Config, OptimizerConfig
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import Fault, StepInProgress
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.dataset import Dataset, extended, validation_samples
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.loader import Loader, Share, StepBatches
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
-from shardwright.train.launch.signals import SIGNALS, StopRequest
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.models.sampling import NonFiniteLogitsError, sample
@@ -46,25 +47,15 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Place
 from shardwright.train.step import checkpoint
+from shardwright.train.step.hooks import Hooks, JobOfHooks, means, on_device
 from shardwright.train.step.losses import Losses
+from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.numerics import looking, verifying
-from shardwright.train.step.numerics.fault import Fault
+from shardwright.train.step.reduction import OwnPart, agree
 from shardwright.train.step.saves import Saves
 
 CHECKED_TOKENS = 8
 """Length of the sample that shows whether a model is causal."""
-
-
-def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
-    """Rate of step number `step` (from 0) of `steps`: rises over the warm-up to lr, then falls to min_lr_ratio * lr
-    at the last step."""
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    done = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)
-    part = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * part)
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
@@ -114,6 +105,9 @@ class StepResult:
     stop: int
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
     save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
+    stops_early: bool  # a hook has asked to end the run
+    metrics: Mapping[str, float]  # of hooks, by name
+    rate: float  # of the optimizer's first group
     fault: Fault | None  # wrong numbers, for which the step was not done
     untrained: Untrained | None  # global batches before this one, of which no step was made
 
@@ -121,9 +115,18 @@ class StepResult:
 class Trainer:
     """A model in training on one rank. Every method is called by all ranks together."""
 
-    def __init__(self, config: Config, world: World, dataset: Dataset, reads_weights: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        dataset: Dataset,
+        reads_weights: bool = True,
+        hooks: Hooks | None = None,
+    ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.config, self.world, self.dataset = config, world, dataset
+        self.hooks = hooks or Hooks()
+        self.job: JobOfHooks | None = None  # until `open_hooks`
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
@@ -148,11 +151,28 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
-        #: Leases outside the memory plan that the memory report has named; None: there is no report yet.
-        self.reported_deviations: tuple[tuple[str, str, str, int], ...] | None = None
         self.stops_after = 0  # the step after which a signal that comes now ends the run
         self._loader: Loader | None = None
         self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
+
+    def open_hooks(self, reporter: Reporter) -> None:
+        """Set the hooks up, with the state that a loaded checkpoint has of them."""
+        world = self.world
+        self.job = JobOfHooks(
+            self.config,
+            self.model,
+            self.optimizer,
+            world.device,
+            (world.rank, world.size),
+            self.position.step,
+            reporter,
+        )
+        self.hooks.setup(self.job)
+
+    def stop_reason(self) -> str:
+        """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
+        own = "" if self.job is None else self.job.stop_reason
+        return next((" ".join(each.split()) for each in Ranks().everyones(own) if each), "")
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -183,6 +203,7 @@ class Trainer:
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.hooks.before_step(step + 1)
         boards.at(boards.MODEL)
         tensors = self.losses.weights(counts), *tensors_of(batches)
         with recipe.parallel_loss(self.config.parallel):
@@ -190,15 +211,27 @@ class Trainer:
         boards.at(boards.CLIP)
         norm = recipe.clip_gradients(self.model, self.config)
         shares = loss_sums / counts
-        (loss, *others, flags), grad_norm, data_seconds, stop_signal, save_ended = self._agree(
-            torch.cat([shares, looking.flag(self, norm)]), norm, data_seconds, stop, save_ended
-        )
+        faults = self.hooks.faults(StepInProgress(step + 1, norm, shares[0]))
+        # A signal from here on is answered in the next step, and this one's thread may print that at once.
+        self.stops_after = step + 2
+        own = OwnPart(
+            shares, looking.flag(self, norm), norm, data_seconds, stop.signal_number, save_ended,
+            self.job is not None and bool(self.job.stop_reason), [each.action for each in faults],
+            self.hooks.metrics(step + 1),
+        )  # fmt: skip
+        agreed = agree(self.world, own, self.hooks.step_metrics)
+        loss, *others = agreed.losses
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         with recipe.parallel_loss(self.config.parallel):
-            fault = looking.fault_of_step(self, loss, grad_norm, flags, shares, partial(self.work, *tensors))
+            fault = looking.fault_of_step(
+                self, loss, agreed.norm, agreed.flags, shares, partial(self.work, *tensors)
+            )
+        if fault is None and agreed.action is not None:
+            fault = looking.fault_of_hooks(self, faults, agreed.action, norm is not None)
         result = StepResult(
-            loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault, untrained
-        )
+            loss, agreed.norm, agreed.data_seconds, agreed.signal, auxiliary, agreed.save_ended, agreed.stops_early,
+            agreed.metrics, float(self.optimizer.param_groups[0]["lr"]), fault, untrained,
+        )  # fmt: skip
         if fault is None or norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)
             self.optimizer.step()
@@ -207,6 +240,8 @@ class Trainer:
         boards.at(boards.OUTSIDE)
         if fault is None:
             self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
+            if self.job is not None:
+                self.job.steps_done = self.position.step
         boards.end_step(self.position.step + 1)
         if step == 0:
             self._check_adapters_called()
@@ -297,42 +332,6 @@ class Trainer:
         first = self._first_sample(number)
         return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
-    def _agree(
-        self,
-        shares: Tensor,
-        norm: Tensor | None,
-        data_seconds: float,
-        stop: StopRequest,
-        save_ended: bool,
-    ) -> tuple[list[float], float | None, float, int, bool]:
-        """In one reduction: the sums of the losses, the longest wait for data, the signals that ranks have seen, and
-        whether a save has ended. The gradients' norm, which all ranks have, comes to the host with them: it waits for
-        the device here and nowhere else in a step.
-
-        Signals reach ranks at different moments; by their sum all stop after the same step.
-        """
-        # A signal from here on is answered in the next step, and this one's thread may print that at once.
-        self.stops_after = self.position.step + 2
-        number = stop.signal_number
-        seen = [*(float(number == each) for each in SIGNALS), float(save_ended)]
-        waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
-        waits[self.world.rank] = data_seconds
-        totals = torch.cat([shares, self.world.figures(seen + waits)])
-        with noted("all-reduce of the loss", None):
-            dist.all_reduce(totals)
-            if norm is not None:
-                norm = norm.to(totals.device, totals.dtype, non_blocking=True)
-                totals = torch.cat([totals, norm[None]])
-            figures = totals.tolist()
-        grad_norm = None if norm is None else figures.pop()
-        losses = [
-            loss / self.world.tensor for loss in figures[: len(shares)]
-        ]  # ranks of the same data have each
-        counts, ended_saves = figures[len(shares) :][: len(SIGNALS)], figures[len(shares) + len(SIGNALS)]
-        waits = figures[len(shares) + len(SIGNALS) + 1 :]
-        stops_by = next((int(each) for each, count in zip(SIGNALS, counts, strict=True) if count), 0)
-        return losses, grad_norm, max(waits), stops_by, ended_saves > 0
-
     # -- between steps
 
     @torch.no_grad()
@@ -390,13 +389,15 @@ class Trainer:
 
     @boards.during(boards.VALIDATION)
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss over the validation samples, the same ones every time and for any number of ranks."""
+    def validate(self) -> tuple[float, dict[str, float]]:
+        """Mean loss over the validation samples, and the metrics of hooks. The samples are the same ones every time
+        and for any number of ranks."""
         train, world, stream = self.config.train, self.world, self.dataset.validation
         assert stream is not None
+        names = self.hooks.validation_metrics
         samples = validation_samples(self.config, stream)
         rounds = math.ceil(samples / (world.data_size * train.micro_batch))
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        totals = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
             boards.at(boards.VALIDATION)
@@ -406,14 +407,20 @@ class Trainer:
             count = max(0, min(train.micro_batch, samples - first))
             batch = stream.batch(first if count else 0, count or 1).to(world.device)
             with recipe.parallel_loss(self.config.parallel):
-                losses = self.losses.of_tokens(batch)
-            total += losses.double().sum() if count else 0.0
+                losses, logits = self.losses.of_tokens_and_logits(batch, logits=bool(names))
+            if not count:
+                continue
+            totals[:1] += losses.double().sum()
+            if logits is not None:
+                sums = self.hooks.validate(logits, batch.targets)
+                totals[1:] += on_device(sums, world.device)
         self.model.train()
         recipe.free_gathered(self.model)
         with noted("all-reduce of the validation loss", None):
-            dist.all_reduce(total)
-            loss_sum = float(total)
-        return loss_sum / world.tensor / stream.trained(0, samples)
+            dist.all_reduce(totals)
+            loss_sum, *sums_of_all = totals.tolist()
+        loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
+        return loss, means(names, sums_of_all)
 
     @boards.during(boards.SAMPLE)
     @torch.no_grad()
@@ -431,7 +438,7 @@ class Trainer:
                 tokens = sample(
                     self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
                     top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device,
-                    multiple=self.world.tensor, ends=tokenizer.ends,
+                    multiple=self.world.dims.tensor, ends=tokenizer.ends,
                 )  # fmt: skip
         except NonFiniteLogitsError as error:
             return Sample(prompt, f"(none: {error})", expected)

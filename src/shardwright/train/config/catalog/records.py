@@ -38,6 +38,10 @@ class StepRecord:
     )
     mtp_loss: float | None = None  # if the model has this head: cross-entropy of the token after the next
     extra_losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, over all ranks
+    validation_metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # likewise, at steps with a validation
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,17 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
     """
     validation = record.validation_loss
     values = {} if validation is None else {"loss/validation": validation}
+    values |= {f"validation/{name}": value for name, value in record.validation_metrics.items()}
     if record.step % every:
         return values
     values["loss/train"] = record.loss
     values |= {f"loss/{name}": loss for name, loss in record.extra_losses.items()}
-    others = {name: value for name, value in asdict(record).items() if name != "step" and "loss" not in name}
+    values |= {f"metrics/{name}": value for name, value in record.metrics.items()}
+    others = {
+        name: value
+        for name, value in asdict(record).items()
+        if name not in ("step", "metrics", "validation_metrics") and "loss" not in name
+    }
     return values | {f"step/{name}": value for name, value in others.items() if value is not None}
 
 

@@ -30,6 +30,13 @@ class CheckpointConfig(Section):
         ge=0,
         description="Checkpoints of steps that this number divides are never deleted. 0: none.",
     )
+    keep_best: str = Field(
+        default="",
+        description=(
+            "Keep the checkpoint with the best value of this figure, too: loss, validation_loss, a metric of a hook, "
+            "or validation_METRIC. Empty: none."
+        ),
+    )
     asynchronous: bool = Field(
         default=False,
         description=(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shardwright.train.config.catalog.hooks import hooks as named_hooks
+from shardwright.train.config.registered import OneOf
 from shardwright.train.config.sections.base import Section
 
 
@@ -30,6 +32,13 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="Device of the computation. auto: GPUs if the machine has any, else the CPU.",
+    )
+    hooks: Annotated[tuple[Annotated[str, OneOf(named_hooks)], ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            'Hooks into training, such as ["my_hooks:Accuracy"]: classes of your own that add metrics, skip or stop '
+            "steps, or change rates."
+        ),
     )
     sample_tokens: int = Field(
         default=160, ge=0,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shardwright.train.config.sections.base import Section
 from shardwright.train.errors import UserError
@@ -14,6 +15,11 @@ class TrainConfig(Section):
     """Steps, batch sizes and compilation."""
 
     steps: int = Field(default=300, ge=1, description="Optimizer steps in all.")
+    epochs: float = Field(
+        default=0.0,
+        ge=0,
+        description="Passes over the training data, in place of steps: their number follows from the data. 0: steps.",
+    )
     seq_len: int = Field(default=256, ge=1, description="Tokens per sequence.")
     global_batch: int = Field(default=16, ge=1, description="Sequences per optimizer step, over all ranks.")
     micro_batch: int = Field(
@@ -64,6 +70,20 @@ class TrainConfig(Section):
             "run's folder at pytorch.org/memory_viz."
         ),
     )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.epochs and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"epochs: expected 0 with train.steps = {self.steps}, found {self.epochs:g}; set one of the two"
+            )
+        return self
+
+    def with_steps_of(self, windows: int) -> TrainConfig:
+        """The same with the steps that `epochs` asks for: `windows` sequences are a pass over the training data."""
+        if not self.epochs:
+            return self
+        return self.model_copy(update={"steps": max(1, math.ceil(self.epochs * windows / self.global_batch))})
 
     def accumulation_steps(self, ranks: int, *, tensor: int = 1, resumes: bool = False) -> int:
         """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number.

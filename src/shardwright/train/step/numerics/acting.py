@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NoReturn
 
 from shardwright.checkpoint.ranks import Ranks
+from shardwright.train.config.catalog.hooks import Fault
 from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import answering, saved_steps
 from shardwright.train.step.checkpoint import SaveFailedError
-from shardwright.train.step.numerics.fault import Fault, NonFiniteError
+from shardwright.train.step.numerics.fault import NonFiniteError
 from shardwright.train.step.saves import Saves
 from shardwright.train.step.trainer import Trainer
 

@@ -7,34 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.errors import JobError
 
-Action = Literal["stop", "skip", "rewind"]
-
 
 class NonFiniteError(JobError):
     """Numbers have gone wrong, and by the settings the run cannot continue."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Numbers that are wrong, on all ranks alike.
-
-    Attributes:
-        action: what the settings ask for.
-        reason: one line: what was found, where, without a full stop.
-        samples: of the step, [first, stop): they were not used; empty if the step was done.
-        state_is_good: weights and optimizer state are those before the step, and finite.
-    """
-
-    action: Action
-    reason: str
-    samples: tuple[int, int]
-    state_is_good: bool
 
 
 def is_spike(loss: float, before: Sequence[float], settings: FaultConfig) -> bool:

@@ -6,7 +6,7 @@ A step without a fault has no collective and no wait for the device for this. Wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
+from shardwright.checkpoint.ranks import Ranks
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
 from shardwright.train.step.numerics.blaming import computed_by
-from shardwright.train.step.numerics.fault import Action, Fault, is_spike, spike_limit
+from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
 from shardwright.train.step.numerics.verifying import verify_copies
 
@@ -74,6 +76,26 @@ def fault_of_step(
         )
         return Fault(settings.on_spike, text, samples, norm is not None)
     return None
+
+
+def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good: bool) -> Fault:
+    """The fault that hooks of some rank have asked for; the reason is that of the first rank that has it.
+
+    `own`: those of this rank. Called by all ranks together.
+    """
+    reason = next((each.reason for each in own if each.action == action), None)
+    rank, shown = next((r, each) for r, each in enumerate(Ranks().everyones(reason)) if each is not None)
+    where = f" (rank {rank})" if job.world.size > 1 else ""
+    samples = job.position.samples, job.position.samples + job.config.train.global_batch
+    text = f"step {job.position.step + 1}: {' '.join(str(shown).split())}{where}"
+    if action == "skip" and not state_is_good:
+        return Fault(
+            "stop",
+            f"{text}; a skip does not mend that, since optimizer.in_backward has changed weights",
+            samples,
+            False,
+        )
+    return Fault(action, text, samples, state_is_good)
 
 
 def _where(job: Job, loss: float, shares: Tensor, work: Callable[[], Tensor]) -> tuple[str, set[str]]:

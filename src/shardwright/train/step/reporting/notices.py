@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import TrainerHook
+from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import escaped
@@ -21,6 +23,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.finetune.peft_files import base_in
 from shardwright.train.models.generation_settings import ends_of_export, tokenizer_beside
+from shardwright.train.report.reporter import Reporter
 
 if TYPE_CHECKING:
     from shardwright.train.step.trainer import Trainer
@@ -53,6 +56,17 @@ def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     shape = trainer.config.model.shape()
     trained_before = isinstance(shape, HuggingFaceShape) and shape.weights == "pretrained"
     return first_loss_in_words(loss, shape.vocab_size, own, per_micro_batch, trained_before)
+
+
+class FirstLoss(TrainerHook):
+    """Says what an unusual loss of step 1 may mean."""
+
+    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
+        self._trainer, self._reporter = trainer, reporter
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step == 1 and (note := of_first_loss(self._trainer, record.loss)):
+            self._reporter.say(note)
 
 
 def first_loss_in_words(
