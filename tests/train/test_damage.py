@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwright import cli
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage import places
+from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch import patience
@@ -169,7 +169,7 @@ def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
         recovered = recovered_steps(checkpoints)
         assert recovered and recovered[-1] >= 2, moment
         for step in recovered:
-            checkpoint.verified(checkpoints / f"step-{step}", Ranks(alone=True))
+            checkpoint.verified(checkpoints / f"step-{step}", RankGroup(alone=True))
         # The next save finds nothing in its way, and takes away what is left.
         saves.save(weights, optimizer, Position(4, 4))
         assert [path.name for path in checkpoints.iterdir()] == ["step-4"]

@@ -25,9 +25,9 @@ from shardwright.checkpoint.format.digests import (
 )
 from shardwright.checkpoint.format.index import INDEX, METADATA
 from shardwright.checkpoint.load.loading import Checkpoint
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.stores import sync
+from shardwright.collective import RankGroup
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all others
@@ -118,7 +118,7 @@ def other_values(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     return dict_in(file, weights_only) if file.is_file() else {}
 
 
-def compare(checkpoint: Checkpoint, ranks: Ranks) -> None:
+def compare(checkpoint: Checkpoint, ranks: RankGroup) -> None:
     """Compare the sizes of a foreign folder's files, and this rank's share with ``checksums.json`` if it has one.
 
     Raises:

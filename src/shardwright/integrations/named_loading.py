@@ -25,8 +25,8 @@ from shardwright.checkpoint.format.index import INDEX
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.load.loading import Checkpoint, open_checkpoint, open_together, read_tensors
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.storage import places
+from shardwright.collective import RankGroup
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -47,14 +47,14 @@ def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | N
         KeyError: ``strict``, and a key of ``state`` is not stored.
         RuntimeError: lists all names or shapes of a model's tensors that do not fit.
     """
-    ranks = Ranks()
+    ranks = RankGroup()
     parts = agreed_parts(state, ranks)
 
     def look() -> bool:
         places.recover(path)
         return is_sharded(path)
 
-    if ranks.by_first(look):
+    if ranks.run_on_first(look):
         return _load_sharded(path, parts, state, ranks, strict, weights_only)
     stored: dict[str, Any] = {}
 
@@ -64,7 +64,7 @@ def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | N
         for key in parts.optimizers.keys() & stored.keys():
             _check_optimizer(parts, key, stored[key])
 
-    ranks.together(examine)
+    ranks.run_on_all(examine)
     for key in parts.models.keys() & stored.keys():
         parts.models[key].load_state_dict(stored.pop(key), strict=strict)
     for key in parts.optimizers.keys() & stored.keys():
@@ -225,9 +225,9 @@ class _Folder:
         return {keys[1:]: each for keys, each in self.entries.items() if keys[0] == key}
 
 
-def _opened(path: Path, parts: Parts, ranks: Ranks, weights_only: bool | None) -> _Folder:
+def _opened(path: Path, parts: Parts, ranks: RankGroup, weights_only: bool | None) -> _Folder:
     """Verify a folder and read the values in it that are no tensors. Every rank must call it."""
-    if ranks.by_first(lambda: os.path.lexists(path / INDEX)):
+    if ranks.run_on_first(lambda: os.path.lexists(path / INDEX)):
         checkpoint = open_together(path, ranks, lambda checkpoint: None)
         index = checkpoint.index
         assert index is not None
@@ -243,7 +243,7 @@ def _opened(path: Path, parts: Parts, ranks: Ranks, weights_only: bool | None) -
         compare(opened[0], ranks)
         beside.update(other_values(path, weights_only))
 
-    ranks.together(examine)
+    ranks.run_on_all(examine)
     checkpoint = opened[0]
     entries = _entries_of_torch(checkpoint, {*parts.kinds()}, ranks, weights_only)
     others = parts.others.keys() | beside.keys()
@@ -265,7 +265,7 @@ def _others_of(about: Mapping[str, str], entries: Mapping[Keys, Any], parts: Par
 
 
 def _entries_of_torch(
-    checkpoint: Checkpoint, keys: set[str], ranks: Ranks, weights_only: bool | None
+    checkpoint: Checkpoint, keys: set[str], ranks: RankGroup, weights_only: bool | None
 ) -> dict[Keys, Any]:
     """What a folder by torch's writer holds. Values are read only below ``keys``; others are None."""
     metadata = checkpoint.metadata
@@ -290,13 +290,13 @@ def _entries_of_torch(
 
 
 def _load_sharded(
-    path: Path, parts: Parts, state: dict[str, Any], ranks: Ranks, strict: bool, weights_only: bool | None
+    path: Path, parts: Parts, state: dict[str, Any], ranks: RankGroup, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     try:
         folder = _opened(path, parts, ranks, weights_only)
         contents: dict[str, dict[Keys, Any]] = {}
         rooms: dict[str, Tensor] = {}
-        ranks.together(lambda: contents.update(_fitted(path, folder, parts, state, strict, rooms)))
+        ranks.run_on_all(lambda: contents.update(_fitted(path, folder, parts, state, strict, rooms)))
         read_tensors(folder.checkpoint, rooms, ranks)
     except Damaged as problem:
         raise ValueError(f"The checkpoint {path} cannot be read: {problem}.") from problem

@@ -28,10 +28,13 @@ from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, State, ignore, meet, nested
 from shardwright.checkpoint.load.unreplaced import OpenFiles, Origin, unless_replaced
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.collective import RankGroup, keep_kind
+
+# Where a rank could not work at all, damage is not reported. So these are the last but ValueError.
+keep_kind(Damaged)
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def _check_range(reader: Reader, name: str, start: int, end: int, expected: str)
 
 
 def open_together(
-    path: Location, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
+    path: Location, ranks: RankGroup, check: Callable[[Checkpoint], None], progress: Progress = ignore
 ) -> Checkpoint:
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
@@ -217,13 +220,13 @@ def open_together(
         check(opened[0])
         return opened[0].fingerprint, str(path)
 
-    check_same_description(ranks.together(look))
+    check_same_description(ranks.run_on_all(look))
 
     def compare() -> None:
         with unless_replaced(opened[0].origin, opened[0].fingerprint):
             verify(opened[0], ranks.rank, ranks.size, progress)
 
-    ranks.together(compare)
+    ranks.run_on_all(compare)
     return opened[0]
 
 
@@ -252,7 +255,7 @@ def check_same_description(found: Sequence[tuple[str, str]]) -> None:
 def load_state(
     path: Location,
     state: Mapping[str, Any],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     first: Callable[[NamedTensor], bool] = lambda tensor: False,
@@ -299,7 +302,7 @@ def load_state(
 def read_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     first: Callable[[NamedTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
@@ -341,9 +344,9 @@ def read_state(
             accept(content)
 
     with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
-        ranks.together(prepare)
-        ranks.together(lambda: read(True))
-        ranks.together(lambda: read(False))
+        ranks.run_on_all(prepare)
+        ranks.run_on_all(lambda: read(True))
+        ranks.run_on_all(lambda: read(False))
     return content
 
 
@@ -459,7 +462,7 @@ def fill(target: Tensor, reader: Reader, position: int) -> None:
 
 @boards.during(boards.LOAD)
 def read_tensors(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: RankGroup, progress: Progress = ignore
 ) -> None:
     """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
 
@@ -489,5 +492,5 @@ def read_tensors(
 
     wanted = list(named.values())
     with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
-        ranks.together(prepare)
-        ranks.together(lambda: _read_tensors(files, stored, wanted, strides, progress))
+        ranks.run_on_all(prepare)
+        ranks.run_on_all(lambda: _read_tensors(files, stored, wanted, strides, progress))

@@ -35,7 +35,6 @@ from shardwright.checkpoint.load.loading import (
     open_checkpoint,
 )
 from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.save.saving import save_state
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import (
@@ -68,6 +67,7 @@ from shardwright.checkpoint.training.optimizers import (
     stored_groups,
 )
 from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
@@ -109,7 +109,7 @@ def save_checkpoint(
         FileExistsError: something is at ``path``.
         OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
     """
-    ranks = Ranks(process_group)
+    ranks = RankGroup(process_group)
     place = place_of(path, ranks)
     save_state(place, state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite)
 
@@ -119,7 +119,7 @@ def state_to_save(
     optimizer: Optimizer | Iterable[Optimizer] | None,
     extra: Mapping[str, Any] | None,
     generators: bool,
-    ranks: Ranks,
+    ranks: RankGroup,
 ) -> dict[str, Any]:
     """What :func:`save_checkpoint` stores, as one nested state. Every rank must call it.
 
@@ -148,7 +148,7 @@ def state_to_save(
             state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
         return summary(optimizers, more, generators)
 
-    check_same(ranks.together(take))
+    check_same(ranks.run_on_all(take))
     return state
 
 
@@ -199,7 +199,7 @@ def load_checkpoint(
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
-    ranks = Ranks(process_group)
+    ranks = RankGroup(process_group)
     place = place_of(path, ranks)
     with ExitStack() as undo:
         try:
@@ -216,7 +216,7 @@ def _load(
     optimizer: Optimizer | Iterable[Optimizer] | None,
     extra: Mapping[str, Any],
     generators: bool,
-    ranks: Ranks,
+    ranks: RankGroup,
     undo: ExitStack,
 ) -> dict[str, Any]:
     """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
@@ -237,7 +237,7 @@ def _load(
         state[MODEL] = _model_state(model)
         return summary(optimizers, extra, generators), (opened[0].fingerprint, str(folder))
 
-    looks = ranks.together(look)
+    looks = ranks.run_on_all(look)
     check_same([arguments for arguments, _ in looks])
     check_same_description([found for _, found in looks])
     stored = Stored(folder, opened[0])
@@ -255,7 +255,7 @@ def _load(
         state[HOOKS] = hooks.tensors()
         state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
 
-    ranks.together(make_room)
+    ranks.run_on_all(make_room)
     new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
     new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
     objects = {key: each for key, each in extra.items() if is_stateful(each)}
@@ -367,7 +367,7 @@ def _saved_ranks(stored: Mapping[str, Any]) -> int:
     return sum(name.startswith(f"{GENERATORS}.rank") and name.endswith(".torch") for name in stored)
 
 
-def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: Ranks) -> None:
+def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: RankGroup) -> None:
     if saved_ranks == ranks.size:
         set_generator_states(states)
         return

@@ -21,7 +21,6 @@ from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.patience import patience
-from shardwright.train.run.earlier import POSITION_FILE, is_earlier, open_earlier
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Place, Position, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import Stored, check_files, compare_lengths, position_in
@@ -85,7 +84,7 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any(os.path.lexists(path / name) for name in (INDEX, METADATA, POSITION_FILE))
+    return any(os.path.lexists(path / name) for name in (INDEX, METADATA))
 
 
 def _inspect_run(
@@ -139,8 +138,6 @@ def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) 
 def _opened(place: Store) -> Stored:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
-        if isinstance(place, LocalStore) and is_earlier(place.path):
-            return Stored(*open_earlier(place.path))
         checkpoint = open_checkpoint(place)
     except UnknownVersion as error:
         raise UserError(f"{place}: {error}") from error
@@ -198,11 +195,6 @@ def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
     facts = {"format": "a folder of torch's distributed checkpoint"}
     if index is not None:
         facts = {"format": f"shardwright, version {VERSION}; torch's distributed checkpoint reads it, too"}
-    elif stored.position != _NO_RUN:
-        facts = {
-            "format": f"of shardwright 0.2 and before: torch's distributed checkpoint with {POSITION_FILE}"
-        }
-    if index is not None:
         versions = ", ".join(f"{name} {version}" for name, version in index.about.items())
         facts |= {"written by": f"{counted(index.ranks, 'rank')}, {versions or 'versions not known'}"}
     if stored.position != _NO_RUN:

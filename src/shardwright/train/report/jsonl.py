@@ -143,7 +143,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
         finite = isinstance(value, int | float) and abs(value) < float("inf")
         if not finite and not (optional and value is None):
             raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
-    extra = record.get("extra_losses", {})  # records of version 0.1 have none
+    extra = record.get("extra_losses")
     if not isinstance(extra, dict) or not all(isinstance(value, int | float) for value in extra.values()):
         raise UserError(
             f"metrics: expected an object of numbers for extra_losses, found {extra!r} in {where}"

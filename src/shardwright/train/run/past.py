@@ -80,8 +80,6 @@ class Past:
         """Raises ValueError for what `stored` does not return."""
         if content == {}:
             return cls()
-        if isinstance(content, Mapping):
-            content = {"untrained": 0, **content}  # checkpoints before this key have none
         if not isinstance(content, Mapping) or content.keys() != cls().__dict__.keys():
             raise ValueError("expected the past of a run")
         ranges, losses = content["left_out"], content["losses"]

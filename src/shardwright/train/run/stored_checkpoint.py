@@ -1,7 +1,6 @@
 """A checkpoint of a run on disk: where the run stood, what it holds, and whether its files are those that were saved.
 
-It is a folder checkpoints/step-N by ``shardwright.checkpoint``. `earlier` reads those of earlier versions. Nothing here
-communicates or executes a file.
+It is a folder checkpoints/step-N by ``shardwright.checkpoint``. Nothing here communicates or executes a file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from shardwright.checkpoint.format.index import INDEX, Index
 from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.load.loading import Checkpoint, check_lengths, open_checkpoint, verify
 from shardwright.checkpoint.storage.stores import LocalFiles
-from shardwright.train.run.earlier import POSITION_FILE, Digests, check_earlier, is_earlier, open_earlier
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Place, Position
 
@@ -38,7 +36,6 @@ class Stored:
 
     position: Position
     checkpoint: Checkpoint
-    digests: Digests | None = None  #: of files in the earlier form, if it has them
 
     @property
     def folder(self) -> Place:
@@ -52,12 +49,11 @@ class Stored:
 
     @property
     def has_digests(self) -> bool:
-        return self.index is not None or self.digests is not None
+        return self.index is not None
 
     def files(self) -> dict[str, int]:
         """The bytes of each file apart from its descriptions; without digests the least there can be."""
-        sizes = self.checkpoint.files()
-        return sizes if self.digests is None else {name: self.digests[name].nbytes for name in sizes}
+        return self.checkpoint.files()
 
     def contents(self) -> dict[str, Any]:
         """The nested state, with a :class:`Form` for each tensor. Values in the earlier form are None."""
@@ -92,24 +88,19 @@ def examine(folder: Place) -> Stored:
         Damaged: it contradicts itself or the folder's name, or the folder holds none.
         UnknownVersion: a later version of shardwright has saved it.
     """
-    digests = None
-    if isinstance(folder, Path) and is_earlier(folder):
-        position, checkpoint, digests = open_earlier(folder)
-        source = POSITION_FILE
-    else:
-        try:
-            checkpoint = open_checkpoint(folder)
-        except FileNotFoundError:
-            gone = "it is not whole"
-            if isinstance(folder, Path):
-                gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
-            raise Damaged(gone) from None
-        if checkpoint.index is None:
-            raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
-        position, source = position_in(checkpoint.index), INDEX
+    try:
+        checkpoint = open_checkpoint(folder)
+    except FileNotFoundError:
+        gone = "it is not whole"
+        if isinstance(folder, Path):
+            gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
+        raise Damaged(gone) from None
+    if checkpoint.index is None:
+        raise Damaged(f"{INDEX} is not there")
+    position = position_in(checkpoint.index)
     if str(folder).rpartition("/")[2] != f"step-{position.step}":
-        raise Damaged(f"{source} is of step {position.step}")
-    return Stored(position, checkpoint, digests)
+        raise Damaged(f"{INDEX} is of step {position.step}")
+    return Stored(position, checkpoint)
 
 
 def position_in(index: Index) -> Position:
@@ -132,10 +123,7 @@ def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int],
     """Compare the files that fall to `rank` with their digests, or their lengths if there are none.
 
     Raises Damaged for the first that differs."""
-    if stored.digests is not None:
-        check_earlier(stored.checkpoint, stored.digests, rank, ranks, progress)
-    else:
-        verify(stored.checkpoint, rank, ranks, progress)
+    verify(stored.checkpoint, rank, ranks, progress)
 
 
 def what_is_missing(folder: Place) -> str | None:

@@ -25,9 +25,9 @@ from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import UnknownVersion
 from shardwright.checkpoint.format.nested import merged
 from shardwright.checkpoint.load.loading import read_state
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.save.saving import save_state
 from shardwright.checkpoint.training.generators import generator_states, seed_generators, set_generator_states
+from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.patience import patience
 from shardwright.train.run.position import (
@@ -94,7 +94,7 @@ def save(
         UserError: the optimizer's state has a value that no checkpoint can hold.
     """
     final = step_folder(checkpoints, position.step)
-    ranks = Ranks()
+    ranks = RankGroup()
     state = state_of(model, optimizer, position, ranks)
     started = time.perf_counter()
     with _failures(final), patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
@@ -112,7 +112,7 @@ def save_in_background(
     """Copy what `save` writes, and let processes of their own write it. Called by every rank. Raises as `save`."""
     final = step_folder(checkpoints, position.step)
     with _failures(final):
-        state = state_of(model, optimizer, position, Ranks())
+        state = state_of(model, optimizer, position, RankGroup())
         background.save_state(final, state, overwrite=True)
 
 
@@ -146,7 +146,7 @@ def _failures(final: Place) -> Iterator[None]:
 
 
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, ranks: Ranks
+    model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, ranks: RankGroup
 ) -> dict[str, Any]:
     """What a checkpoint of a run holds, as one nested state. Frozen parameters are left out."""
     model_state, optimizer_state = _states(model, optimizer)
@@ -213,7 +213,7 @@ class Loaded:
     generators: Mapping[str, Tensor] | None
 
 
-def continue_generators(loaded: Loaded, seed: int, ranks: Ranks) -> str | None:
+def continue_generators(loaded: Loaded, seed: int, ranks: RankGroup) -> str | None:
     """Let this rank's random generators go on from a checkpoint. Returns a line to print if they start again.
 
     They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
@@ -257,7 +257,7 @@ def load_newest(
     """
     with answering():
         # Of the first rank: others may see a folder later.
-        steps = Ranks().by_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
+        steps = RankGroup().run_on_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 
@@ -298,7 +298,7 @@ def load(
     `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
     Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
     """
-    ranks = Ranks()
+    ranks = RankGroup()
     model_state, optimizer_state = _states(model, optimizer)
 
     def fits(stored: Stored) -> None:
@@ -327,7 +327,7 @@ def load(
     return Loaded(stored.position, saved_ranks, generators)
 
 
-def _rooms_for_generators(stored: Stored, ranks: Ranks) -> tuple[int | None, dict[str, Tensor] | None]:
+def _rooms_for_generators(stored: Stored, ranks: RankGroup) -> tuple[int | None, dict[str, Tensor] | None]:
     """How many ranks have stored random generators, and tensors to read this rank's into; None if others saved."""
     of_ranks = stored.contents().get("generators")
     if not isinstance(of_ranks, Mapping):
@@ -345,7 +345,7 @@ def _rooms_for_generators(stored: Stored, ranks: Ranks) -> tuple[int | None, dic
 
 def load_weights(folder: Place, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights alone into a plain model, in one process, without a process group. Raises as `load` does."""
-    alone = Ranks(alone=True)
+    alone = RankGroup(alone=True)
     state = _stored_state(model)
     stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes_of(model)))
     _read(stored, {"model": state}, alone, say)
@@ -372,7 +372,7 @@ def with_weights(
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
-    alone = Ranks(alone=True)
+    alone = RankGroup(alone=True)
 
     def open_folder(folder: Place) -> T:
         stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes))
@@ -392,7 +392,7 @@ def _nothing(stored: Stored) -> None:
 
 
 def verified(
-    folder: Place, ranks: Ranks, say: Say = _silent, fits: Callable[[Stored], None] = _nothing
+    folder: Place, ranks: RankGroup, say: Say = _silent, fits: Callable[[Stored], None] = _nothing
 ) -> Stored:
     """A checkpoint whose files are those that were saved, and that `fits` accepts. Each rank compares its share.
 
@@ -411,7 +411,7 @@ def verified(
         return opened[0].checkpoint.fingerprint
 
     try:
-        prints = ranks.together(look)
+        prints = ranks.run_on_all(look)
     except Damaged:
         raise
     except ValueError as error:
@@ -433,17 +433,17 @@ def verified(
         say,
         lambda: f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB of each rank",
     ):
-        ranks.together(lambda: check_files(stored, ranks.rank, ranks.size, progress))
+        ranks.run_on_all(lambda: check_files(stored, ranks.rank, ranks.size, progress))
     return stored
 
 
-def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, say: Say) -> dict[str, Any]:
+def _read(stored: Stored, state: dict[str, Any], ranks: RankGroup, say: Say) -> dict[str, Any]:
     started = time.perf_counter()
     with patience(say, lambda: f"loading {stored.folder}: {time.perf_counter() - started:.0f} s"):
         return _read_into(state, stored, ranks)
 
 
-def _read_into(state: dict[str, Any], stored: Stored, ranks: Ranks) -> dict[str, Any]:
+def _read_into(state: dict[str, Any], stored: Stored, ranks: RankGroup) -> dict[str, Any]:
     """Read into the tensors of a state. Returns the checkpoint's values; of earlier versions they go into the state."""
     if stored.index is not None:
         return read_state(stored.checkpoint, state, ranks)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.training.generators import seed_generators
+from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config, OptimizerConfig
@@ -473,6 +473,6 @@ class Trainer:
         """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and (
-            line := checkpoint.continue_generators(loaded, self.config.run.seed, Ranks())
+            line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup())
         ):
             reporter.say(line)

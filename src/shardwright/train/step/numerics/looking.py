@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
+from shardwright.collective import ranks_in_words
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.parallel.world import World
@@ -101,10 +102,6 @@ def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
     if computed.startswith("gradient ") or not wrong:
         return [computed]
     return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def fault_of_state(job: Job) -> Fault | None:
