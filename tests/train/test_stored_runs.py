@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright import cli
 from shardwright.checkpoint.format.index import INDEX, parse_index
 from tests.train.jobs import ranks, train_here
 
@@ -54,7 +53,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     """Of the steps after the fourth, what does not depend on the time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "lr", "grad_norm", "validation_loss")
-    return [{key: line[key] for key in keys if key in line} for line in lines if line["step"] > 4]
+    return [{key: line[key] for key in keys if line[key] is not None} for line in lines if line["step"] > 4]
 
 
 @pytest.mark.parametrize("name", ["one_rank", "two_ranks", "muon"])
@@ -63,7 +62,6 @@ def test_a_run_of_8879734_resumes_with_its_bits(name: str, tmp_path: Path) -> No
     run, expected = tmp_path / "run", json.loads((tmp_path / "continued.json").read_text())
     config = run / "config.toml"
     config.write_text(config.read_text().replace("FOLDER", str(tmp_path)))
-    assert cli.main(["inspect", str(run)]) == 0
     command = ("train", config, "--resume", run, "--train.steps", "8", "--run.sample_tokens", "0")
     if name == "one_rank":
         assert train_here(*command[1:]) == 0

@@ -141,6 +141,7 @@ class AsyncCheckpoint:
         *,
         extra: Mapping[str, Any] | None = None,
         generators: bool = True,
+        frozen: bool = True,
         overwrite: bool = False,
     ) -> None:
         """Copy what :func:`save_checkpoint` would write, and let the writers begin. Collective; between steps.
@@ -156,7 +157,7 @@ class AsyncCheckpoint:
         """
         self._check_open()
         self.wait()
-        state = state_to_save(model, optimizer, extra, generators, self._ranks)
+        state = state_to_save(model, optimizer, extra, generators, frozen, self._ranks)
         self.save_state(path, state, overwrite=overwrite)
 
     @boards.during(boards.SAVE)

@@ -261,6 +261,7 @@ def load_state(
     first: Callable[[NamedTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
+    convert: bool = False,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
     """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
@@ -275,6 +276,7 @@ def load_state(
         accept: called on every rank with what is returned, after the first tensors are read and before others change;
             may raise.
         weights_only: for values in torch's folders, as for ``torch.load``.
+        convert: tensors may have other dtypes than the stored ones.
         progress: gets the number of bytes as they are compared and read.
 
     Returns:
@@ -290,7 +292,7 @@ def load_state(
 
     def fits(checkpoint: Checkpoint) -> None:
         check(checkpoint)
-        check_tensors(path, checkpoint, mine.tensors)
+        check_tensors(path, checkpoint, mine.tensors, convert)
 
     checkpoint = open_together(path, ranks, fits, progress)
     return read_state(
@@ -350,8 +352,11 @@ def read_state(
     return content
 
 
-def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
-    """Raise ValueError for the first tensor that the checkpoint does not have in this shape and dtype."""
+def check_tensors(
+    path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor], convert: bool = False
+) -> None:
+    """Raise ValueError for the first tensor that the checkpoint does not have in this shape and, unless values may be
+    converted, in this dtype."""
     stored = checkpoint.shapes()
     for name, each in tensors.items():
         if name not in stored:
@@ -359,7 +364,7 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
         dtype, shape = stored[name]
         if shape != each.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(each.shape)}")
-        if dtype != each.dtype:
+        if dtype != each.dtype and not convert:
             way = f"Make the model in {dtype}"
             if name.startswith("optimizer."):  # which torch makes in the gradients' dtype
                 way = "Use the precision policy of the save (grad_dtype), or load the model alone"
