@@ -144,7 +144,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     assert "read back after it was written, __0_0.distcp is not the file that was saved" in failure
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert (tmp_path / "step-1" / "index.json").read_bytes() == before
-    verified(tmp_path / "step-1", RankGroup())
+    verified(tmp_path / "step-1")
     job.save(saves, 2)
     assert saved_steps(tmp_path) == [2]
 
@@ -259,7 +259,7 @@ def test_a_full_disk_keeps_what_is_on_it(
     (failure,) = job.reporter.failed_saves
     assert reason in failure and "Free some space" in failure
     assert [path.name for path in small_disk.iterdir()] == ["step-1"]
-    verified(small_disk / "step-1", RankGroup())
+    verified(small_disk / "step-1")
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         seed_generators,
         set_generator_states,
     )
-    from shardwright.checkpoint.training.opened import StoredCheckpoint, open_checkpoint
+    from shardwright.checkpoint.training.opened import StoredCheckpoint, StoredForm, open_checkpoint
     from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint, save_state
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Slice",
     "Stacked",
     "StoredCheckpoint",
+    "StoredForm",
     "Transposed",
     "UnknownVersion",
     "generator_states",
@@ -72,6 +73,7 @@ _HOMES = {
     "Stacked": "pretrained.names",
     "Transposed": "pretrained.names",
     "StoredCheckpoint": "training.opened",
+    "StoredForm": "training.opened",
     "UnknownVersion": "format.index",
     "generator_states": "training.generators",
     "load_checkpoint": "training.save_load",

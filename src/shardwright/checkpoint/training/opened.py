@@ -1,8 +1,8 @@
 """``open_checkpoint``: what a checkpoint holds, before anything is read into a model, and single tensors of it.
 
-    stored = sw.open_checkpoint("step-100")
-    assert stored.value("extra")["step"] == 100
-    extra = sw.load_checkpoint(stored, model, optimizer)  # the one that was looked at, or an error
+stored = sw.open_checkpoint("step-100")
+assert stored.value("extra")["step"] == 100
+extra = sw.load_checkpoint(stored, model, optimizer)  # the one that was looked at, or an error
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StoredForm:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint whose description was read and is sound. Its files may still be damaged: :meth:`verify` compares them.
+    """A checkpoint whose description was read and is sound. Its files may be damaged: :meth:`verify` compares them.
 
     Attributes:
         path: the folder or URL.

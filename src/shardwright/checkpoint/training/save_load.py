@@ -55,6 +55,7 @@ from shardwright.checkpoint.training.generators import (
     set_generator_states,
 )
 from shardwright.checkpoint.training.gradient_hooks import HOOKS, HooksToLoad, hook_states
+from shardwright.checkpoint.training.opened import StoredCheckpoint
 from shardwright.checkpoint.training.optimizer_settings import check_states
 from shardwright.checkpoint.training.optimizers import (
     OPTIMIZER,
@@ -66,7 +67,6 @@ from shardwright.checkpoint.training.optimizers import (
     state_of_optimizers,
     stored_groups,
 )
-from shardwright.checkpoint.training.opened import StoredCheckpoint
 from shardwright.checkpoint.training.wanted_state import Stored
 from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
@@ -145,7 +145,9 @@ def save_state(
         ValueError, FileExistsError, OSError: as :func:`save_checkpoint`.
     """
     ranks = RankGroup(process_group)
-    saving.save_state(place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes)
+    saving.save_state(
+        place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes
+    )
 
 
 def state_to_save(
@@ -255,8 +257,8 @@ def load_checkpoint(
             message names the file or tensor. Nothing was changed.
     """
     ranks = RankGroup(process_group)
-    known = path if isinstance(path, StoredCheckpoint) else None
-    place = place_of(path if known is None else known.path, ranks)
+    known, location = (path, path.path) if isinstance(path, StoredCheckpoint) else (None, path)
+    place = place_of(location, ranks)
     options = _LoadOptions(generators, frozen, settings, convert, progress)
     with ExitStack() as undo:
         try:
@@ -334,7 +336,8 @@ def _load(
 
     with room_for_state(model, optimizers, stored) as room:
         if optimizers:
-            groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])) if options.settings else {})
+            own_groups = group_tensors(room["param_groups"]) if options.settings else {}
+            groups = stored.room(GROUPS, stored.fitting(own_groups))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
         def fits(again: Checkpoint) -> None:

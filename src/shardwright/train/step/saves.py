@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from shardwright import board as boards
-from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint import AsyncCheckpoint, Damaged
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -204,7 +203,7 @@ class Saves:
         """Whether the files of a checkpoint are those that were saved. Every rank compares a share of them, once."""
         if step not in self._whole:
             try:
-                checkpoint.verified(step_folder(self.checkpoints, step), RankGroup(), self.reporter.say)
+                checkpoint.verified(step_folder(self.checkpoints, step), self.reporter.say)
                 self._whole[step] = True
             except Damaged:
                 self._whole[step] = False

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
-from shardwright.checkpoint.training.generators import seed_generators
+from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
