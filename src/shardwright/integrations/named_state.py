@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.save import saving
+from shardwright.checkpoint import save_state
 from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.integrations.named_files import check_target, write_file
@@ -197,7 +197,7 @@ def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
     ranks.run_on_all(collect)
     if not ranks.is_first:
         contents = mapped(contents, lambda value: value if hasattr(value, "to_local") else None)
-    saving.save_state(path, contents, ranks, overwrite=True, notes={KINDS: json.dumps(parts.kinds())})
+    save_state(path, contents, overwrite=True, notes={KINDS: json.dumps(parts.kinds())})
 
 
 def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:

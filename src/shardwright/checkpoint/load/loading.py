@@ -95,7 +95,8 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     """
     store = store_of(path)
     name = store.description()
-    described: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
+    follows = links and name == METADATA  # ours have no links
+    described: Files = LocalFiles(store.path, follows) if isinstance(store, LocalStore) else store
     if name == METADATA:
         data, origin = _description(described, name, b".")
         metadata = folders.parse_metadata(data)
@@ -131,7 +132,7 @@ def _content(files: Files, name: str, nbytes: int, end: bytes) -> bytes:
 def check_lengths(checkpoint: Checkpoint) -> None:
     """Raise Damaged for the first file that is missing or has another length; of torch's folders if it is shorter."""
     if checkpoint.index is None:
-        folders.check_sizes(checkpoint.folder, checkpoint.files())
+        folders.check_sizes(checkpoint.folder, checkpoint.files(), checkpoint.links)
         return
     for name, file in checkpoint.index.files.items():
         if (nbytes := checkpoint.place.size(name)) != file.nbytes:
@@ -221,13 +222,22 @@ def open_together(
         return opened[0].fingerprint, str(path)
 
     check_same_description(ranks.run_on_all(look))
+    _compare_shares(opened[0], ranks, progress)
+    return opened[0]
 
+
+def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
+    """Compare a checkpoint that every rank has opened: that it is the same, and then all files. Raises as above."""
+    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))))
+    _compare_shares(checkpoint, ranks, progress)
+
+
+def _compare_shares(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
     def compare() -> None:
-        with unless_replaced(opened[0].origin, opened[0].fingerprint):
-            verify(opened[0], ranks.rank, ranks.size, progress)
+        with unless_replaced(checkpoint.origin, checkpoint.fingerprint):
+            verify(checkpoint, ranks.rank, ranks.size, progress)
 
     ranks.run_on_all(compare)
-    return opened[0]
 
 
 def check_same_description(found: Sequence[tuple[str, str]]) -> None:

@@ -8,7 +8,7 @@ extra = sw.load_checkpoint(stored, model, optimizer)  # the one that was looked 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from shardwright.checkpoint.dcp import foreign
+from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import ignore, nested
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.load.loading import Checkpoint
@@ -28,8 +30,9 @@ from shardwright.collective import RankGroup
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A tensor of a checkpoint: its dtype, its shape, and in how many parts it is stored."""
+    """A tensor of a checkpoint: its name, its dtype, its shape, and in how many parts it is stored."""
 
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: int
@@ -63,10 +66,12 @@ class StoredCheckpoint:
         """Each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``."""
         index, metadata = self._opened.index, self._opened.metadata
         if index is not None:
-            return {name: StoredForm(t.dtype, t.shape, len(t.parts)) for name, t in index.tensors.items()}
+            return {
+                name: StoredForm(name, t.dtype, t.shape, len(t.parts)) for name, t in index.tensors.items()
+            }
         assert metadata is not None
         return {
-            name: StoredForm(entry.properties.dtype, tuple(entry.size), len(entry.chunks))
+            name: StoredForm(name, entry.properties.dtype, tuple(entry.size), len(entry.chunks))
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -80,11 +85,33 @@ class StoredCheckpoint:
             return {name: each.value for name, each in index.values.items()}
         return dict.fromkeys(sorted(self._opened.names() - self.tensors.keys()))
 
+    @cached_property
+    def entries(self) -> dict[Keys, Any]:
+        """The saved state taken apart: by the keys of each entry a :class:`StoredForm`, or a value as in ``values``.
+        In a path an integer key of a dict is a tuple of one, and the place in a list an integer."""
+        index, metadata = self._opened.index, self._opened.metadata
+        if index is not None:
+            values = {each.path: each.value for each in index.values.values()}
+            return values | {each.path: self.tensors[name] for name, each in index.tensors.items()}
+        paths = (metadata.planner_data if metadata is not None else None) or {}
+        return {paths.get(name) or (name,): self.tensors.get(name) for name in self._opened.names()}
+
     def value(self, part: str) -> Any:
         """The plain values below one key of the saved state, nested as they were saved; None if there are none."""
-        index = self._opened.index
-        paths = {} if index is None else {each.path: each.value for each in index.values.values()}
-        return nested(paths).get(part) if paths and () not in paths else None
+        paths = {keys: each for keys, each in self.entries.items() if not isinstance(each, StoredForm)}
+        return nested(paths).get(part) if self.has_digests and paths and () not in paths else None
+
+    def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
+        """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
+
+        Raises:
+            Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads. With
+                ``weights_only=False`` a value may run any code.
+        """
+        opened = self._opened
+        if opened.metadata is None:
+            return {}
+        return foreign.values_of(opened.folder, opened.metadata, parts, weights_only, opened.links)
 
     @property
     def files(self) -> dict[str, int]:
@@ -110,9 +137,9 @@ class StoredCheckpoint:
 
         Raises:
             Damaged: on every rank. The message names the first file that differs.
+            OSError, ValueError: the ranks have opened different checkpoints, or this one was replaced.
         """
-        ranks = RankGroup(self._group)
-        ranks.run_on_all(lambda: loading.verify(self._opened, ranks.rank, ranks.size, progress))
+        loading.verify_together(self._opened, RankGroup(self._group), progress)
 
     def read(self, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = ignore) -> None:
         """Read single tensors, by name, in place. Collective. Digests are not compared: call :meth:`verify` before.
