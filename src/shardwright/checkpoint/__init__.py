@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
     from shardwright.checkpoint.format.digests import Damaged
     from shardwright.checkpoint.format.index import UnknownVersion
+    from shardwright.checkpoint.format.nested import nested
     from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.save import save_pretrained
@@ -53,6 +54,7 @@ __all__ = [
     "generator_states",
     "load_checkpoint",
     "load_pretrained",
+    "nested",
     "open_checkpoint",
     "receive_weights",
     "save_checkpoint",
@@ -82,6 +84,7 @@ _HOMES = {
     "seed_generators": "training.generators",
     "set_generator_states": "training.generators",
     "load_pretrained": "pretrained.load",
+    "nested": "format.nested",
     "receive_weights": "stream.receive",
     "save_checkpoint": "training.save_load",
     "save_pretrained": "pretrained.save",

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import Damaged, StoredCheckpoint, StoredForm, open_checkpoint
-from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint import Damaged, StoredCheckpoint, StoredForm, nested, open_checkpoint
 from shardwright.collective import RankGroup
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of

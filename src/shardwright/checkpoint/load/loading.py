@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwright import board as boards
 from shardwright.checkpoint.dcp import folders, foreign
 from shardwright.checkpoint.dcp.foreign import Strides
+from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, State, ignore, meet, nested
@@ -99,7 +100,7 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     described: Files = LocalFiles(store.path, follows) if isinstance(store, LocalStore) else store
     if name == METADATA:
         data, origin = _description(described, name, b".")
-        metadata = folders.parse_metadata(data)
+        metadata = parse_metadata(data)
         return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links, origin)
     text, origin = _description(described, name, b'"}\n')
     return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest(), origin=origin)
