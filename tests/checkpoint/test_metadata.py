@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardwright.checkpoint.dcp.foreign import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.nested import NamedTensor

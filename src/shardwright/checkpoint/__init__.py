@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.save import save_pretrained
+    from shardwright.checkpoint.storage.keeping import list_checkpoints, remove_checkpoint
     from shardwright.checkpoint.stream.receive import receive_weights
     from shardwright.checkpoint.stream.send import stream_weights
     from shardwright.checkpoint.training.generators import (
@@ -52,11 +53,13 @@ __all__ = [
     "Transposed",
     "UnknownVersion",
     "generator_states",
+    "list_checkpoints",
     "load_checkpoint",
     "load_pretrained",
     "nested",
     "open_checkpoint",
     "receive_weights",
+    "remove_checkpoint",
     "save_checkpoint",
     "save_pretrained",
     "save_state",
@@ -78,6 +81,8 @@ _HOMES = {
     "StoredForm": "training.opened",
     "UnknownVersion": "format.index",
     "generator_states": "training.generators",
+    "list_checkpoints": "storage.keeping",
+    "remove_checkpoint": "storage.keeping",
     "load_checkpoint": "training.save_load",
     "open_checkpoint": "training.opened",
     "save_state": "training.save_load",

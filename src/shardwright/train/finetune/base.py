@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.format.digests import Damaged, sealed, unsealed
+from shardwright.checkpoint import Damaged
+from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.pretrained.model import Box, ModelTensor, boxes_of, tensors_of
 from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint import Damaged
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.shapes import HuggingFaceShape, PythonShape

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint import Damaged
 from shardwright.collective import ranks_in_words
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
