@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.training.generators import seed_generators
+from shardwright.checkpoint import seed_generators
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress
 from shardwright.train.config.catalog.kinds import model_in_words
@@ -153,7 +153,7 @@ class Trainer:
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
         own = "" if self.job is None else self.job.stop_reason
-        return next((" ".join(each.split()) for each in Ranks().everyones(own) if each), "")
+        return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -349,6 +349,6 @@ class Trainer:
         """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and (
-            line := checkpoint.continue_generators(loaded, self.config.run.seed, Ranks())
+            line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup())
         ):
             reporter.say(line)
