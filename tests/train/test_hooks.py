@@ -230,8 +230,11 @@ def test_the_examples_of_the_page_run(folder: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["train", "--resume", "parts", "--train.steps", "8"]) == 0
     parts = records(folder / "parts")
     assert [each["loss"] for each in parts] == pytest.approx([each["loss"] for each in whole], rel=1e-4)
-    accuracies = [[each["validation_metrics"].get("accuracy") for each in run] for run in (parts, whole)]
-    assert accuracies[0] == pytest.approx(accuracies[1], rel=0.05)
+    accuracies = [
+        [each["validation_metrics"]["accuracy"] for each in run if each["step"] % 2 == 0]
+        for run in (parts, whole)
+    ]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
 
 
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
