@@ -320,7 +320,7 @@ class Board:
 
     @property
     def asked(self) -> int:
-        """How often others have asked this process for its stacks."""
+        """Number of times that other processes have asked this one for its stacks."""
         asked: int = WORD.unpack_from(self._memory, ASKED_AT)[0]
         return asked
 

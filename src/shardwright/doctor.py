@@ -32,7 +32,7 @@ PREFIXES = (
     "TORCH",
     "TP_",
 )
-"""How environment variables that change what torch or this package does begin."""
+"""Prefixes of environment variables that change what torch or this package does."""
 NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30

@@ -70,7 +70,10 @@ class Ranks:
         return mine[0]  # type: ignore[no-any-return]
 
     def together(self, action: Callable[[], T]) -> list[T]:
-        """What ``action``, which does not communicate, returns on each rank. If it raises on one, all ranks raise."""
+        """Run ``action`` on every rank and return the results of all. ``action`` must not communicate.
+
+        If it raises on one rank, all ranks raise.
+        """
         result: Any = None
         error: BaseException | None = None
         try:
@@ -89,7 +92,7 @@ class Ranks:
         return [outcome for outcome, _ in outcomes]
 
     def by_first(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns on the first rank, which alone runs it. If it raises, all ranks raise."""
+        """Run ``action`` on the first rank alone and return its result on all. If it raises, all ranks raise."""
         outcomes = self.together(action if self.is_first else lambda: None)
         return outcomes[0]  # type: ignore[return-value]
 

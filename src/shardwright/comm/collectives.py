@@ -377,7 +377,7 @@ def in_turn(first: Callable[[], None], second: Callable[[], None] | None) -> Non
 
 
 def _nothing() -> None:
-    """What is announced where the ranks have agreed before."""
+    """The announcement of ranks that have agreed before: nothing."""
 
 
 #: By group and by streams.

@@ -283,7 +283,7 @@ class Copies:
         return self._exchange([(0, tensor.data_ptr(), tensor.nbytes)], tensor.nbytes, read)
 
     def _exchange(self, sends: list[Send], nbytes: int, read: Reader) -> Exchange:
-        """Of ``nbytes`` in a segment.
+        """An exchange of ``nbytes`` in a segment.
 
         Raises:
             MemoryError: there is no room for the data.

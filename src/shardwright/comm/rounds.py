@@ -56,7 +56,7 @@ class Round(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the record on pages; the same one on every rank."""
+        """Number of the record on pages; the same number on every rank."""
 
     @property
     def begun(self) -> bool:

@@ -57,7 +57,7 @@ layouts: Registry[NamedLayout] = Registry(
 
 
 def layout_of(layout: str | NamedLayout | Ragged) -> Ragged | None:
-    """What ``fully_shard(layout=...)`` asks for; None: ``per_parameter``.
+    """The layout that ``fully_shard(layout=...)`` asks for; None: ``per_parameter``.
 
     Raises:
         ValueError: no such name, or no layout.

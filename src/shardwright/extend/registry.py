@@ -26,7 +26,7 @@ class Named(Protocol):
 
     @property
     def summary(self) -> str:
-        """What it does, in a sentence for the help and the docs."""
+        """A sentence for the help and the docs: what the value does."""
 
 
 class ExtensionError(ValueError):

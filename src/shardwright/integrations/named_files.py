@@ -79,7 +79,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def read_file(path: Path, weights_only: bool | None) -> Any:
-    """What ``torch.save`` has written, mapped into memory, on the host.
+    """The content of a file of ``torch.save``, mapped into memory, on the host.
 
     No code of the file runs, whatever torch's own default is, unless ``weights_only`` is False.
 

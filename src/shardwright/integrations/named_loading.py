@@ -198,7 +198,7 @@ class _StoredTensor:
     shape: tuple[int, ...]
 
     def room(self) -> Tensor:
-        """What to load it into, whole."""
+        """An empty tensor of the whole shape, to load into."""
         return torch.empty(self.shape, dtype=self.dtype)
 
 
@@ -267,7 +267,7 @@ def _others_of(about: Mapping[str, str], entries: Mapping[Keys, Any], parts: Par
 def _entries_of_torch(
     checkpoint: Checkpoint, keys: set[str], ranks: Ranks, weights_only: bool | None
 ) -> dict[Keys, Any]:
-    """What a folder by torch's writer holds. Values are read only below ``keys``; others are None."""
+    """Entries of a folder by torch's writer. Values are read only below ``keys``; others are None."""
     metadata = checkpoint.metadata
     assert metadata is not None
     paths = metadata.planner_data or {}

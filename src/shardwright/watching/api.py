@@ -181,7 +181,7 @@ def _no_room(problem: str) -> str:
 
 
 def _together(size: int, action: Callable[[], T], message: Callable[[str], str]) -> list[T]:
-    """What this action returns on each rank. Raises OSError on all ranks if it does on one.
+    """Run ``action`` on every rank and return the results of all. Raises OSError on all ranks if it does on one.
 
     ``message``: makes that error's message of the rank and the error.
     """

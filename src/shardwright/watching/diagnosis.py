@@ -177,7 +177,7 @@ def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bo
 
 
 def _with_flight(seen: Seen) -> Seen:
-    """What torch's flight recorder adds: a rank that seems to be outside waits in a collective that no board has."""
+    """Add the collective of torch's flight recorder, if a rank that seems to be outside waits in one."""
     if seen.collective or not seen.flights or seen.is_stuck or seen.phase not in _WITHOUT_NOTES:
         return seen
     name, group, count, _ = seen.flights[0]

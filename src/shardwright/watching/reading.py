@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank at one moment. It travels between hosts as JSON.
+    """The state of a rank at one moment. It travels between hosts as JSON.
 
     Attributes:
         process: RUNS, STOPPED, DISK (uninterruptible, as when a disk does not answer), ENDED (without a word), LEFT (in
@@ -179,7 +179,7 @@ class Reader:
 
     @property
     def message(self) -> str:
-        """What the process has said last."""
+        """The last message of the process."""
         length = self._word(boards.MESSAGE_LENGTH_AT)
         return self._memory[boards.MESSAGE_AT : boards.MESSAGE_AT + length].decode(errors="replace")
 
@@ -247,7 +247,7 @@ class Reader:
         return self._after(self._entry(newest))
 
     def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
-        """How many collectives it has begun in each group, and those of the flight recorder."""
+        """Number of collectives that the rank has begun in each group, and the collectives of the flight recorder."""
         last = min(self._word(boards.NAME_COUNT_AT), boards.COUNTED - 1)
         numbers = struct.unpack_from(f"{last + 1}q", self._memory, boards.COUNTS_AT)
         counts = {self._name(number): count for number, count in enumerate(numbers) if count}

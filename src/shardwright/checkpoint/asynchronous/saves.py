@@ -41,7 +41,7 @@ Failure = tuple[int, str]  #: number of the error's kind, and its text
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a save, as this rank knows it."""
+    """The result of a save, as this rank knows it."""
 
     path: Path | str  #: the folder, or the URL
     committed: (
@@ -224,7 +224,7 @@ class AsyncCheckpoint:
             raise
 
     def poll(self) -> Outcome | None:
-        """What became of the last save; None while it is under way, and before the first one. Not collective.
+        """The result of the last save; None while it is under way, and before the first one. Not collective.
 
         On the first rank it is over when the checkpoint is committed. Another rank knows only its own part; the errors
         of others are raised by :meth:`wait` and the next :meth:`save`.

@@ -55,7 +55,7 @@ FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
         path, form: where, and in which of :data:`FORMS`.

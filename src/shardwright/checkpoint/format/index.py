@@ -96,7 +96,7 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds."""
+    """The content of ``index.json``: the tensors, values and files of a checkpoint."""
 
     attempt: str  #: of the save that wrote it
     ranks: int  #: that wrote it

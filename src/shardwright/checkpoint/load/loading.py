@@ -64,7 +64,7 @@ class Checkpoint:
         }
 
     def names(self) -> set[str]:
-        """Of all tensors and values."""
+        """Names of all tensors and values."""
         if self.index is not None:
             return {*self.index.tensors, *self.index.values}
         assert self.metadata is not None
@@ -366,7 +366,7 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
 def _reads(
     known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
 ) -> list[tuple[Part, StoredTensor, Box]]:
-    """What this rank needs, in the order of the files."""
+    """Parts that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
         stored = known[each.name]

@@ -96,7 +96,7 @@ def save_state(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is saved: this rank's parts, and the contents of all."""
+    """The parts that this rank saves, and the contents of the checkpoint."""
 
     own: list[PartToWrite]
     contents: Contents  #: complete on the first rank; of this rank alone on others
@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self.contents.tensors.values())
 
 
@@ -207,7 +207,7 @@ def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
 
 
 def names_of_files(ranks: int) -> list[str]:
-    """Of a save by so many ranks, apart from what is for torch's reader."""
+    """Names of the files of a save by ``ranks`` ranks, without the file for torch's reader."""
     return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
 
 

@@ -218,7 +218,7 @@ class ObjectStore:
         pass  # a save begins only where nothing is
 
     def sizes(self) -> dict[str, int]:
-        """Of the objects below the URL, without those in folders; a folder counts as one without bytes."""
+        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
         with self._reported("", "read"):
             system, path = self._system("")
             system.invalidate_cache()
@@ -289,7 +289,7 @@ class ObjectStore:
             self.remove(name)
 
     def _damage(self) -> str | None:
-        """What is wrong with a committed checkpoint, without reading all of it; None if nothing is."""
+        """The damage of a committed checkpoint, in words, from its index and sizes alone; None without damage."""
         try:
             index = parse_index(self.read(INDEX))
             for name, file in index.files.items():
@@ -432,7 +432,10 @@ def _write_new(system: Any, path: str, content: bytes) -> None:
 
 
 def promptly(action: Callable[[], T], url: str) -> T:
-    """What ``action`` returns. File systems try for minutes to reach a store that does not answer; this does not."""
+    """Run ``action`` and return its result. Raises StoreError if it takes longer than :data:`PATIENCE`.
+
+    File systems try for minutes to reach a store that does not answer.
+    """
     outcomes: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:

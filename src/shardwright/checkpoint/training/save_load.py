@@ -121,7 +121,7 @@ def state_to_save(
     generators: bool,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """What :func:`save_checkpoint` stores, as one nested state. Every rank must call it.
+    """The nested state that :func:`save_checkpoint` stores. Every rank must call it.
 
     Raises:
         TypeError, ValueError: on every rank, if the arguments of one cannot be stored or differ from the others'.

@@ -71,7 +71,7 @@ class _Part:
 
 
 class ModuleState(_Part):
-    """What ``fully_shard.state(module)`` returns."""
+    """The object that ``fully_shard.state(module)`` returns."""
 
     __slots__ = ("__weakref__", "_hooks_after", "_hooks_before", "calls", "unit")
     torch_class = "FSDPState"

@@ -71,7 +71,7 @@ def _in_words(ranks: tuple[int, ...]) -> str:
 
 
 class Key(NamedTuple):
-    """What a hash is of."""
+    """The name of a hash: its kind, its tensor and the tensor's unit."""
 
     kind: str
     name: str
@@ -376,7 +376,7 @@ class GradientHashes:
     reduced: dict[Key, int] = field(default_factory=dict)
 
     def differing(self, other: GradientHashes) -> list[Key]:
-        """What is not equal, in the order of the model. Only of this rank; it does not communicate."""
+        """Keys whose hashes differ, in the order of the model. Only this rank's; it does not communicate."""
         return [
             key
             for mine, theirs in ((self.own, other.own), (self.reduced, other.reduced))

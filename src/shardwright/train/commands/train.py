@@ -101,7 +101,7 @@ def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
 
 
 def _rank() -> ModuleType:
-    """What a rank does. It imports an engine: seconds, which the launcher and those who wait for its ranks save."""
+    """The module with the work of a rank. Its import takes seconds, so the launcher does not import it."""
 
     from shardwright.train.rank import process
 

@@ -239,7 +239,7 @@ def toml_value(value: object) -> str:
 
 
 def value_of(text: str, takes_text: bool) -> Any:
-    """What a text means as a TOML value. A text that is none is a string."""
+    """The value of a text in TOML. A text that is no TOML value is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -45,7 +45,7 @@ def resumed_data(config: Config, folder: RunFolder, dataset: Dataset) -> tuple[D
 
 
 def _read(folder: RunFolder) -> tuple[list[Known], str] | None:
-    """Of each source, and the digest of the validation source; None without the file."""
+    """The Known of each source, and the digest of the validation source; None without the file."""
     try:
         content: Any = json.loads(folder.data_file.read_text(encoding="utf-8"))
         return [Known.from_json(each) for each in content["sources"]], str(content["validation"])

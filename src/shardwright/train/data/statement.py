@@ -1,4 +1,4 @@
-"""What a run says about its data before step 1, so that a person sees a wrong mask or a wrong key at once.
+"""Lines about a run's data before step 1, so that a person sees a wrong mask or a wrong key at once.
 
 Text alone is made here; `stream` raises the errors.
 """

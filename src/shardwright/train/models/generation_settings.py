@@ -21,7 +21,7 @@ TEMPERATURE, TOP_K, NEW_TOKENS = 0.8, 50, 200
 
 
 class Ids(Protocol):
-    """What is asked of a tokenizer here."""
+    """Properties of a tokenizer that this module reads."""
 
     @property
     def begin(self) -> int | None: ...

@@ -22,7 +22,7 @@ def key_map(shape: Shape) -> dict[str, Source | None]:
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
-    """What ``config.json`` beside the weights says.
+    """The content of ``config.json`` beside the weights.
 
     That of a Llama, and of a hybrid of Mamba-2, attention and dense layers with an output layer of its own, is read by
     transformers as the same model. Nemotron-H routes to experts in another way (sigmoid scores with a bias, where ours

@@ -76,7 +76,7 @@ def check_logits(owner: str, logits: Any, targets_BS: Tensor, vocab_size: int) -
 
 
 def check_pair(owner: str, returned: Any) -> tuple[Any, Any]:
-    """What forward returned with ``extras=True``: logits and the extras.
+    """The logits and the extras that forward returned with ``extras=True``.
 
     Raises:
         ExtensionError: forward returned something else.

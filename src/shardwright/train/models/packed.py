@@ -92,7 +92,7 @@ class Documents:
 
 
 def documents_of(documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | None:
-    """What a model's forward makes of its argument `documents`.
+    """The Documents of the argument `documents` of a model's forward; None without the argument.
 
     Raises:
         ValueError: the numbers have another shape than the tokens.
@@ -207,7 +207,7 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, groupe
 
 @functools.cache
 def _varlen_options(function: Any) -> dict[str, Any]:
-    """What makes it causal and share heads; torch 2.11 to 2.15 have it under different names, or not at all."""
+    """Arguments that make it causal and share heads; torch 2.11 to 2.15 have different names for them, or none."""
     names = inspect.signature(function).parameters
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
     return options | ({"enable_gqa": True} if "enable_gqa" in names else {})

@@ -1,4 +1,4 @@
-"""What is refused before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
+"""Checks before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
 
 Nothing here needs a process group. Importing this file imports no engine, see `environment.py`.
 """

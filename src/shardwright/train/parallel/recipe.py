@@ -1,4 +1,4 @@
-"""How a model becomes parallel: the engine's recipe, and the calls in which engines differ.
+"""The recipe that makes a model parallel, and the calls in which engines differ.
 
 Everything that depends on `[parallel] engine` is in this file, so that the loop reads as if there were one engine.
 The recipe cuts a model into units, its blocks and its head; the model itself knows nothing of it.

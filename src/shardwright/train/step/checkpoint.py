@@ -148,7 +148,7 @@ def _failures(final: Place) -> Iterator[None]:
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, ranks: Ranks
 ) -> dict[str, Any]:
-    """What a checkpoint of a run holds, as one nested state. Frozen parameters are left out."""
+    """The nested state that a checkpoint of a run stores. Frozen parameters are left out."""
     model_state, optimizer_state = _states(model, optimizer)
     return {
         "model": model_state,
@@ -328,7 +328,10 @@ def load(
 
 
 def _rooms_for_generators(stored: Stored, ranks: Ranks) -> tuple[int | None, dict[str, Tensor] | None]:
-    """How many ranks have stored random generators, and tensors to read this rank's into; None if others saved."""
+    """Number of ranks that have stored random generators, and tensors to read this rank's into.
+
+    None without stored generators; None in place of the tensors if another number of ranks saved them.
+    """
     of_ranks = stored.contents().get("generators")
     if not isinstance(of_ranks, Mapping):
         return None, None

@@ -93,7 +93,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step.
+    """The values of a step that all ranks know.
 
     `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none. `data_seconds` is the wait
     for data on the rank that waited longest: the others wait for it in the step's collectives.
@@ -323,7 +323,7 @@ class Trainer:
         )
 
     def _first_sample(self, number: int) -> int:
-        """Of micro-batch `number` of this rank and step."""
+        """Number of the first sample of micro-batch `number` of this rank and step."""
         share = self.config.train.global_batch // self.world.data_size
         return self.position.samples + self.world.data_rank * share + number * self.config.train.micro_batch
 

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 TRIES, PAUSE = 2, 1.0
-"""How often a hub is asked for a file that is not in the cache, and the seconds between. huggingface_hub itself asks
+"""Number of requests to a hub for a file that is not in the cache, and the seconds between. huggingface_hub itself asks
 seven times over 23 s, and prints each failure."""
 
 T = TypeVar("T")

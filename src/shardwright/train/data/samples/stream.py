@@ -146,8 +146,7 @@ class Stream:
         return Place(source, *self.sources[source].place(self._orders[source][number]))
 
     def epochs(self, samples: int) -> list[float]:
-        """How often the run's first `samples` samples visit each source: 1.5 is every sample once, half of them
-        twice."""
+        """Epochs of each source in the run's first `samples` samples. 1.5: every sample once, half of them twice."""
         return [
             order.epochs(count)
             for order, count in zip(self._orders, self.mixing.counts(samples), strict=True)
@@ -228,7 +227,7 @@ def _check(source: Source, seq_len: int) -> None:
 
 
 def _way_to_samples(source: Source) -> str:
-    """What to do about a source that is too short."""
+    """Advice for a source that is too short."""
     if source.name.startswith(VALIDATION_PART):
         return "raise data.validation_fraction, set validation.every to 0, or use more text"
     if source.name.startswith(VALIDATION_SOURCE):

@@ -1,4 +1,4 @@
-"""What a source of data holds: documents, conversations, or prompts with completions, in order.
+"""The items of a source of data: documents, conversations, or prompts with completions, in order.
 
     for document in documents(Source(("books/*.jsonl",))):
         ...
@@ -81,7 +81,7 @@ def spans(place: Place, source: Source) -> Iterator[Span]:
 
 
 def read(span: Span, source: Source) -> Iterator[Item]:
-    """What begins in a span, in order."""
+    """Items that begin in a span, in order."""
     yield from _reader(span.place).read(span, source)
 
 

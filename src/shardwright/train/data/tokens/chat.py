@@ -115,7 +115,7 @@ def encode_completion(
 
 
 def spelled_places(item: Conversation | Completion, tokenizer: Tokenizer) -> int:
-    """How many places of its texts spell a reserved token."""
+    """Number of places in the item's texts that spell a reserved token."""
     if isinstance(item, Completion):
         return len(tokenizer.spelled(item.prompt + item.completion))
     return sum(len(tokenizer.spelled(text)) for text in strings_of([item.messages, item.tools]))

@@ -1,4 +1,4 @@
-"""What a run knows of its data, so that it can continue after documents were appended: pure functions of tokens.
+"""A run's record of its data, so that it can continue after documents were appended: pure functions of tokens.
 
 A run has parts: the documents of its start, then those of each time that its data had grown at a resume. A part takes
 documents from every file, in the order of the files. So documents may be appended to any file of a source.
@@ -20,7 +20,7 @@ _BLOCK = 1 << 24
 
 
 class Extent(NamedTuple):
-    """How much of a file the parts up to some part have."""
+    """The part of a file that is used by all parts up to one of them."""
 
     documents: int
     tail: int  #: tokens after the last of them that the part takes, too: what separates it from the next file
@@ -28,20 +28,20 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What a run knows of a source."""
+    """A run's record of a source."""
 
     identity: str
-    """Of the tokens that it had last."""
+    """Identity of the tokens at the run's last start."""
     files: tuple[FileFacts, ...]
-    """That it had last."""
+    """Files at the run's last start."""
     parts: tuple[tuple[Extent, ...], ...]
-    """What of each file the parts up to each part have. Later parts may have more files."""
+    """For each part: the documents of each file used so far. Later parts may have more files."""
     epochs: tuple[int, ...] = ()
     """The epoch of the source in which each part after the first came."""
 
     @property
     def documents(self) -> int:
-        """Of all parts."""
+        """Number of documents of all parts."""
         return sum(extent.documents for extent in self.parts[-1])
 
     def as_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Known:
 
 
 def known_of(tokens: Tokens, identity: str) -> Known:
-    """Of a run that begins with these tokens."""
+    """The record of a run that begins with these tokens."""
     return Known(identity, tokens.files, (_extents(tokens),))
 
 

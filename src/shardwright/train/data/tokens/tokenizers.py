@@ -44,7 +44,7 @@ _NAME_BEGINS, _NAME_ENDS = "\ufdd4", "\ufdd5"
 
 
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer. It can be pickled: other processes use it."""
+    """The methods that the trainer needs from a tokenizer. It can be pickled: other processes use it."""
 
     @property
     def vocab_size(self) -> int:
@@ -303,7 +303,7 @@ class FromFile:
         return encoding.ids, encoding.offsets
 
     def _first_id(self) -> int | None:
-        """What the file's own post-processor puts before a text."""
+        """The id that the file's own post-processor puts before a text; None for none."""
         text = "a"
         plain = self._tokenizer.encode(text, add_special_tokens=False).ids
         whole = self._tokenizer.encode(text, add_special_tokens=True).ids

@@ -140,7 +140,7 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
 
 
 def _problems(model: nn.Module) -> list[str]:
-    """What a model has that the trainer cannot use."""
+    """Properties of a model that the trainer cannot use, in words."""
     problems = []
     if (
         type(model).forward is nn.Module.forward

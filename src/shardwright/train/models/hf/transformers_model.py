@@ -86,7 +86,7 @@ class HuggingFaceModel(ForeignModel):
 
     @functools.cached_property
     def separation(self) -> Separation:
-        """How forward keeps documents apart. A small model of this class is tried at the first use.
+        """The way in which forward keeps documents apart. The first use tries a small model of this class.
 
         Raises:
             UserError: this class mixes them.
@@ -473,7 +473,7 @@ def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:
 
 
 def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
-    """What config.json says beside weights in float32."""
+    """The content of config.json beside weights in float32."""
     values = dict(shape.config)
     for key in ("auto_map", "torch_dtype", "_name_or_path"):
         values.pop(key, None)

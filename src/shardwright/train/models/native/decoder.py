@@ -1,4 +1,4 @@
-"""What the native language models have in common: embedding, blocks, output layer.
+"""The base of the native language models: embedding, blocks, output layer.
 
 Nothing about sharding, processes or devices may enter this file: engines work on the models from outside.
 """

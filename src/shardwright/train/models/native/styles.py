@@ -277,10 +277,10 @@ def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What is the same on every rank, of which each makes something else: its gradient is the sum of theirs."""
+    """``x``, equal on every rank, for ranks that each compute another value from it. Its gradient is their sum."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def averaged(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What is the same on every rank; each has an equal share in its gradient."""
+    """``x``, equal on every rank. Each rank has an equal share in its gradient."""
     return x.detach() + (x - x.detach()) / mesh.size()

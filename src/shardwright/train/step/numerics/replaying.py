@@ -15,7 +15,7 @@ from shardwright.checkpoint.training.generators import generator_states, set_gen
 
 
 class Replayed(Protocol):
-    """What is read of a trainer."""
+    """Attributes of a trainer that this module reads."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

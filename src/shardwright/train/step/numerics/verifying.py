@@ -33,7 +33,7 @@ class CorruptionError(JobError):
 
 
 class Job(Protocol):
-    """What is read of a trainer."""
+    """Attributes of a trainer that this module reads."""
 
     config: Config
     model: nn.Module
@@ -106,7 +106,7 @@ def _hashed(job: Job, trial: Work, moving: set[str] | None = None) -> sw.Gradien
 
 
 def _changed(before: dict[Key, int], now: dict[Key, int]) -> list[sw.Difference]:
-    """What has other bits than before, on any rank."""
+    """Values whose bits differ from before, with the ranks where they do."""
     everyones = Ranks().everyones([key for key in before if now.get(key) != before[key]])
     found: dict[Key, list[int]] = {}
     for rank, keys in enumerate(everyones):
