@@ -25,7 +25,7 @@ from shardwright.comm.hall import RECORD, Hall, Missing, packed, unpacked
 from shardwright.comm.pages import NOWHERE, Address
 
 LEFT = -1  #: first integer of the record of a rank that has left
-#: How long a rank that has left keeps its connections open. Then the connections of the others fail.
+#: Time that a rank that has left keeps its connections open. Then the connections of the others fail.
 REACHABLE = timedelta(seconds=60)
 
 

@@ -202,7 +202,7 @@ def _courier(places: Sequence[Place], mine: Place) -> Courier:
     hosts = list(dict.fromkeys(each.host for each in places))
     ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
     names = [next(each.name for each in places if each.host == host) for host in hosts]
-    # Of this watch alone: an earlier one may have left a verdict.
+    # Only this watch's verdict counts: an earlier watch may have left one.
     prefix = f"shardwright-watch/{places[0].began}"
     store = dist.PrefixStore(prefix, another_client(default_store()))
     return Courier(store, hosts.index(mine.host), ranks, names)

@@ -20,7 +20,7 @@ from shardwright.watching.reading import (
     step_in_words,
 )
 
-#: How much longer than others a phase may last that reads or writes files, or compiles.
+#: Factor by which a phase that reads or writes files, or compiles, may last longer than others.
 PATIENCE = 10
 #: Kinds of verdicts.
 BEHIND, OUTSIDE, ALONE, JOINED, MIXED = (

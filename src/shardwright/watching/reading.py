@@ -21,7 +21,7 @@ _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
 #: Phases between two steps.
 BETWEEN_STEPS = (boards.VALIDATION, boards.SAMPLE, boards.SAVE)
-#: What the system says of a process: letters of /proc/PID/stat.
+#: States of a process, by their letters in /proc/PID/stat.
 _STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
 
 

@@ -133,7 +133,7 @@ class ObjectStore:
                 system.makedirs(path, exist_ok=True)
         mark = unfinished.stored_name(_MARK)
         promptly(lambda: unfinished.write(mark, b"a save has begun\n"), self._url)
-        # Of two saves that begin at once each has its mark there before it looks for others, so one of them sees both.
+        # Two saves that begin at once each have a mark there before they look for others, so one of them sees both.
         if any(name.startswith("__begun.") and name != mark for name in self.sizes()):
             raise self._busy()
 

@@ -47,7 +47,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         return _rank().run_rank(lambda: _with_packages(config), resume, "--debug" in argv)
     try:
         ranks = _checked_ranks(_with_packages(config), nproc, resume)
-        # What cannot be imported is found before there is a folder.
+        # Modules that cannot be imported are found before there is a folder.
         alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
         run = open_run(config, resume)
     except UserError as error:

@@ -81,7 +81,7 @@ def collective_timeout() -> timedelta:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 1e-3 <= seconds <= 1e9:  # What the backends can count.
+    if not 1e-3 <= seconds <= 1e9:  # The backends can count no others.
         raise UserError(f"SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found {text!r}")
     return timedelta(seconds=seconds)
 
@@ -94,7 +94,7 @@ def choose_device(config: Config) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    # Of one variable without the other nothing follows: some systems leave RANK behind.
+    # One variable without the other proves nothing: some systems leave RANK behind.
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)

@@ -39,7 +39,7 @@ class Documents:
         self.starts_BS = _starts(numbers_BS)
         #: The index in the sample at which each token's document begins: int64.
         self.first_BS = _first(self.starts_BS)
-        #: How many tokens of its document are before each token: int64, the position that restarts at each document.
+        #: Number of tokens of its document before each token: int64, the position that restarts at each document.
         self.ages_BS = torch.arange(numbers_BS.shape[1], device=numbers_BS.device) - self.first_BS
         self._slots_BS = self.first_BS if owners_BS is None else _first(_starts(owners_BS))
         # The number of documents is the size of a tensor, so the host waits for a device here: once for a forward, not

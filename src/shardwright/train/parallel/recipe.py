@@ -204,7 +204,7 @@ def parallelize(
         if config.offload != "none":
             with_weights = config.offload == "cpu"
             options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
-    # What forward uses last, backward needs first: by default it stays gathered.
+    # Backward first needs the unit that forward used last: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or _keeps_parameters(config)
     reshard = config.reshard_after_forward
     reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not keeps

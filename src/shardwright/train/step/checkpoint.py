@@ -256,7 +256,7 @@ def load_newest(
     called for each one passed over. Raises UserError where none is whole.
     """
     with answering():
-        # Of the first rank: others may see a folder later.
+        # The first rank's answer: others may see a folder later.
         steps = Ranks().by_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 

@@ -70,7 +70,7 @@ def fetch_file(name: str, file: str, key: str) -> Path:
 
         cached = try_to_load_from_cache(repository, file, revision=revision)
         if revision is not None and _COMMIT.fullmatch(revision):
-            # What is known of a commit stays true: no connection is needed, also for a file that it does not have.
+            # Knowledge of a commit stays true: no connection is needed, also for a file that it does not have.
             if isinstance(cached, str):
                 return Path(cached)
             if cached is not None:

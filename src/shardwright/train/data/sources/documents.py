@@ -43,7 +43,7 @@ _READERS = {
     ".arrow": "columns",
     ".npy": "numbers",
 }
-#: What holds rows with keys. Only these can hold conversations and completions.
+#: Files that hold rows with keys. Only these can hold conversations and completions.
 _ROWS = (".jsonl", ".parquet", ".arrow")
 
 

@@ -93,7 +93,7 @@ def check(shape: PythonShape, config: object) -> None:
 
 
 def _refusal(shape: PythonShape, found: str) -> UserError:
-    # What is wrong comes first: the rest is the same for all mistakes.
+    # The mistakes come first: the rest is the same for all of them.
     return UserError(f"model.target: {found} at {shape.target!r}; {EXPECTED}. See docs/models.md")
 
 

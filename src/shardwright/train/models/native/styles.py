@@ -247,7 +247,7 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What ranks do together
+# Exchanges between ranks
 
 
 class Exchange(torch.autograd.Function):
