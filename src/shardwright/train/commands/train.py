@@ -37,7 +37,7 @@ from shardwright.train.run.folder import CONTINUE
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
-    """Train and return the exit status, see `statuses`.
+    """Train and return the exit status, see `run.exits`.
 
     `resume` is None for a new run, "" for the newest run of that name, `CONTINUE`, or a run's folder. `argv` is the
     command line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.

@@ -1,6 +1,6 @@
 """CONFIG.toml as a whole: its sections, and how values of several sections must fit together.
 
-Reading files and wording errors is done in `config`, acting on the values elsewhere. Nothing here imports torch.
+`load` reads files, and `mistakes` words the errors. Other rooms act on the values. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Facts about the job that a process has before it meets the others: launcher, rank, ranks, device, timeout.
 
-The launcher imports this and `checks.py` before it starts the ranks, so neither imports an engine: that takes seconds.
+The launcher imports this file and `parallel/checks.py` before it starts the ranks. Neither imports an engine, which
+takes seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hugging Face's names and configuration for the model of any shape here. The tables are in `hugging_face_tables`."""
+"""Hugging Face's names and configuration for the model of any shape here. The tables are in
+`native/hugging_face_tables.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whether what a model returns is what the trainer needs.
 
-Errors name the model with `owner`, the words of `kinds.model_in_words`.
+Errors name the model with `owner`, the words of `model_in_words` in `config/catalog/kinds.py`.
 
 The checks read types and shapes only, so they cost microseconds and never wait for a device.
 """

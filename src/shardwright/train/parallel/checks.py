@@ -1,6 +1,6 @@
 """Checks before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
 
-Nothing here needs a process group. Importing this file imports no engine, see `environment.py`.
+Nothing here needs a process group. Importing this file imports no engine, see `launch/environment.py`.
 """
 
 from __future__ import annotations

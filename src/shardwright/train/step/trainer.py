@@ -1,8 +1,8 @@
 """A model in training on one rank: steps, validation, samples, and where the run stands.
 
-It reads as if there were one engine and one rank: engines differ in `parallel`. Where a run stands is one integer, the
-samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a contiguous part of them, so any number
-of ranks sees the same sequence.
+It reads as if there were one engine and one rank: engines differ in `parallel/recipe.py`. The position of a
+run is one integer, the samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a contiguous part
+of them, so any number of ranks sees the same sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A span of a file as tokens, in part files: what each process of ``cache`` does. It does not import torch.
+"""A span of a file as tokens, in part files: the work of each process of ``workers``. It does not import torch.
 
 What a part says of itself is enough to put parts together without reading their tokens.
 """
