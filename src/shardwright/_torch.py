@@ -1,7 +1,8 @@
-"""Every private torch name the engine uses, in one place, probed at import.
+"""Private functions and classes of torch that the package uses, probed at import.
 
 If a torch version lacks one of them, this file raises an error that names it at import, not later inside a step.
-Nothing outside this module reaches into torch's underscore names.
+Other files use ``torch.utils._pytree``, makers of tensor subclasses, operations with a leading underscore, and
+attributes of torch's objects such as ``_local_tensor``. CONTRIBUTING.md describes these.
 """
 
 from __future__ import annotations
