@@ -28,7 +28,7 @@ _SMALLEST = 1 << 12  #: bytes of a segment
 
 
 class Place(NamedTuple):
-    """Where the data of one rank is."""
+    """The place of one rank's data."""
 
     page: Page | OtherPage
     offset: int

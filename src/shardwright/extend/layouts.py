@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedLayout:
-    """Where parameters are cut.
+    """A layout with a name: the places where parameters are cut.
 
     Attributes:
         name: by which ``fully_shard`` and configurations know it.

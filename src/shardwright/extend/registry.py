@@ -22,7 +22,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """By which configurations and arguments know it."""
+        """The name by which configurations and arguments know the value."""
 
     @property
     def summary(self) -> str:

@@ -45,7 +45,7 @@ def check_target(path: Path) -> None:
 
 
 def write_file(values: dict[str, Any], path: Path) -> None:
-    """Write a file of ``torch.save``. What was at ``path`` stays until the new file is on disk.
+    """Write a file of ``torch.save``. Anything at ``path`` stays until the new file is on disk.
 
     Raises:
         OSError: it cannot be written. The message names the file.

@@ -148,7 +148,7 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
 
     Raises:
         IsADirectoryError: ``path`` is a folder that is no checkpoint.
-        OSError: on every rank: the file cannot be written. What was there before is left as it was.
+        OSError: on every rank: the file cannot be written. Anything there is unchanged.
     """
     ranks = Ranks()
     parts = agreed_parts(state, ranks)
@@ -171,12 +171,12 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
 def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
     """Write a folder to which every rank adds its part. Readable at any number of ranks, and in any layout.
 
-    Every rank must call it. Of what is not sharded, the first rank's values are stored.
+    Every rank must call it. Values that are not sharded are the first rank's.
 
     Raises:
         ValueError: on every rank: a value is neither a tensor nor plain. Nothing was written.
         FileExistsError: on every rank: something else than a checkpoint is at ``path``.
-        OSError: on every rank: the folder cannot be written. What was there before is left as it was.
+        OSError: on every rank: the folder cannot be written. Anything there is unchanged.
     """
     ranks = Ranks()
     parts = agreed_parts(state, ranks)

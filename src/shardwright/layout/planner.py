@@ -93,7 +93,7 @@ class Member:
 
     @property
     def stop(self) -> int:
-        """Its end in the segment, in elements."""
+        """The member's end in the segment, in elements."""
         return self.offset + self.numel
 
 

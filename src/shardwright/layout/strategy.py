@@ -1,6 +1,6 @@
 """Strategies: which axes of a data-parallel mesh shard parameters, gradients and optimizer state.
 
-Pure: nothing here knows ranks. How a strategy becomes process groups is in ``engine/tensors/ranks.py``.
+Pure: nothing here knows ranks. ``engine/tensors/ranks.py`` makes process groups of a strategy.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def start(settings: Settings, host: str | None = None) -> Watch:
 
 
 class Place(NamedTuple):
-    """Where a rank is: a key of its host, the host's name, its process, and when its board began."""
+    """The place of a rank: a key of its host, the host's name, its process, and when its board began."""
 
     host: str
     name: str

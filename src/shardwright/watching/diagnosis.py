@@ -1,4 +1,4 @@
-"""Why no rank goes on: a verdict from what was seen of each rank. All functions here are pure."""
+"""Verdicts on ranks that do not go on, from what was seen of each rank. All functions here are pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job does not go on.
+    """The reason why the job does not go on.
 
     Attributes:
         kind: BEHIND, OUTSIDE, ALONE (outside any collective, and no rank waits for it), JOINED or MIXED.

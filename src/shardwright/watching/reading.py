@@ -265,7 +265,7 @@ def _phase(bits: int) -> int:
 
 
 def place_in_words(phase: int, unit: str, around: int) -> str:
-    """Where a process is: "forward of layers.7 in the validation"."""
+    """The work of a process, in words: "forward of layers.7 in the validation"."""
     inside = "" if around in (boards.OUTSIDE, phase) else f" in the {boards.PHASES[around]}"
     return boards.PHASES[phase] + (f" of {unit}" if unit else "") + inside
 
@@ -275,7 +275,7 @@ def outer_phase(phase: int, around: int) -> int:
 
 
 def step_in_words(step: int, phase: int, around: int) -> str:
-    """Where a process is: "step 5" or "after step 4"."""
+    """The step of a process, in words: "step 5" or "after step 4"."""
     return f"after step {step - 1}" if outer_phase(phase, around) in BETWEEN_STEPS else f"step {step}"
 
 

@@ -188,7 +188,7 @@ class AsyncCheckpoint:
         """Wait until the save under way is committed: on disk, whole, and under its name. Collective.
 
         Raises:
-            OSError: on every rank. The message names rank, file and reason. What was at the path is unchanged.
+            OSError: on every rank. The message names rank, file and reason. Anything at the path is unchanged.
             RuntimeError: on every rank: a writer process has died.
         """
         self._check_owner()

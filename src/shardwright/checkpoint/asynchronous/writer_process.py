@@ -106,7 +106,7 @@ class WriterProcess:
 
 
 def _search_path() -> str:
-    """Where this process finds modules, so that the writer finds the same ones."""
+    """Folders in which this process finds modules, so that the writer finds the same ones."""
     own = str(Path(__file__).absolute().parents[3])
     return os.pathsep.join(dict.fromkeys([own, *(os.path.abspath(each) for each in sys.path if each)]))
 

@@ -407,7 +407,7 @@ def _read_boxes(
 def _read_box(
     reader: Reader, part: Part, dtype: torch.dtype, box: Box, layout: tuple[tuple[int, ...], int] | None
 ) -> None:
-    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read, or
+    """Read what the part and the box share. Only the rows of the first dimension that are needed are read, or
     all, if the part's elements are not contiguous and have this layout: strides and number."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]

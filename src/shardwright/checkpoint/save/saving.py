@@ -69,7 +69,7 @@ def save_state(
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
         OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
-            reason. What was there is unchanged.
+            reason. Anything there is unchanged.
     """
     plan = Plan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
@@ -175,7 +175,7 @@ def _shares(
 ) -> list[list[BoxName]]:
     """The boxes that each rank writes: each box once, about the same number of bytes by each rank.
 
-    Of tensors in ``of_first`` the first rank that has a box writes it.
+    The first rank that has a box of a tensor in ``of_first`` writes it.
     """
     holders: dict[BoxName, list[int]] = {}
     for rank, boxes in enumerate(everyones):
@@ -213,7 +213,7 @@ def names_of_files(ranks: int) -> list[str]:
 
 @contextlib.contextmanager
 def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Store]:
-    """Where the ranks write, which every rank sees. It is removed if anything fails.
+    """The unfinished store into which the ranks write. Every rank sees it. It is removed if anything fails.
 
     Raises:
         FileExistsError, OSError: as :func:`save_state`.
@@ -292,7 +292,7 @@ def commit_parts(
 
     Raises:
         OSError: as :func:`describe_parts`, or the folder cannot be renamed, or a file holds other bytes when it is
-            read back. What was at ``path`` is unchanged.
+            read back. Anything at ``path`` is unchanged.
         RuntimeError: as :func:`describe_parts`.
     """
     unfinished = store_of(folder)

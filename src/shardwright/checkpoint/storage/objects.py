@@ -376,7 +376,7 @@ class ObjectWriter:
             self._stream.close()
 
     def discard(self) -> None:
-        """End the upload. What was uploaded does not appear."""
+        """End the upload. The uploaded part does not appear."""
         with contextlib.suppress(Exception):
             self._stream.discard()
         with contextlib.suppress(Exception):

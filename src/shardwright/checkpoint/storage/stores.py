@@ -99,7 +99,7 @@ class Store(Files, Protocol):
         """
 
     def unfinished(self, attempt: str) -> Store:
-        """Where the save writes. It can be read before it is committed."""
+        """The store into which the save writes. It can be read before it is committed."""
 
     def check_free(self, overwrite: bool) -> None:
         """Raise FileExistsError if something has appeared here, after :meth:`begin`, that is not to be overwritten."""

@@ -107,7 +107,7 @@ def save_checkpoint(
     Raises:
         ValueError: something cannot be stored. The message names it. Nothing was written.
         FileExistsError: something is at ``path``.
-        OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
+        OSError: on every rank. The message names rank, file and reason. Anything at ``path`` is unchanged.
     """
     ranks = Ranks(process_group)
     place = place_of(path, ranks)

@@ -76,7 +76,7 @@ class Stored:
             ) from None
 
     def fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that have the dtype and shape of the stored ones."""
+        """Tensors that have the dtype and shape of the stored ones."""
         return {
             name: each
             for name, each in tensors.items()

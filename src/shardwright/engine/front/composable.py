@@ -221,7 +221,7 @@ class ForwardHooks:
 
 
 def _nothing(*_: Any) -> None:
-    """In the place of a removed hook."""
+    """A hook in the place of a removed one."""
 
 
 class _Keywords(dict[str, Any]):

@@ -301,7 +301,7 @@ def _differing(copies: list[_Copies], hashes: list[int]) -> set[int]:
 
 
 def _ends(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Where the values of the group's ranks differ: their maximum is not their minimum."""
+    """A mask of the values that differ over the group's ranks: their maximum is not their minimum."""
     both = torch.stack([values, ~values])  # ~x falls where x rises, and has no overflow
     with noted("all-reduce of hashes", group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)

@@ -1,7 +1,7 @@
 """`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
 
 Or as safetensors with the names of a user's module, or the adapters alone as files of peft. One process reads one
-tensor after another, so the model never is in memory as a whole. Of a run with adapters it holds the frozen base once,
+tensor after another, so the model never is in memory as a whole. For a run with adapters it holds the frozen base once,
 and folds one layer at a time. The folder gets its name when it is complete.
 """
 

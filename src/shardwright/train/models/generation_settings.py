@@ -1,6 +1,6 @@
 """Generation settings of an exported model, and the tokenizer and the settings that a base has beside its weights.
 
-What the base's author has set stays, except ids that the run's tokenizer changes. Nothing here generates.
+Settings of the base's author stay, except ids that the run's tokenizer changes. Nothing here generates.
 """
 
 from __future__ import annotations

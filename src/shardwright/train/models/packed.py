@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Documents:
-    """Where the documents of every sample begin. All tensors are on the device of `numbers_BS`.
+    """The beginnings of the documents of every sample. All tensors are on the device of `numbers_BS`.
 
     A plain class on purpose, neither a tuple nor a dataclass: engines look for tensors to cast in those. The tensors
     are computed at construction: a compiled block can read them, and cannot make one whose size depends on values.

@@ -97,7 +97,7 @@ def _is_deferred(model: nn.Module) -> bool:
 
 
 def _source(model: nn.Module) -> int | None:
-    """Whose values tensor-parallel ranks take: rank 0's, or each its own, which are the same and not there yet."""
+    """The rank whose values tensor-parallel ranks take; None: each its own, which are the same."""
     return None if _is_deferred(model) else 0
 
 
@@ -312,8 +312,8 @@ def clip_gradients(model: nn.Module, config: Config) -> Tensor | None:
 def gradient_sync(model: nn.Module, synchronise: bool, last: bool) -> AbstractContextManager[object]:
     """Around forward and backward of one micro-batch: whether its gradients are reduced over the ranks.
 
-    Without it they are kept whole on every rank until a micro-batch with it comes. What a strategy does once per step,
-    such as the sum over replicas, it does in the `last` one.
+    Without it they are kept whole on every rank until a micro-batch with it comes. A strategy's reductions of a step,
+    such as the sum over replicas, run in the `last` micro-batch.
     """
     if isinstance(model, DistributedDataParallel | FSDP1):
         return nullcontext() if synchronise else model.no_sync()

@@ -60,7 +60,7 @@ def open_earlier(folder: Path) -> tuple[Position, Checkpoint, Digests | None]:
 
 
 def _parse_position(text: bytes) -> tuple[Position, Digests | None]:
-    """Where the run stands, and the digests; None in the form without any, which has these two keys alone."""
+    """The position of the run, and the digests; None in the form without any, which has these two keys alone."""
     content: Any = None
     try:
         content = json.loads(text)

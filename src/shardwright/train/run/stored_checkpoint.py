@@ -113,7 +113,7 @@ def examine(folder: Place) -> Stored:
 
 
 def position_in(index: Index) -> Position:
-    """Where the run stood. Raises Damaged for a checkpoint that no run has saved."""
+    """The position of the run. Raises Damaged for a checkpoint that no run has saved."""
     values: Any = nested({each.path: each.value for each in index.values.values()}) if index.values else {}
     content: Any = values.get("extra") if isinstance(values, Mapping) else None
     content = content.get("position") if isinstance(content, Mapping) else None
@@ -139,7 +139,7 @@ def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int],
 
 
 def what_is_missing(folder: Place) -> str | None:
-    """Why the checkpoint cannot be whole, or None if every file is there in its length. Reads no large file."""
+    """The reason why the checkpoint cannot be whole; None if every file has its length. Reads no large file."""
     try:
         compare_lengths(examine(folder))
     except ValueError as problem:

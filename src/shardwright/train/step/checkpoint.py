@@ -200,7 +200,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a checkpoint lets a run go on.
+    """The position from which a checkpoint lets a run go on.
 
     Attributes:
         position: of the run.

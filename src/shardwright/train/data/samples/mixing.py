@@ -126,7 +126,7 @@ class GrowingOrder:
     """
 
     samples: int
-    """At the start of the run."""
+    """Samples at the start of the run."""
     seed: int
     appended: tuple[Appended, ...] = ()
 

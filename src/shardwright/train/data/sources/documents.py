@@ -3,8 +3,8 @@
     for document in documents(Source(("books/*.jsonl",))):
         ...
 
-A file is read span by span, so that several processes can read one file and no process holds a whole one. How spans
-of each kind of file are read is decided in ``lines``, ``columns`` and ``numbers``; nothing here makes tokens.
+A file is read span by span, so that several processes can read one file and no process holds a whole one. ``lines``,
+``columns`` and ``numbers`` read spans of each kind of file. Nothing here makes tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where files of data are: paths, globs, URLs and folders of saved datasets become a list of files.
+"""Places of data: paths, globs, URLs and folders of saved datasets become a list of files.
 
 Nothing here reads what a file holds. fsspec is imported only for a URL.
 """

@@ -1,6 +1,6 @@
 """A span of a file as tokens, in part files: the work of each process of ``workers``. It does not import torch.
 
-What a part says of itself is enough to put parts together without reading their tokens.
+The counts of a part are enough to put parts together without reading their tokens.
 """
 
 from __future__ import annotations

@@ -66,12 +66,12 @@ def known_of(tokens: Tokens, identity: str) -> Known:
 
 
 def with_part(known: Known, tokens: Tokens, identity: str, epoch: int) -> Known:
-    """After all of `tokens` was taken into a part in `epoch`."""
+    """The record after all of `tokens` was taken into a part in `epoch`."""
     return Known(identity, tokens.files, (*known.parts, _extents(tokens)), (*known.epochs, epoch))
 
 
 def seen(known: Known, tokens: Tokens, identity: str) -> Known:
-    """After a look at `tokens` of which no document was taken."""
+    """The record after a look at `tokens` of which no document was taken."""
     return replace(known, identity=identity, files=tokens.files)
 
 
@@ -150,12 +150,12 @@ def _row(row: np.ndarray, stretches: Sequence[tuple[int, int]]) -> Any:
 
 
 def _end(tokens: Tokens, document: int) -> int:
-    """Where the documents before this one end."""
+    """The end of the documents before this one."""
     return int(tokens.ends[document - 1]) if document else 0
 
 
 def _stop(tokens: Tokens, first: int, file: FileFacts, documents: int) -> int:
-    """Where the first `documents` of a file end, without what separates them from the next one."""
+    """The end of a file's first `documents`, without the separator after them."""
     if documents == file.documents:
         return _end(tokens, first) + file.tokens
     return _end(tokens, first + documents) - file.joint

@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
         """Ids that a text should not become by spelling them: special ones, and those that begin and end documents."""
 
     def spelled(self, text: str) -> list[Place]:
-        """Where a text spells reserved tokens."""
+        """Places where a text spells reserved tokens."""
 
     @property
     def literal(self) -> Tokenizer:

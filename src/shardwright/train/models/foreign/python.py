@@ -1,7 +1,7 @@
 """A user's own model, made by a function at an import path, as a model of the trainer.
 
-The function needs to return only a module whose forward turns token numbers into logits. What else the model offers is
-used, and the rest is found.
+The function needs to return only a module whose forward turns token numbers into logits. The trainer
+uses other methods of the model if it has them, and finds the rest.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Extras(NamedTuple):
     mtp_logits_BSV: Tensor | None
     """Logits of the token after the next, for all tokens except the last of each sequence."""
     documents: Documents | None = None
-    """Those that forward kept apart, if any."""
+    """The documents that forward kept apart, if any."""
 
 
 def _of_all_tokens(imbalance_BS: Tensor, documents: Documents) -> Tensor:

@@ -30,7 +30,7 @@ from shardwright.train.models.packed import Documents
 #: Rows of a matrix one below another: how many, and of how many heads or groups they are.
 Sections = Sequence[tuple[int, int]]
 Take = Callable[[Tensor], Tensor]
-"""From a parameter to what this rank computes with."""
+"""A function from a parameter to the tensor that this rank computes with."""
 
 
 def rows_of(sections: Sections, rank: int, ranks: int) -> list[int]:
@@ -217,7 +217,7 @@ def _aligned(
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part. Of what is replicated each rank computes a part of the gradient."""
+    """This rank's part. Each rank computes a part of the gradient of replicated parameters."""
     if not isinstance(parameter, DTensor):
         return parameter
     gradients = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]

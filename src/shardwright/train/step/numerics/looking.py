@@ -1,6 +1,6 @@
 """Looks at the numbers of each step: the flag that a rank adds to the step's reduction, and the fault that follows.
 
-A step without a fault has no collective and no wait for the device for this. What is wrong is named afterwards.
+A step without a fault has no collective and no wait for the device for this. The fault is named afterwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Looks for silent corruption at the steps that `[fault] verify_every` divides: by doing a step's work twice, and by
 comparing what several ranks have copies of.
 
-All ranks come here at the same steps. What is compared, and how, is in `shardwright.engine.front.corruption`.
+All ranks come here at the same steps. `shardwright.engine.front.corruption` makes the hashes that are compared.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def first_loss_in_words(
     per_micro_batch: float = 1.0,
     pretrained: bool = False,
 ) -> str | None:
-    """Why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
+    """The reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
 
     Args:
         loss: the first loss.
