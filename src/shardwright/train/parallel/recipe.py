@@ -125,7 +125,7 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
 
 
 def axes_of(parameter: Tensor) -> tuple[str, ...]:
-    """The names of the dimensions of the mesh that a parameter lies on; none of a plain one."""
+    """The names of the dimensions of the mesh that a parameter is on; none for a plain parameter."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 

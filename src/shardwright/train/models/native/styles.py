@@ -54,7 +54,7 @@ class SummedParts(ParallelStyle):
 
     Args:
         part: the part, made on the meta device.
-        placements: of the parameters, by name, but for those that lie on another mesh already.
+        placements: of the parameters, by name, except those that are on another mesh already.
         sections: of parameters of which a rank's rows are not next to one another. Where such a one is cut, the rows
             travel to the ranks that compute with them.
         left_out: tokens at the end of the sequence that the module is not to see; its results there are zero.
@@ -105,7 +105,7 @@ def spread_experts(module: MixtureOfExperts, mesh: DeviceMesh, source: int | Non
 def distribute_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
 ) -> nn.Parameter:
-    """Replace a parameter, of a submodule where `name` has dots, by one that lies on `mesh`; returns it."""
+    """Replace a parameter, of a submodule where `name` has dots, by one on `mesh`; returns it."""
     owner_name, _, own_name = name.rpartition(".")
     owner, parameter = module.get_submodule(owner_name), module.get_parameter(name)
     value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
