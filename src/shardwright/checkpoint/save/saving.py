@@ -1,7 +1,7 @@
 """Saves a nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
 
-Every rank sends the list of its boxes to the first one. The first rank checks that they make up every tensor, gives each box
-to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes the
+Every rank sends the list of its boxes to the first one. The first rank checks that they make up every tensor, gives
+each box to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes the
 unfinished files and is raised on every rank.
 """
 
