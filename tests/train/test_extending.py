@@ -247,9 +247,3 @@ def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.
         strategies._values.clear()
         strategies._values.update(known)
         sys.modules.pop("theirs", None)
-
-
-def test_runs_of_version_0_1_have_tensorboard_in_their_configuration(tmp_path: Path) -> None:
-    for value, names in ((True, ("tensorboard",)), (False, ())):
-        config = Config.model_validate({"log": {"tensorboard": value}})
-        assert config.log.sinks == names and "tensorboard =" not in config.to_toml()

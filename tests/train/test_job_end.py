@@ -13,9 +13,11 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.errors import UserError
+from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.rank.hosted import train_in_group
-from shardwright.train.run.exits import read_exit
+from shardwright.train.run.exits import End, read_exit
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.lock import claim
 from shardwright.train.step.numerics.fault import NonFiniteError
 from shardwright.train.step.numerics.verifying import CorruptionError
 from shardwright.train.step.trainer import Trainer
@@ -106,36 +108,34 @@ def test_jobs_in_a_process_group_of_a_framework(rank: int, world_size: int, tmp_
         assert (ended(folder)["status"], ended(folder)["reason"]) == (2, str(refused.value))
 
 
-def mistakes(folder: Path) -> list[tuple[str, ...]]:
-    """Command lines that a resume of the run in `folder` refuses."""
-    resume = ("train", "--resume", str(folder))
-    return [
-        (*resume, "--model.n_layers", "3"),
-        (*resume, "--train.steps", "8"),
-        (*resume, "--data.source", "nothing"),
-    ]
-
-
 @pytest.mark.parametrize("count", [0, 1, 2], ids=["alone", "one", "two"])
 def test_a_refused_resume_is_the_end_of_the_job(
     tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
-    """In this process, and on ranks of another launcher. Nobody must take the end of the session before for it."""
+    """In this process, and on ranks of another launcher, whose status torchrun hides. A script must not take the end of
+    the session before for this one's."""
     folder = tmp_path / "run"
     shutil.copytree(plain_run, folder)
-    record = json.loads((folder / "run.json").read_text())
-    record["sessions"] = []
-    commands = mistakes(folder)
-    for number, arguments in enumerate([*commands, ("train", "--resume", str(folder), "--train.steps", "9")]):
-        if number == len(commands):
-            (folder / "run.json").write_text(json.dumps(record))
-        engine = ("--parallel.engine", "ddp") if count > 1 else ()
-        (folder / "exit.json").write_text('{"status": 75}')
+    damaged = json.loads((folder / "run.json").read_text()) | {"sessions": []}
+
+    def refused(*arguments: str) -> int:
+        """The status in exit.json, which was 75."""
+        JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
+        arguments = ("train", "--resume", str(folder), *arguments)
         if count:
+            engine = ("--parallel.engine", "ddp") if count > 1 else ()
             (status, err), *_ = ranks(count, *arguments, *engine)
         else:
             status, err = cli.main(list(arguments)), capsys.readouterr().err
         content = ended(folder)
-        assert (status, content["status"]) == (2, 2), arguments
-        assert content["reason"] in err
-    assert "expected a valid sessions" in err
+        assert status == 2 and (content["reason"] in err) == (content["status"] == 2)
+        return int(content["status"])
+
+    if count != 2:
+        mistakes = (("--model.dim", "33"), ("--data.source", "nothing"), ("--train.steps", "8"))
+        assert [refused(*each) for each in mistakes] == [2, 2, 2]
+    with claim(folder):  # another job runs there
+        assert refused("--model.n_layers", "3") == 75
+    assert refused("--model.n_layers", "3") == 2
+    (folder / "run.json").write_text(json.dumps(damaged))
+    assert refused("--train.steps", "9") == 2

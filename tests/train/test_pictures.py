@@ -24,7 +24,7 @@ from shardwright.train.commands import compare
 from shardwright.train.config.catalog import records
 from shardwright.train.report import console, plots
 from shardwright.train.report.plan_picture import in_ranges, plan_figure, short_names
-from shardwright.train.step.loop import validation_lines
+from shardwright.train.step.reporting.conclusion import validation_lines
 from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.train.jobs import config_file, tiny, train_here
 

@@ -32,13 +32,12 @@ from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handl
 from shardwright.train.rank import process
 from shardwright.train.run.exits import End, is_saved, read_exit, remove_exit
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.lock import claim
 from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord, close_session
 from shardwright.train.step import saves, signal_answers
 from shardwright.train.step.checkpoint import what_is_missing
 from shardwright.train.step.trainer import Trainer
-from tests.train.jobs import config_file, ranks, records, train_here
+from tests.train.jobs import config_file, records, train_here
 from tests.train.kit.faults import environment
 from tests.train.kit.forked import launch
 
@@ -356,34 +355,6 @@ def test_exit_json(tmp_path: Path) -> None:
     remove_exit(folder)
     remove_exit(folder)
     assert not folder.exit_file.exists()
-
-
-def test_a_mistake_at_a_resume_is_in_exit_json(
-    tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(plain_run, folder)
-    assert cli.main(["train", "--resume", str(folder), "--train.steps", "8"]) == 2
-    content = read_exit(RunFolder(folder))
-    assert content is not None and (content["status"], content["rank"]) == (2, None)
-    assert content["reason"] in capsys.readouterr().err
-
-
-def test_a_mistake_at_a_resume_of_ranks_is_in_exit_json(tmp_path: Path, plain_run: Path) -> None:
-    """torchrun hides their status 2, and a script must not take the exit.json of the session before for this one's."""
-    folder = tmp_path / "run"
-    shutil.copytree(plain_run, folder)
-    JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
-    for mistake in (("--model.dim", "33"), ("--model.n_layers", "3"), ("--train.steps", "8")):
-        (status, err), *_ = ranks(1, "train", "--resume", folder, *mistake)
-        content = read_exit(RunFolder(folder))
-        assert status == 2 and content is not None and content["status"] == 2
-        assert content["reason"] in err
-        JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
-    with claim(folder):  # another job runs there
-        (status, _), *_ = ranks(1, "train", "--resume", folder, "--model.dim", "33")
-    content = read_exit(RunFolder(folder))
-    assert status == 2 and content is not None and content["status"] == 75
 
 
 def test_a_run_that_was_killed_after_its_last_step_ends_well(

@@ -32,7 +32,7 @@ def _run(call: Call) -> int:
 
             config = with_vocabulary(config)
         except UserError as error:
-            if not launched:
+            if not launched and not call.options.resume:
                 raise
             from shardwright.train.commands.train import refuse_config
 

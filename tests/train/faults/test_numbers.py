@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright._torch import local_of
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.engine.front.corruption import plain_name
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.fault import FaultConfig
@@ -99,7 +99,7 @@ def planted(kind: str, rank: int) -> Plant | None:
 def spoil_weight(job: Trainer) -> int:
     """Make an element of a weight infinite after the third step, on the last rank that has elements of it."""
     weight = part_of(weight_of(job, WEIGHT))
-    last = max(rank for rank, size in enumerate(Ranks().everyones(weight.numel())) if size)
+    last = max(rank for rank, size in enumerate(RankGroup().all_gather(weight.numel())) if size)
 
     def spoil() -> None:
         with torch.no_grad():
@@ -374,7 +374,7 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int,
     def copy() -> None:
         """What a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
         steps, past = (
-            Ranks().by_first(lambda: saved_steps(whole.folder.checkpoints)),
+            RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)),
             whole.trainer.position.past,
         )
         if steps:

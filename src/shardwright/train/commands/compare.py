@@ -385,9 +385,7 @@ def memory_explanation(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]
         "            each on the rank with most",
     ]
     if any(figure["leased_memory_bytes"] is None for figure in figures):
-        lines.append(
-            "-           not known: another engine than shardwright, a run that failed, or an older version"
-        )
+        lines.append("-           not known: another engine than shardwright, or a run that failed")
     return "\n".join(f" {line}" for line in lines) + "\n"
 
 

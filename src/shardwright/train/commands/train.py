@@ -91,12 +91,15 @@ def _with_packages(config: Config) -> Config:
 
 
 def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
-    """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
-    check_environment()
+    """End a job whose configuration cannot be read. A rank lets the others know, and returns the exit status."""
 
     def unreadable() -> NoReturn:
         raise error
 
+    if not under_launcher():
+        refuse_resume(unreadable, resume, End(error.status, str(error)))
+        raise error
+    check_environment()
     return _rank().run_rank(unreadable, resume, debug)
 
 
