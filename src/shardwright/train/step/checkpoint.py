@@ -176,7 +176,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a checkpoint lets a run go on.
+    """The position from which a checkpoint lets a run go on.
 
     Attributes:
         position: of the run.
@@ -261,7 +261,7 @@ def load_newest(
     called for each one passed over. Raises UserError where none is whole.
     """
     with answering():
-        # Of the first rank: others may see a folder later.
+        # The first rank's answer: others may see a folder later.
         steps = RankGroup().run_on_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
@@ -348,7 +348,10 @@ def _load(stored: Stored, model: nn.Module, optimizer: torch.optim.Optimizer | N
 def _generators(
     checkpoint: StoredCheckpoint, ranks: RankGroup
 ) -> tuple[int | None, dict[str, Tensor] | None]:
-    """How many ranks have stored random generators, and the states of this rank's; None if others saved."""
+    """Number of ranks that have stored random generators, and the states of this rank's.
+
+    None without stored generators; None in place of the states if another number of ranks saved them.
+    """
     names = [name.split(".") for name in checkpoint.tensors if name.startswith("generators.")]
     saved = len({name[1] for name in names})
     if not saved or saved != ranks.size:

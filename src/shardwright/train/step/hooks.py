@@ -24,7 +24,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
-"""What a hook may ask for, the strongest first."""
+"""Actions that a hook may ask for, the strongest first."""
 
 
 def hooks_of(config: Config) -> Hooks:
@@ -64,7 +64,7 @@ class Hooks:
             raise UserError(f"run.hooks: expected another name for the metric {wrong!r}, which each step has")
 
     def in_words(self, validates: bool = True) -> dict[str, str]:
-        """What each metric is, by its name in the lines of steps."""
+        """Descriptions of the metrics, by their names in the lines of steps."""
         words: dict[str, str] = {}
         for hook in self.users:
             summary = f"hook {hook.name}: {hook.summary}" if hook.summary else f"of hook {hook.name}"
@@ -100,7 +100,7 @@ class Hooks:
                 self._call(hook, "end", end)
 
     def faults(self, step: StepInProgress) -> list[Fault]:
-        """What this rank's hooks ask for."""
+        """Faults that this rank's hooks report."""
         found = []
         for hook in self.users:
             if type(hook).before_optimizer is TrainerHook.before_optimizer:
