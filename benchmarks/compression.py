@@ -30,6 +30,7 @@ from shardwright.train.config import load_config
 from shardwright.train.data.dataset import load_dataset
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
+from shardwright.train.step.evaluation import validate
 from shardwright.train.step.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"
@@ -104,7 +105,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         gradient = torch.cat(gradients)
         if first is None:
             first, sent_first = gradient, sent.nbytes
-        loss = trainer.validate()
+        loss = validate(trainer).loss
         if rank == 0:
             ratio, error = sent.nbytes / sent_first, float((gradient - first).norm() / first.norm())
             print(

@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load.loading import load_state, open_checkpoint
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.names import Joined, Transposed
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from tests.support import multirank, world_mesh
 
 
@@ -193,7 +193,7 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
         plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
         its = torch.optim.AdamW(plain.parameters(), lr=0.5)
         state = {"model": plain.state_dict()}
-        values = load_state(tmp_path / "theirs-ours", state, Ranks(alone=True))
+        values = load_state(tmp_path / "theirs-ours", state, RankGroup(alone=True))
         assert same(plain.state_dict(), expected)
         assert values["step"] == 7 and values["optimizer"]["param_groups"][0]["lr"] == its.defaults["lr"] / 5
         assert open_checkpoint(tmp_path / "flat-ours").shapes().keys() == {
@@ -345,6 +345,7 @@ for case in sys.argv[2:]:
 CASES = ["shardwright-safetensors", "dcp-shardwright", "safetensors-torch"]
 
 
+@pytest.mark.extensive("a measurement with large files")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 4 << 20)

@@ -92,6 +92,7 @@ def train(plain: nn.Module, model: nn.Module, rank: int, ranks: int, precise: bo
             torch.testing.assert_close(full(value), plain.state_dict()[key], **near)
 
 
+@pytest.mark.extensive("each dimension")
 @multirank(2, 3)
 def test_shards_of_other_dimensions_are_contiguous(rank: int, world_size: int) -> None:
     settings: list[dict[str, Any]] = [

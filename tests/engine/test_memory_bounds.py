@@ -380,6 +380,9 @@ CASES = [
 ]
 
 
+@pytest.mark.extensive(
+    "models of real size", but=("linear-*", "llama-dynamic-*", "llama-arena-zero3@2*", "hybrid-arena-*")
+)
 @pytest.mark.parametrize(("program", "memory", "setting"), CASES, ids=str)
 def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: Setting) -> None:
     with fake_mesh(setting.ranks) as mesh:
@@ -404,6 +407,7 @@ def test_with_an_arena_the_engine_allocates_once(program: Program, setting: Sett
     assert third == {}
 
 
+@pytest.mark.extensive("each model", but=("llama-*", "hybrid-*"))
 @pytest.mark.parametrize(
     ("program", "setting"),
     [
@@ -428,6 +432,7 @@ def test_the_arena_is_as_small_as_any_could_be(program: Program, setting: Settin
     assert plan.nbytes <= (1 if program.equal else 1.02) * plan.lower_bound
 
 
+@pytest.mark.extensive("each model", but=("llama-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     ("program", "memory", "setting"),

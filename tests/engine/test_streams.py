@@ -192,6 +192,9 @@ def pairwise() -> list[Case]:
 CASES = pairwise()
 
 
+@pytest.mark.extensive(
+    "every event at every place", but=("zero3@2-*", "ddp@2-*", "hsdp@2x2-*arena*", "zero2@2-*")
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_is_in_order(case: Case) -> None:
     simulator = run(case)

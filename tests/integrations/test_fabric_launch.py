@@ -54,6 +54,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.extensive("the example in processes of its own")
 def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
     """One command: Fabric runs the script a second time for the second rank."""
     checkpoint = tmp_path / "checkpoint"

@@ -1,7 +1,8 @@
 """Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
 
 ``SHARDWRIGHT_MATRIX=all make test`` runs whole products, some hours on two cores; ``triples`` runs what shows every
-three settings together; ``pairs`` is the default. The selection is the same in every run.
+three settings together; ``pairs`` is the default and what `make test-all` runs; ``values`` is what `make test` runs: of
+the rows for pairs few that show every setting. The selection is the same in every run.
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ __all__ = ["covering", "everything", "generate", "select", "together"]
 
 Row = TypeVar("Row")
 
-STRENGTHS = {"pairs": 2, "triples": 3, "all": None}
+STRENGTHS = {"values": 1, "pairs": 2, "triples": 3, "all": None}
+
+
+def level() -> str:
+    """What this run was asked for."""
+    found = os.environ.get("SHARDWRIGHT_MATRIX", "pairs")
+    if found not in STRENGTHS:
+        raise ValueError(f"SHARDWRIGHT_MATRIX: expected one of {', '.join(STRENGTHS)}, found {found!r}")
+    return found
 
 
 def everything() -> bool:
     """Whether this run leaves nothing out."""
-    return os.environ.get("SHARDWRIGHT_MATRIX") == "all"
+    return level() == "all"
 
 
 def select(rows: Iterable[Row], shows: Callable[[Row, int], Iterable[Hashable]]) -> list[Row]:
     """The rows of this run. ``shows(row, strength)`` is what a row shows; see `together`."""
-    level = os.environ.get("SHARDWRIGHT_MATRIX", "pairs")
-    if level not in STRENGTHS:
-        raise ValueError(f"SHARDWRIGHT_MATRIX: expected one of {', '.join(STRENGTHS)}, found {level!r}")
-    strength = STRENGTHS[level]
-    return list(rows) if strength is None else covering(list(rows), lambda row: shows(row, strength))
+    strength = STRENGTHS[level()]
+    if strength is None:
+        return list(rows)
+    chosen = covering(list(rows), lambda row: shows(row, max(strength, 2)))
+    return chosen if strength > 1 else covering(chosen, lambda row: shows(row, 1))
 
 
 def together(strength: int, *settings: Hashable) -> Iterable[Hashable]:
@@ -78,7 +87,8 @@ def generate(
 
     For axes whose product is far too large to be listed, which `covering` would need. ``excluded`` says of two axes,
     in their order, each with a value, that no row may have both. What no row can show is left out. ``more`` rows
-    follow that show as much as they can of what one value more makes with these.
+    follow that show as much as they can of what one value more makes with these. A run of ``values`` has few of the
+    rows for pairs, which show every value.
     """
     draw = random.Random(0)
     names = list(axes)
@@ -146,6 +156,8 @@ def generate(
 
     cover(strength, None)
     cover(strength + 1, more)
+    if strength == 2 and level() == "values":
+        rows = covering(rows, lambda row: row)
     return [
         {name: axes[name][place] for name, place in sorted(row, key=lambda v: names.index(v[0]))}
         for row in rows

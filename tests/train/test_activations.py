@@ -126,6 +126,7 @@ def test_what_is_kept() -> None:
     assert kept(one) == (3 * none + by_mode["full"]) // 4
 
 
+@pytest.mark.extensive("many compiled graphs", but=("llama-ops-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     ("kind", "mode", "memory"),
@@ -174,6 +175,7 @@ def test_recompiles_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count.later == 4
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_what_the_compiler_keeps_within_a_budget() -> None:
     torch._dynamo.reset()
     nbytes = []
@@ -201,6 +203,7 @@ def test_a_budget_is_that_of_one_job() -> None:
         assert functorch.activation_memory_budget == expected
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_a_compiled_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     run = ["--parallel.engine", "shardwright", "--train.steps", "5"]
@@ -215,6 +218,7 @@ def test_a_compiled_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("each engine")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_other_engines_keep_their_losses(tmp_path: Path, engine: str) -> None:
     file = config_file(tmp_path)

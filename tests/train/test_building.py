@@ -79,6 +79,7 @@ def test_values_are_those_of_one_process(rank: int, world_size: int, kind: str) 
         check_values(rank, world_size, {"n_kv_heads": 2} if kind == "llama" else HYBRID, options)
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4, timeout=120)
 def test_values_over_two_axes(rank: int, world_size: int) -> None:
     for options in FOUR_RANKS:
@@ -96,6 +97,7 @@ def test_nothing_is_whole_before_it_is_sharded(rank: int, world_size: int) -> No
         assert not any(recipe.has_no_values(parameter) for parameter in whole.parameters())
 
 
+@pytest.mark.extensive("a model of 8 billion parameters")
 def test_8b_parameters_as_one_of_1024_ranks() -> None:
     # In a process of its own: it does not use the pool's process group, and its peak is its own. Large pages save
     # most of the time in which the system clears memory.

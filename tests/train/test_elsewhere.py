@@ -67,6 +67,7 @@ def test_a_run_saves_goes_on_and_is_read_there(
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").rglob("*"))
 
 
+@pytest.mark.extensive("another writer for each rank")
 def test_several_ranks_write_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known_to_children(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -157,6 +158,7 @@ def test_a_store_that_fails_loses_nothing_and_the_run_goes_on(tmp_path: Path, nu
     checkpoint.load_weights(step_folder(job.url, 2), nn.Linear(3, 2))
 
 
+@pytest.mark.extensive("a job that is restarted")
 def test_restarts_behind_a_url(tmp_path: Path, plain_run: Path) -> None:
     config, run = config_file(tmp_path), tmp_path / "run"
     where = (

@@ -330,6 +330,7 @@ def test_the_rank_that_failed_first_is_found(
     assert found.rank == expected[0] and expected[1] in found.how
 
 
+@pytest.mark.extensive("it waits for a timeout")
 def test_silent_rank_is_named(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
@@ -342,6 +343,7 @@ def test_silent_rank_is_named(tmp_path: Path) -> None:
     assert status == 75 and err.startswith("error: rank 1 of 2 did not answer the other ranks and was killed")
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     import psutil
 

@@ -131,6 +131,7 @@ ROWS = select(
 )
 
 
+@pytest.mark.extensive("each mesh", but=("tensor 2, expert 2-*",))
 @multirank(4)
 @pytest.mark.parametrize(("ranks", "layout", "dtype", "accumulate"), ROWS, ids=name_of)
 def test_training_equals_the_plain_model(
@@ -172,6 +173,7 @@ def test_other_strategies(rank: int, world_size: int, options: dict[str, Any]) -
     check_gradients(trainer(config, rank, world_size), torch.float32, 2e-5)
 
 
+@pytest.mark.extensive("many compiled graphs")
 @multirank(2)
 def test_compiled_blocks(rank: int, world_size: int) -> None:
     """Parts of layers, exchanges of rows and groups that ranks share are in a block's one graph."""
@@ -189,6 +191,7 @@ def test_compiled_blocks(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("each pair of meshes", but=("tensor 1, expert 1-*",))
 @multirank(4)
 @pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 1)), ((2, 2), (1, 4))], ids=name_of)
 def test_runs_go_on_with_other_ranks(

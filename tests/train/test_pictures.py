@@ -24,7 +24,7 @@ from shardwright.train.commands import compare
 from shardwright.train.config.catalog import records
 from shardwright.train.report import console, plots
 from shardwright.train.report.plan_picture import in_ranges, plan_figure, short_names
-from shardwright.train.step.loop import validation_lines
+from shardwright.train.step.reporting.conclusion import validation_lines
 from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.train.jobs import config_file, tiny, train_here
 
@@ -200,6 +200,7 @@ def test_every_figure_of_a_step_is_explained() -> None:
             mfu=True,
             auxiliary={"mtp": 0.3, "balance": 0.01},
             meanings={"balance": "load of the experts; 2: all equal"},
+            metrics={},
         )
         names = [line.split()[0] for line in key.splitlines()[1:]]
         assert all(name in shown for name in names) and len(names) == len(console.figures_of(RECORD))
@@ -207,7 +208,7 @@ def test_every_figure_of_a_step_is_explained() -> None:
         assert "2: all equal" in key and "1: all equal" not in key
     bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, balance_loss=None, mtp_loss=None)
     key = console.explain_figures(
-        torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={}, meanings={}
+        torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={}, meanings={}, metrics={}
     )
     assert len(key.splitlines()) - 1 == len(console.figures_of(bare)) == 5
     assert "n/a" not in "".join(console.figures_of(bare))
@@ -216,8 +217,8 @@ def test_every_figure_of_a_step_is_explained() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_bar_labels_its_times_and_keeps_numbers_with_their_units(columns: int) -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=columns, height=30, color_system=None)
-    bar = console.Bar(100_000, 0, 1, console)
+    terminal = Console(file=file, force_terminal=True, width=columns, height=30, color_system=None)
+    bar = console.Bar(100_000, 0, 1, terminal)
     bar.step(replace(RECORD, step=50_000))
     bar.close(records.RunEnd("finished", 50_000))
     shown = file.getvalue()

@@ -52,6 +52,7 @@ def sessions(folder: Path) -> list[tuple[int, int, int, int, str]]:
     ]
 
 
+@pytest.mark.extensive("a job as long as a user's")
 def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> None:
     """Killed at step 5 after the save of step 3."""
     folder = tmp_path / "run"
@@ -144,6 +145,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {ranks: folder / "run" for ranks, folder in folders.items()}
 
 
+@pytest.mark.extensive("each number of ranks and launcher", but=("1-torchrun-*",))
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], case: Case) -> None:
     folder = tmp_path / "job"
@@ -186,6 +188,7 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     )
 
 
+@pytest.mark.extensive("torchrun, where the launcher is enough")
 def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     faults = environment(tmp_path / "faults", *["1 2 error"] * 4)
     options = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", "--max-restarts", "3")
@@ -206,6 +209,7 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     assert re.fullmatch(reason, content["reason"])
 
 
+@pytest.mark.extensive("each way of failing", but=("True-exit",))
 @pytest.mark.parametrize("kind", ["error", "exit", "SIGSEGV"])
 @pytest.mark.parametrize("later", [False, True])
 def test_the_step_of_the_failed_rank_decides(tmp_path: Path, kind: str, later: bool) -> None:

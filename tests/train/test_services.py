@@ -250,6 +250,7 @@ def items(values: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in values}
 
 
+@pytest.mark.extensive("a service that takes half a minute to import and to end")
 @needs("wandb")
 def test_weights_and_biases(folder: Path) -> None:
     found = list(wandb_records(folder / "run"))
@@ -321,6 +322,7 @@ FAILING = {
 """Servers that do not answer. For trackio there is no token either: without a network it keeps its metrics here."""
 
 
+@pytest.mark.extensive("services fail after timeouts")
 @pytest.mark.skipif(not INSTALLED, reason=f"none of the packages {', '.join(PACKAGES)} is installed")
 def test_a_run_goes_on_without_services_that_fail(tmp_path: Path) -> None:
     job = config_file(tmp_path, TINY.replace("steps = 8", "steps = 3"))
@@ -334,6 +336,7 @@ def test_a_run_goes_on_without_services_that_fail(tmp_path: Path) -> None:
     assert len(records(tmp_path / "run")) == 3
 
 
+@pytest.mark.extensive("each service is imported")
 @pytest.mark.parametrize(
     ("name", "environment", "message"),
     [

@@ -266,6 +266,7 @@ def test_a_long_error_is_one_line_of_limited_length() -> None:
     assert len(complaint.in_short) < 500
 
 
+@pytest.mark.extensive("each launcher")
 @pytest.mark.parametrize(
     "torchrun", [None, ("--standalone", "--nproc-per-node", "2")], ids=["launcher", "torchrun"]
 )

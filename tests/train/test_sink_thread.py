@@ -233,6 +233,7 @@ def test_sinks_get_the_results_of_a_run(folder: Path) -> None:
     assert float(loss) > 0 and Path(picture) == folder / "run" / "loss.png" and Path(picture).exists()
 
 
+@pytest.mark.extensive("it waits for a timeout")
 def test_a_sink_that_hangs_at_its_end_does_not_hang_the_job(folder: Path) -> None:
     """Also if its package has a thread and a function for which Python waits when a process ends."""
     job = config_file(folder, SHORT)

@@ -108,6 +108,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert answers(mistake, None)[0] == f"rank 0: {mistake.mistake}"  # another start would end like this
 
 
+@pytest.mark.extensive("both ranks wait", but=("1",))
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_wait_as_long_as_another_one_makes_progress(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
     """Twelve times the timeout: the first rank waits for another host, or others for the first rank."""
@@ -213,6 +214,7 @@ def test_a_verdict_ends_the_wait_for_the_first_rank_of_a_host(monkeypatch: pytes
     assert host.got == {1: "UserError: rank 0: wrong"} and not host.began
 
 
+@pytest.mark.extensive("each number of ranks", but=("False-2",))
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("launched", [True, False])
 def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, launched: bool) -> None:
@@ -297,6 +299,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["train", "--resume", str(folder), "--train.steps", "3"]) == 0
 
 
+@pytest.mark.extensive("a job for each module")
 def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
     """A random.py in the working folder would take the place of Python's, for the launcher and for each rank."""
     config_file(tmp_path)
@@ -307,6 +310,7 @@ def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
     assert (status, err) == (0, "") and len(losses(tmp_path / "run")) == 1
 
 
+@pytest.mark.extensive("a process of its own")
 def test_the_launcher_imports_no_engine() -> None:
     code = "import sys, shardwright.train.commands.train; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

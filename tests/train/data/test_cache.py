@@ -116,6 +116,7 @@ def test_bytes_of_large_files_are_their_text(tmp_path: Path) -> None:
     assert tokens.documents == 6002
 
 
+@pytest.mark.extensive("processes of their own")
 def test_the_number_of_processes_changes_nothing(
     tmp_path: Path, tokenizer: FromFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ def alive(parent: int) -> list[int]:
     return found
 
 
+@pytest.mark.extensive("processes of their own")
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 def test_a_killed_process_leaves_no_half_of_a_cache(tmp_path: Path, tokenizer: FromFile) -> None:
     path = large_files(tmp_path, 2500)[1]
@@ -345,6 +347,7 @@ def test_a_killed_process_leaves_no_half_of_a_cache(tmp_path: Path, tokenizer: F
     assert [each.name[0] for each in folders(tmp_path)] != ["."] and len(folders(tmp_path)) == 1
 
 
+@pytest.mark.extensive("processes of their own")
 def test_two_processes_at_once_make_it_once(tmp_path: Path, tokenizer: FromFile) -> None:
     path = tmp_path / "a.txt"
     path.write_text("some text")
@@ -457,6 +460,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, name: str, damage: Callab
 # Memory
 
 
+@pytest.mark.extensive("each form", but=("txt",))
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str) -> None:
     """200 MB of data: the process that makes tokens of them never grows by more than 40 MB."""

@@ -120,6 +120,7 @@ def _bytes(batch: Batch) -> tuple[bytes, ...]:
     return tuple(each.numpy().tobytes() for each in tensors if each is not None)
 
 
+@pytest.mark.extensive("each step of each source", but=("data0-*-1", "data1-*-4", "data2-*-2", "data3-*-3"))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("growth", GROWTHS)
@@ -188,6 +189,7 @@ def test_no_document_is_repeated_or_lost_within_an_epoch(
     assert names == Counter(expected)
 
 
+@pytest.mark.extensive("many sessions")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_parts_are_the_tokens_that_each_session_had(data: st.DataObject, tmp_path_factory: Any) -> None:

@@ -123,6 +123,7 @@ def expected(kind: str, packing: PackingName, separate: bool) -> str:
     return digest(reversed([stream.batch(index, 1) for index in reversed(range(STEPS * GLOBAL))]))
 
 
+@pytest.mark.extensive("each packing", but=("split-*",))
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join("x".join(map(str, leg)) for leg in plan))
 @pytest.mark.parametrize("kind", ["one", "mixed", "appended"])
 @pytest.mark.parametrize(("packing", "separate"), SETTINGS)

@@ -166,6 +166,7 @@ def test_dropout_without_samples_is_an_error() -> None:
     model(tokens(0))
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_compiled_blocks_with_dropout_are_one_graph() -> None:
     own = settings(dropout=0.3)
     plain, model = (randomised(build("llama", own)) for _ in range(2))

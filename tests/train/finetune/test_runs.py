@@ -137,6 +137,7 @@ def stored_sizes(folder: Path) -> dict[str, int]:
     return {name: entry.size.numel() for name, entry in entries.items() if hasattr(entry, "size")}
 
 
+@pytest.mark.extensive("each engine")
 def test_every_engine_trains_adapters(tmp_path: Path) -> None:
     config, alone = config_file(tmp_path), tmp_path / "none"
     assert train_here(config, *LORA, "--run.dir", alone) == 0

@@ -118,6 +118,7 @@ def test_other_documents_change_no_bit_with_checkpoints(name: str, checkpoint: s
     assert differing(found(plain, inputs, (0, 1)), found(model, inputs, (0, 1))) == []
 
 
+@pytest.mark.extensive("compiled graphs")
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_other_documents_change_no_bit_in_compiled_blocks(name: str) -> None:
     torch._dynamo.reset()

@@ -83,6 +83,7 @@ def test_cut_layers_keep_documents_apart(rank: int, world_size: int, name: str) 
     check_like_plain(model, built(name))
 
 
+@pytest.mark.extensive("compiled graphs")
 @multirank(2)
 def test_compiled_cut_layers_keep_documents_apart(rank: int, world_size: int) -> None:
     torch._dynamo.reset()

@@ -93,6 +93,7 @@ def logits(model: Any) -> torch.Tensor:
     return getattr(output, "logits", output)
 
 
+@pytest.mark.extensive("architectures of transformers", but=("llama", "gpt2"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_computes_the_logits_of_the_run(
     kind: str,
@@ -118,6 +119,7 @@ def test_the_folder_computes_the_logits_of_the_run(
         assert messages == []
 
 
+@pytest.mark.extensive("a run of two ranks")
 def test_a_run_of_two_ranks_is_exported_by_one(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +172,7 @@ def test_peft_computes_the_logits_of_the_run(
     assert torch.equal(logits(theirs.eval()), logits(model_of_run(run)))
 
 
+@pytest.mark.extensive("a run of two ranks")
 def test_adapters_of_two_ranks_are_merged(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

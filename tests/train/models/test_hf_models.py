@@ -125,6 +125,7 @@ def check(
 KINDS = list(ARCHITECTURES)
 
 
+@pytest.mark.extensive("architectures of transformers", but=("3-*",))
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("part", range(5))
 def test_losses_gradients_and_files_are_those_of_transformers(

@@ -82,6 +82,7 @@ def config(target: str, **model: object) -> Config:
     return Config.model_validate({"model": {"kind": "python", "target": target, **model}})
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_ten_lines_train_under_nproc(folder: Path) -> None:
     """The module is in the current folder, which ranks of the launcher do not search first."""
     assert len([line for line in TEN_LINES.splitlines() if line]) <= 10

@@ -72,6 +72,7 @@ def sole(config: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in other}
 
 
+@pytest.mark.extensive("every kind of table")
 def test_tables_that_differ_raise_and_others_are_read_as_transformers_reads_them() -> None:
     read = raised = 0
     for config in crossings():

@@ -14,10 +14,10 @@ from typing import Any
 from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.pipes import Lines, send
 from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, staged_job
-from shardwright.checkpoint.ranks import described, raise_for
 from shardwright.checkpoint.save.saving import commit_parts, read_back, unless_removed
 from shardwright.checkpoint.save.writing import Written, file_of_rank, write_parts
 from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.collective import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
 #: before that, the trainers themselves find out that one of them is gone.

@@ -29,12 +29,12 @@ from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load.loading import open_checkpoint
-from shardwright.checkpoint.ranks import Ranks, described, raise_for
 from shardwright.checkpoint.save.saving import Plan, names_of_files, open_save
 from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_load import state_to_save
+from shardwright.collective import RankGroup, described, raise_for
 
 Failure = tuple[int, str]  #: number of the error's kind, and its text
 
@@ -58,7 +58,7 @@ class _Save:
 
     place: Store
     attempt: str
-    ranks: Ranks
+    ranks: RankGroup
     is_written: bool = False
     is_committed: bool = False
     failure: Failure | None = None
@@ -120,7 +120,7 @@ class AsyncCheckpoint:
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, verified: bool = False) -> None:
         if not hasattr(os, "memfd_create"):
             raise NotImplementedError("asynchronous checkpoints need Linux; use save_checkpoint here")
-        self._ranks = Ranks(process_group)
+        self._ranks = RankGroup(process_group)
         self._verified = verified
         self._memory = SharedMemory()
         self._writer: WriterProcess | None = None
@@ -141,6 +141,7 @@ class AsyncCheckpoint:
         *,
         extra: Mapping[str, Any] | None = None,
         generators: bool = True,
+        frozen: bool = True,
         overwrite: bool = False,
     ) -> None:
         """Copy what :func:`save_checkpoint` would write, and let the writers begin. Collective; between steps.
@@ -156,7 +157,7 @@ class AsyncCheckpoint:
         """
         self._check_open()
         self.wait()
-        state = state_to_save(model, optimizer, extra, generators, self._ranks)
+        state = state_to_save(model, optimizer, extra, generators, frozen, self._ranks)
         self.save_state(path, state, overwrite=overwrite)
 
     @boards.during(boards.SAVE)
@@ -171,7 +172,7 @@ class AsyncCheckpoint:
         plan = Plan.of(state, ranks)
         with open_save(place, plan, ranks, overwrite):
             job = Job(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
-            ranges = ranks.together(lambda: self._stage(job))
+            ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
             self._save = _Save(place, plan.contents.attempt, ranks)
@@ -200,7 +201,7 @@ class AsyncCheckpoint:
         # A rank that is gone ends this exchange with an error of the process group. After it the first rank's writer
         # needs nobody any more.
         own_part = None if save.is_written else save.failure
-        failures = [(rank, *each) for rank, each in enumerate(ranks.everyones(own_part)) if each is not None]
+        failures = [(rank, *each) for rank, each in enumerate(ranks.all_gather(own_part)) if each is not None]
         if save.is_first and failures and self._writer is not None:
             self._writer.send({"do": "abandon", "attempt": save.attempt})
         if save.is_first:
@@ -208,7 +209,7 @@ class AsyncCheckpoint:
                 self._receive(save, wait=True)
             if not save.is_committed:
                 save.abandon()
-        committed, failure = ranks.of_first((save.is_committed, save.failure))
+        committed, failure = ranks.broadcast((save.is_committed, save.failure))
         self._save = None
         _under_way.discard(self)
         if committed:  # also if a writer has died after its work

@@ -24,14 +24,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwright import board as boards
 from shardwright.checkpoint.dcp import folders, foreign
 from shardwright.checkpoint.dcp.foreign import Strides
+from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, State, ignore, meet, nested
 from shardwright.checkpoint.load.unreplaced import OpenFiles, Origin, unless_replaced
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.collective import RankGroup, keep_kind
+
+# Where a rank could not work at all, damage is not reported. So these are the last but ValueError.
+keep_kind(Damaged)
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,11 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     """
     store = store_of(path)
     name = store.description()
-    described: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
+    follows = links and name == METADATA  # ours have no links
+    described: Files = LocalFiles(store.path, follows) if isinstance(store, LocalStore) else store
     if name == METADATA:
         data, origin = _description(described, name, b".")
-        metadata = folders.parse_metadata(data)
+        metadata = parse_metadata(data)
         return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links, origin)
     text, origin = _description(described, name, b'"}\n')
     return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest(), origin=origin)
@@ -128,7 +133,7 @@ def _content(files: Files, name: str, nbytes: int, end: bytes) -> bytes:
 def check_lengths(checkpoint: Checkpoint) -> None:
     """Raise Damaged for the first file that is missing or has another length; of torch's folders if it is shorter."""
     if checkpoint.index is None:
-        folders.check_sizes(checkpoint.folder, checkpoint.files())
+        folders.check_sizes(checkpoint.folder, checkpoint.files(), checkpoint.links)
         return
     for name, file in checkpoint.index.files.items():
         if (nbytes := checkpoint.place.size(name)) != file.nbytes:
@@ -202,7 +207,7 @@ def _check_range(reader: Reader, name: str, start: int, end: int, expected: str)
 
 
 def open_together(
-    path: Location, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
+    path: Location, ranks: RankGroup, check: Callable[[Checkpoint], None], progress: Progress = ignore
 ) -> Checkpoint:
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
@@ -217,14 +222,23 @@ def open_together(
         check(opened[0])
         return opened[0].fingerprint, str(path)
 
-    check_same_description(ranks.together(look))
-
-    def compare() -> None:
-        with unless_replaced(opened[0].origin, opened[0].fingerprint):
-            verify(opened[0], ranks.rank, ranks.size, progress)
-
-    ranks.together(compare)
+    check_same_description(ranks.run_on_all(look))
+    _compare_shares(opened[0], ranks, progress)
     return opened[0]
+
+
+def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
+    """Compare a checkpoint that every rank has opened: that it is the same, and then all files. Raises as above."""
+    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))))
+    _compare_shares(checkpoint, ranks, progress)
+
+
+def _compare_shares(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
+    def compare() -> None:
+        with unless_replaced(checkpoint.origin, checkpoint.fingerprint):
+            verify(checkpoint, ranks.rank, ranks.size, progress)
+
+    ranks.run_on_all(compare)
 
 
 def check_same_description(found: Sequence[tuple[str, str]]) -> None:
@@ -252,12 +266,13 @@ def check_same_description(found: Sequence[tuple[str, str]]) -> None:
 def load_state(
     path: Location,
     state: Mapping[str, Any],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     first: Callable[[NamedTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
+    convert: bool = False,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
     """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
@@ -272,6 +287,7 @@ def load_state(
         accept: called on every rank with what is returned, after the first tensors are read and before others change;
             may raise.
         weights_only: for values in torch's folders, as for ``torch.load``.
+        convert: tensors may have other dtypes than the stored ones.
         progress: gets the number of bytes as they are compared and read.
 
     Returns:
@@ -287,7 +303,7 @@ def load_state(
 
     def fits(checkpoint: Checkpoint) -> None:
         check(checkpoint)
-        check_tensors(path, checkpoint, mine.tensors)
+        check_tensors(path, checkpoint, mine.tensors, convert)
 
     checkpoint = open_together(path, ranks, fits, progress)
     return read_state(
@@ -299,7 +315,7 @@ def load_state(
 def read_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     first: Callable[[NamedTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
@@ -341,14 +357,17 @@ def read_state(
             accept(content)
 
     with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
-        ranks.together(prepare)
-        ranks.together(lambda: read(True))
-        ranks.together(lambda: read(False))
+        ranks.run_on_all(prepare)
+        ranks.run_on_all(lambda: read(True))
+        ranks.run_on_all(lambda: read(False))
     return content
 
 
-def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
-    """Raise ValueError for the first tensor that the checkpoint does not have in this shape and dtype."""
+def check_tensors(
+    path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor], convert: bool = False
+) -> None:
+    """Raise ValueError for the first tensor that the checkpoint does not have in this shape and, unless values may be
+    converted, in this dtype."""
     stored = checkpoint.shapes()
     for name, each in tensors.items():
         if name not in stored:
@@ -356,7 +375,7 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
         dtype, shape = stored[name]
         if shape != each.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(each.shape)}")
-        if dtype != each.dtype:
+        if dtype != each.dtype and not convert:
             way = f"Make the model in {dtype}"
             if name.startswith("optimizer."):  # which torch makes in the gradients' dtype
                 way = "Use the precision policy of the save (grad_dtype), or load the model alone"
@@ -459,7 +478,7 @@ def fill(target: Tensor, reader: Reader, position: int) -> None:
 
 @boards.during(boards.LOAD)
 def read_tensors(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: RankGroup, progress: Progress = ignore
 ) -> None:
     """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
 
@@ -489,5 +508,5 @@ def read_tensors(
 
     wanted = list(named.values())
     with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
-        ranks.together(prepare)
-        ranks.together(lambda: _read_tensors(files, stored, wanted, strides, progress))
+        ranks.run_on_all(prepare)
+        ranks.run_on_all(lambda: _read_tensors(files, stored, wanted, strides, progress))

@@ -29,12 +29,12 @@ from shardwright.checkpoint.pretrained.model import (
     boxes_of,
     mark_loaded,
     mesh_of,
-    on_every_rank,
     same_bits,
     tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap, Source, keys_of, source_of, views_of
-from shardwright.engine.assembly.states import everywhere, hash_of
+from shardwright.collective import RankGroup
+from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.tensors.parameter import refuse_while_deferring
 from shardwright.engine.unit.owning import units_of
 from shardwright.init.delivery import refuse_graphs
@@ -118,7 +118,7 @@ def load_pretrained(
     mesh = mesh_of(units)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
-    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, path, key_map, *patterns))
+    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, path, key_map, *patterns))
     _refuse_different_files(mesh, plan)
     on_meta = (
         torch.device(device)
@@ -127,7 +127,9 @@ def load_pretrained(
         if units
         else torch.device("cpu")
     )
-    bytes_read = on_every_rank(mesh, lambda: sum(_fill(load, on_meta) for load in plan.in_order()))
+    bytes_read = RankGroup.of_mesh(mesh).run_or_stop(
+        lambda: sum(_fill(load, on_meta) for load in plan.in_order())
+    )
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
 
 
@@ -137,7 +139,7 @@ def _refuse_different_files(mesh: DeviceMesh | None, plan: _Plan) -> None:
         return
     stored = plan.loads[0].stored.values() if plan.loads else ()
     forms = sorted((s.key, tuple(s.shape), str(s.dtype)) for s in stored)
-    hashes = everywhere(mesh, hash_of((forms, plan.missing)))
+    hashes = RankGroup.of_mesh(mesh).all_gather(hash_of((forms, plan.missing)), "states")
     ranks = [
         rank for rank, each in zip(mesh.mesh.flatten().tolist(), hashes, strict=True) if each != hashes[0]
     ]

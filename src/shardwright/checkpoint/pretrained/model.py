@@ -5,7 +5,6 @@ Other files of this package use this list for plain and sharded models. The cut 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
-from shardwright.engine.assembly.states import everywhere
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -164,39 +162,6 @@ def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
         if len(names) > 1
         for name in names
     }
-
-
-class OtherRankFailed(RuntimeError):
-    """Another rank raised the error that the message names."""
-
-
-def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
-    """If a rank failed, raise on every rank: the error itself on that rank, an OtherRankFailed with its text on the
-    others."""
-    errors = (
-        []
-        if mesh is None
-        else everywhere(mesh, None if error is None else (type(error).__name__, str(error)))
-    )
-    if error is not None:
-        raise error
-    for number, failure in enumerate(errors):
-        if failure is not None:
-            assert mesh is not None
-            rank = mesh.mesh.flatten()[number].item()
-            raise OtherRankFailed(f"Rank {rank} failed, so all ranks stop. {failure[0]}: {failure[1]}")
-
-
-def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:
-    """Run ``action``, which does not communicate. If it raises on one rank, every rank raises."""
-    error: Exception | None = None
-    result = None
-    try:
-        result = action()
-    except Exception as failure:
-        error = failure
-    raise_everywhere(mesh, error)
-    return result
 
 
 def first_rank(mesh: DeviceMesh | None) -> bool:

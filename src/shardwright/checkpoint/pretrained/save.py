@@ -30,12 +30,11 @@ from shardwright.checkpoint.pretrained.model import (
     at_rest,
     first_rank,
     mesh_of,
-    on_every_rank,
-    raise_everywhere,
     tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, default_key_map, stored_form
+from shardwright.collective import RankGroup
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of
 
@@ -87,12 +86,12 @@ def save_pretrained(
     mesh = mesh_of(units)
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, key_map, dtype, limit))
+    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, key_map, dtype, limit))
     writer = _Writer(Path(path), plan, overwrite)
     writes = first_rank(mesh)
     error: Exception | None = None
     try:
-        on_every_rank(mesh, writer.begin if writes else lambda: None)
+        RankGroup.of_mesh(mesh).run_or_stop(writer.begin if writes else lambda: None)
         for group in plan.form.groups:
             whole = {
                 entry.name: _whole(entry) for entry in group
@@ -108,7 +107,7 @@ def save_pretrained(
                 writer.finish(config)
             except Exception as failure:
                 error = failure
-        raise_everywhere(mesh, error)
+        RankGroup.of_mesh(mesh).stop_after(error)
     finally:
         writer.clean_up()
 

@@ -28,7 +28,6 @@ from shardwright.checkpoint.load.loading import (
     open_together,
     verify_descriptions,
 )
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
@@ -42,6 +41,7 @@ from shardwright.checkpoint.save.writing import (
 from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.collective import RankGroup
 
 Form = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
 _SMALL = 1 << 20  #: bytes of a whole tensor of a model, which need not be spread over ranks
@@ -52,7 +52,7 @@ BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, o
 def save_state(
     path: Location,
     state: Mapping[str, Any],
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     overwrite: bool = False,
     verified: bool = False,
@@ -79,18 +79,18 @@ def save_state(
             with unless_removed(path, folder):
                 own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress))
 
-        ranks.together(write)
-        writes, index = ranks.at_first(own[0]), None
+        ranks.run_on_all(write)
+        writes, index = ranks.gather(own[0]), None
 
         def describe() -> None:
             nonlocal index
             with unless_removed(path, folder):
                 index = describe_parts(folder, plan.contents, writes or [])
 
-        ranks.by_first(describe)
+        ranks.run_on_first(describe)
         if verified:
             _read_back_together(folder, ranks, progress)
-        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt, overwrite))
+        ranks.run_on_first(lambda: _commit(path, folder, plan.contents.attempt, overwrite))
         return index
 
 
@@ -102,7 +102,7 @@ class Plan:
     contents: Contents  #: complete on the first rank; of this rank alone on others
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ranks: Ranks, notes: Mapping[str, str] | None = None) -> Plan:
+    def of(cls, state: Mapping[str, Any], ranks: RankGroup, notes: Mapping[str, str] | None = None) -> Plan:
         """Agree on what every rank writes.
 
         Raises:
@@ -127,8 +127,8 @@ class Plan:
                 text = json.dumps(encoded(value.value, name))
                 values[name] = StoredValue(value.path, decoded(json.loads(text)))
 
-        ranks.together(take)
-        everyones = ranks.at_first((forms, list(parts), of_first))
+        ranks.run_on_all(take)
+        everyones = ranks.gather((forms, list(parts), of_first))
         whole: dict[str, Form] = {}
         shares: list[list[BoxName]] | None = None
 
@@ -138,9 +138,9 @@ class Plan:
             whole = _agreed_forms([forms for forms, _, _ in everyones])
             shares = _shares(whole, [boxes for _, boxes, _ in everyones], everyones[0][2])
 
-        ranks.by_first(divide)
-        mine = ranks.from_first(shares)
-        attempt = ranks.of_first(places.new_attempt())
+        ranks.run_on_first(divide)
+        mine = ranks.scatter(shares)
+        attempt = ranks.broadcast(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
         texts = {**(notes or {}), **about()}
         return cls(own, Contents(attempt, ranks.size, whole or forms, values, texts))
@@ -212,7 +212,7 @@ def names_of_files(ranks: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Store]:
+def open_save(path: Location, plan: Plan, ranks: RankGroup, overwrite: bool) -> Iterator[Store]:
     """Where the ranks write, which every rank sees. It is removed if anything fails.
 
     Raises:
@@ -221,8 +221,8 @@ def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iter
     attempt, place = plan.contents.attempt, store_of(path)
     unfinished = place.unfinished(attempt)
     try:
-        ranks.by_first(lambda: place.begin(attempt, plan.nbytes, overwrite))
-        first = ranks.of_first(str(place))
+        ranks.run_on_first(lambda: place.begin(attempt, plan.nbytes, overwrite))
+        first = ranks.broadcast(str(place))
 
         def see() -> None:
             try:
@@ -234,7 +234,7 @@ def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iter
                     ) from None
                 raise
 
-        ranks.together(see)
+        ranks.run_on_all(see)
         yield unfinished
     except BaseException:
         if ranks.is_first:
@@ -317,9 +317,9 @@ def read_back(folder: Path | Store, written: Written) -> None:
             check_parts(folder, written.file, [part for _, part in written.parts])
 
 
-def _read_back_together(folder: Store, ranks: Ranks, progress: Progress) -> None:
+def _read_back_together(folder: Store, ranks: RankGroup, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
-    ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
+    ranks.run_on_all(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
     with _other_bytes(folder):
         open_together(folder, ranks, lambda checkpoint: None, progress)
 

@@ -26,14 +26,13 @@ from shardwright.checkpoint.pretrained.model import (
     at_rest,
     first_rank,
     mesh_of,
-    on_every_rank,
-    raise_everywhere,
     tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, default_key_map, stored_form
 from shardwright.checkpoint.stream.transport import Header, Here, Nowhere, Sink, ToGroup, ToSharedMemory
-from shardwright.engine.assembly.states import everywhere, hash_of
+from shardwright.collective import RankGroup
+from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.front.whole import agree_to_gather
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -113,11 +112,13 @@ def stream_weights(
     _refuse_in_use(units)
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-    plan: _Plan = on_every_rank(
-        mesh, lambda: _plan(model, patterns, limit, dtype, key_map, share is not None)
+    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(
+        lambda: _plan(model, patterns, limit, dtype, key_map, share is not None)
     )
     if mesh is not None:
-        agreed = everywhere(mesh, hash_of((plan.buckets_in_words(), str(dtype), to, group is None, share)))
+        agreed = RankGroup.of_mesh(mesh).all_gather(
+            hash_of((plan.buckets_in_words(), str(dtype), to, group is None, share)), "states"
+        )
         if len(set(agreed)) > 1:
             raise ValueError(
                 "The ranks called stream_weights with different models or arguments (names, bucket_bytes, dtype, "
@@ -139,7 +140,7 @@ def stream_weights(
             return ToGroup(group) if group is not None else ToSharedMemory(share or "", consumers, timeout)
         return Nowhere() if to == "first" and not first else Here()
 
-    sink: Sink = on_every_rank(mesh, make_sink)
+    sink: Sink = RankGroup.of_mesh(mesh).run_or_stop(make_sink)
     return _stream(plan, units, mesh, sink, sends=group is not None or share is not None)
 
 
@@ -291,7 +292,7 @@ def _stream(
             _meet(plan, units, mesh, number)
             bucket, error = _bucket(plan, number, sink)
             if sends or error is not None:
-                raise_everywhere(mesh if sends else None, error)
+                RankGroup.of_mesh(mesh if sends else None).stop_after(error)
             sent += 1
             yield bucket
             bucket.clear()
@@ -322,7 +323,7 @@ def _meet(plan: _Plan, units: list[Unit], mesh: DeviceMesh | None, number: int) 
                 "stream or after it."
             )
 
-    on_every_rank(mesh, check)
+    RankGroup.of_mesh(mesh).run_or_stop(check)
 
 
 @torch.inference_mode(False)

@@ -11,15 +11,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.collective import RankGroup
 
 
-def place_of(path: Location, ranks: Ranks) -> Store:
+def place_of(path: Location, ranks: RankGroup) -> Store:
     """The place of a checkpoint. Every rank must call it. Raises TypeError or ValueError on every rank."""
     found: list[Store] = []
-    ranks.together(lambda: found.append(store_of(path)))
+    ranks.run_on_all(lambda: found.append(store_of(path)))
     return found[0]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.collective import RankGroup
 from shardwright.comm import GradientHook
 from shardwright.engine.unit.owning import units_of
 from shardwright.engine.unit.unit import Unit
@@ -76,7 +76,7 @@ class HooksToLoad:
             if isinstance(tensor, Tensor)
         }
 
-    def restore(self, content: Mapping[str, Any], ranks: Ranks) -> None:
+    def restore(self, content: Mapping[str, Any], ranks: RankGroup) -> None:
         """Give hooks the state that was read. Others start without state, and the first rank warns."""
         for number, hook in enumerate(self._hooks):
             if str(number) in self.state:

@@ -215,18 +215,23 @@ def stored_groups(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
 
 
 def set_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], room: Mapping[str, Any], content: Mapping[str, Any]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    room: Mapping[str, Any],
+    content: Mapping[str, Any],
+    settings: bool,
 ) -> None:
-    """Give the optimizers the state and the groups of a checkpoint.
+    """Give the optimizers the state of a checkpoint, and the settings of its groups.
 
     Args:
         room: as from :func:`room_for_state`.
         content: what was read: its tensors are those of ``room``.
+        settings: False: the groups keep their own settings.
     """
-    stored = stored_groups(content, room[_GROUPS])
-    groups = [
-        {**_stored_group(mine, room[_GROUPS], stored), "params": mine["params"]} for mine in room[_GROUPS]
-    ]
+    groups = list(room[_GROUPS])
+    if settings:
+        stored = stored_groups(content, groups)
+        groups = [{**_stored_group(mine, groups, stored), "params": mine["params"]} for mine in groups]
     state = _with_values(room[_STATE], content.get(_STATE, {}))
     for optimizer in optimizers:
         own = [groups.pop(0) for _ in optimizer.param_groups]

@@ -240,6 +240,7 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
         "steps": run.steps[-1]["step"],
         "train_loss": results["train_loss"],
         "validation_loss": results["validation_loss"],
+        "metrics": results.get("metrics", {}),
         "largest_relative_difference": None if distance is None else distance.difference,
         "at_step": None if distance is None else distance.step,
         "common_steps": None if distance is None else distance.common_steps,
@@ -312,10 +313,12 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
         title="Results", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("run", overflow="fold", min_width=12)
+    metrics = list(dict.fromkeys(metric for figure in figures for metric in figure["metrics"]))
     for name in (
         "steps",
         "train\nloss",
         "val\nloss",
+        *(metric.replace(" ", "\n") for metric in metrics),
         "max\ndiff",
         "at\nstep",
         "tok/s",
@@ -327,6 +330,7 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
         table.add_row(
             name, str(figure["steps"]),
             f"{figure['train_loss']:.6f}", "-" if validation is None else f"{validation:.4f}",
+            *(f"{figure['metrics'][each]:.4f}" if each in figure["metrics"] else "-" for each in metrics),
             *in_words(difference, figure["at_step"]),
             f"{figure['tokens_per_second']:,.0f}", f"{figure['step_time_ratio']:.2f}x",
         )  # fmt: skip
@@ -381,9 +385,7 @@ def memory_explanation(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]
         "            each on the rank with most",
     ]
     if any(figure["leased_memory_bytes"] is None for figure in figures):
-        lines.append(
-            "-           not known: another engine than shardwright, a run that failed, or an older version"
-        )
+        lines.append("-           not known: another engine than shardwright, or a run that failed")
     return "\n".join(f" {line}" for line in lines) + "\n"
 
 

@@ -130,7 +130,7 @@ def export(
     record, config = source.record(), source.config()
     name, template = recorded_tokenizer(record, config), _template(config)
     tokenizer = tokenizer_of(name)
-    check_same_tokenizer(source, name, tokenizer.fingerprint, tokenizer.vocab_size)
+    check_same_tokenizer(source, name, tokenizer.fingerprint)
     shape = config.model.shape()
     check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
     named = offers_of(shape).key_map is not None

@@ -75,7 +75,7 @@ def generate(
     record, config = folder.record(), folder.config()
     name = recorded_tokenizer(record, config)
     tokenizer = open_tokenizer(name)
-    check_same_tokenizer(folder, name, tokenizer.fingerprint, tokenizer.vocab_size)
+    check_same_tokenizer(folder, name, tokenizer.fingerprint)
     if chat:
         template = template_of(config.data, tokenizer)
         if template is None:

@@ -7,41 +7,24 @@ file is executed, and nothing is written. Text from a checkpoint is printed with
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION, UnknownVersion
-from shardwright.checkpoint.load.loading import open_checkpoint
+from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, open_checkpoint
+from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.progress import patience
-from shardwright.train.run.earlier import POSITION_FILE, is_earlier, open_earlier
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Place, Position, saved_steps, step_folder
-from shardwright.train.run.stored_checkpoint import Stored, check_files, compare_lengths, position_in
+from shardwright.train.run.stored_checkpoint import Stored, position_in
 
 Say = Callable[[str], None]
 LARGEST_SHOWN = 8
 """Tensors in the list of the largest ones."""
 LONGEST_VALUE = 100
 """Characters of a value."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of a checkpoint, for a line of a list."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: int
-    nbytes: int
 
 
 def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
@@ -85,7 +68,7 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any(os.path.lexists(path / name) for name in (INDEX, METADATA, POSITION_FILE))
+    return any(os.path.lexists(path / name) for name in (INDEX, METADATA))
 
 
 def _inspect_run(
@@ -112,8 +95,8 @@ def _inspect_run(
             show(f"  {damaged[-1]}")
             continue
         newest = newest or stored
-        outcome = "whole" if stored.has_digests and not quick else _outcome(stored, quick)
-        show(f"  {f'step-{step}':<12}  {in_bytes(sum(stored.files().values())):>9}  {outcome}")
+        outcome = "whole" if stored.checkpoint.has_digests and not quick else _outcome(stored, quick)
+        show(f"  {f'step-{step}':<12}  {in_bytes(sum(stored.checkpoint.files.values())):>9}  {outcome}")
     if newest is not None:
         show("")
         for line in _lines(newest, tensors):
@@ -139,9 +122,7 @@ def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) 
 def _opened(place: Store) -> Stored:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
-        if isinstance(place, LocalStore) and is_earlier(place.path):
-            return Stored(*open_earlier(place.path))
-        checkpoint = open_checkpoint(place)
+        checkpoint = open_checkpoint(place.path if isinstance(place, LocalStore) else str(place))
     except UnknownVersion as error:
         raise UserError(f"{place}: {error}") from error
     except OSError as error:
@@ -149,11 +130,10 @@ def _opened(place: Store) -> Stored:
             raise UserError(f"inspect: {error}") from error
         raise UserError(f"{place}: cannot read: {error.strerror or error}") from error
     position = _NO_RUN
-    if checkpoint.index is not None:
-        try:
-            position = position_in(checkpoint.index)
-        except Damaged:
-            pass
+    try:
+        position = position_in(checkpoint)
+    except Damaged:
+        pass
     return Stored(position, checkpoint)
 
 
@@ -161,23 +141,23 @@ _NO_RUN = Position(-1, -1)
 
 
 def _compare(stored: Stored, quick: bool, say: Say) -> None:
-    compare_lengths(stored)
-    if quick or not stored.has_digests:
+    stored.checkpoint.check_lengths()
+    if quick or not stored.checkpoint.has_digests:
         return
-    done, whole = 0, sum(stored.files().values())
+    done, whole = 0, sum(stored.checkpoint.files.values())
 
     def progress(nbytes: int) -> None:
         nonlocal done
         done += nbytes
 
-    text = f"reading {printable(str(stored.checkpoint.place))}"
+    text = f"reading {printable(stored.folder)}"
     with patience(say, lambda: f"{text}: {in_bytes(done)} of {in_bytes(whole)}"):
-        check_files(stored, 0, 1, progress)
+        stored.checkpoint.verify(progress)
 
 
 def _outcome(stored: Stored, quick: bool) -> str:
-    files = stored.files()
-    if not stored.has_digests:
+    files = stored.checkpoint.files
+    if not stored.checkpoint.has_digests:
         return (
             f"sizes of {counted(len(files), 'file')} fit; the folder has no digests, so nothing shows whether their "
             "bytes changed"
@@ -193,31 +173,27 @@ def _outcome(stored: Stored, quick: bool) -> str:
 
 
 def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
-    index, tensors = stored.index, _tensors(stored)
-    yield printable(str(stored.checkpoint.place))
+    checkpoint = stored.checkpoint
+    tensors = list(checkpoint.tensors.items())
+    yield printable(stored.folder)
     facts = {"format": "a folder of torch's distributed checkpoint"}
-    if index is not None:
+    if checkpoint.ranks is not None:
         facts = {"format": f"shardwright, version {VERSION}; torch's distributed checkpoint reads it, too"}
-    elif stored.position != _NO_RUN:
-        facts = {
-            "format": f"of shardwright 0.2 and before: torch's distributed checkpoint with {POSITION_FILE}"
-        }
-    if index is not None:
-        versions = ", ".join(f"{name} {version}" for name, version in index.about.items())
-        facts |= {"written by": f"{counted(index.ranks, 'rank')}, {versions or 'versions not known'}"}
+        versions = ", ".join(f"{name} {version}" for name, version in checkpoint.about.items())
+        facts |= {"written by": f"{counted(checkpoint.ranks, 'rank')}, {versions or 'versions not known'}"}
     if stored.position != _NO_RUN:
         facts["step"] = f"{stored.position.step:,}, after {counted(stored.position.samples, 'sample')}"
-    facts["tensors"] = f"{len(tensors):,}, {in_bytes(sum(each.nbytes for each in tensors))}"
+    facts["tensors"] = f"{len(tensors):,}, {in_bytes(sum(each.nbytes for _, each in tensors))}"
     for name, text in facts.items():
         yield f"  {name:<12} {printable(text)}"
-    kinds: dict[str, list[Tensor]] = {}
-    for each in tensors:
-        kinds.setdefault(each.name.partition(".")[0], []).append(each)
+    kinds: dict[str, list[StoredForm]] = {}
+    for name, each in tensors:
+        kinds.setdefault(name.partition(".")[0], []).append(each)
     for kind, own in sorted(kinds.items(), key=lambda item: -sum(each.nbytes for each in item[1])):
         nbytes = in_bytes(sum(each.nbytes for each in own))
         yield f"    {printable(kind)[:24]:<24} {nbytes:>9} in {counted(len(own), 'tensor')}"
     yield from _lines_of_values(stored)
-    shown = tensors if all_tensors else sorted(tensors, key=lambda each: -each.nbytes)[:LARGEST_SHOWN]
+    shown = tensors if all_tensors else sorted(tensors, key=lambda each: -each[1].nbytes)[:LARGEST_SHOWN]
     if shown:
         title = (
             "all tensors"
@@ -225,56 +201,30 @@ def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
             else f"the {len(shown)} largest tensors"
         )
         yield f"  {title}"
-    width = max((len(printable(each.name)) for each in shown), default=0)
-    for each in shown:
+    width = max((len(printable(name)) for name, _ in shown), default=0)
+    for name, each in shown:
         parts = f"  in {each.parts} parts" if each.parts > 1 else ""
         shape = " x ".join(map(str, each.shape)) or "a number"
-        yield f"    {printable(each.name):<{width}}  {in_bytes(each.nbytes):>9}  {each.dtype} {shape}{parts}"
-
-
-def _tensors(stored: Stored) -> list[Tensor]:
-    if stored.index is not None:
-        return [
-            Tensor(name, _name_of(each.dtype), each.shape, len(each.parts), each.nbytes)
-            for name, each in stored.index.tensors.items()
-        ]
-    assert stored.checkpoint.metadata is not None
-    return [
-        Tensor(
-            name,
-            _name_of(entry.properties.dtype),
-            tuple(entry.size),
-            len(entry.chunks),
-            prod(entry.size) * entry.properties.dtype.itemsize,
-        )
-        for name, entry in stored.checkpoint.metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    ]
-
-
-def _name_of(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+        dtype = str(each.dtype).removeprefix("torch.")
+        yield f"    {printable(name):<{width}}  {in_bytes(each.nbytes):>9}  {dtype} {shape}{parts}"
 
 
 def _lines_of_values(stored: Stored) -> Iterator[str]:
     """Values that are no tensors, and whose random generators there are."""
-    if stored.index is None:
-        assert stored.checkpoint.metadata is not None
-        entries = stored.checkpoint.metadata.state_dict_metadata.values()
-        if count := sum(isinstance(entry, BytesStorageMetadata) for entry in entries):
-            yield f"  {'values':<12} {count:,}, pickled, so they are not read"
+    values = stored.checkpoint.values
+    if stored.checkpoint.ranks is None:
+        if values:
+            yield f"  {'values':<12} {len(values):,}, pickled, so they are not read"
         return
-    values = {name: each.value for name, each in stored.index.values.items()}
     if values:
         yield f"  {'values':<12} {len(values):,}"
     for name, value in values.items():
         yield f"    {printable(name)}: {_shortened(printable(repr(value)))}"
-    of_ranks = stored.contents().get("generators")
-    if isinstance(of_ranks, Mapping):
-        names: dict[str, None] = {}
-        for own in of_ranks.values():
-            names.update(dict.fromkeys(map(str, own if isinstance(own, Mapping) else ())))
-        yield f"  {'generators':<12} {printable(', '.join(names))} of {counted(len(of_ranks), 'rank')}"
+    generators = [name.split(".")[1:] for name in stored.checkpoint.tensors if name.startswith("generators.")]
+    if generators:
+        kinds = ", ".join(dict.fromkeys(".".join(name[1:]) for name in generators))
+        ranks = len({name[0] for name in generators})
+        yield f"  {'generators':<12} {printable(kinds)} of {counted(ranks, 'rank')}"
 
 
 def _shortened(text: str) -> str:

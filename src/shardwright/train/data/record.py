@@ -29,11 +29,10 @@ def resumed_data(config: Config, folder: RunFolder, dataset: Dataset) -> tuple[D
     Raises UserError if its documents were changed or removed, or if there are new ones without `data.appended`.
     """
     folder.record()  # raises an error if it is damaged
-    content = _read(folder)
-    if content is None or not dataset.materials:  # a run of an earlier version, or a text in memory
+    if not dataset.materials:  # a text in memory
         check_same_data(folder, dataset.sha256, tokens_of(dataset.train))
         return dataset, []
-    known, validation = content
+    known, validation = _read(folder)
     if len(known) != len(dataset.materials):
         raise _damaged(folder, f"{len(known)} sources")
     lines = []
@@ -44,13 +43,11 @@ def resumed_data(config: Config, folder: RunFolder, dataset: Dataset) -> tuple[D
     return continued(config, dataset, known), lines
 
 
-def _read(folder: RunFolder) -> tuple[list[Known], str] | None:
-    """Of each source, and the digest of the validation source; None without the file."""
+def _read(folder: RunFolder) -> tuple[list[Known], str]:
+    """The documents of each source, and the digest of the validation source."""
     try:
         content: Any = json.loads(folder.data_file.read_text(encoding="utf-8"))
         return [Known.from_json(each) for each in content["sources"]], str(content["validation"])
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(folder, " ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
 

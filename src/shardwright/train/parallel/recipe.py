@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
 from shardwright._torch import MissingCompilerError
+from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.extend import strategies
 from shardwright.optim.clip import clip_finite_grad_norm_
@@ -41,7 +42,6 @@ from shardwright.train.models.native.plans import expert_layers
 from shardwright.train.models.native.styles import spread_experts
 from shardwright.train.parallel.host_memory import builds_deferred
 from shardwright.train.parallel.precision import dtype_of, engine_policy
-from shardwright.train.run.together import together
 
 # ---------------------------------------------------------------------------------------------------------------
 # The recipe
@@ -76,7 +76,7 @@ def _adapted(
     model = build_model(config.model, vocab_size)
     if reads_weights:
         # A plain model does not know the other ranks. They would wait for this one in the engine's collectives.
-        together(mesh, model.read_weights)
+        RankGroup.of_mesh(mesh).run_or_stop(model.read_weights, UserError)
     adapt(model, config.finetune, config.run.seed)
     return model
 

@@ -44,7 +44,7 @@ from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import share
-from shardwright.train.step.loop import train
+from shardwright.train.step.session import train
 
 SECONDS_FOR_CAUSE = 1.0
 """Seconds that a rank which lost contact leaves to the rank that caused it, to record its error."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint import Damaged
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.shapes import HuggingFaceShape, PythonShape
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset

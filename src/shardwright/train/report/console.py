@@ -165,6 +165,7 @@ def explain_figures(
     mfu: bool,
     auxiliary: Mapping[str, float],
     meanings: Mapping[str, str],
+    metrics: Mapping[str, str],
 ) -> str:
     """The meaning of each figure of `figures_of` in this run, one line each.
 
@@ -173,6 +174,7 @@ def explain_figures(
         validation, norm, mfu: whether steps have these figures.
         auxiliary: names and weights of the losses beside the cross-entropy.
         meanings: what these losses are, by name, as the model says; of others only the weight is known.
+        metrics: what the metrics of hooks are, by name.
     """
     if device.type == "cuda":
         memory = "peak of rank 0's GPU: tensors / held by torch (part of its memory)"
@@ -188,6 +190,7 @@ def explain_figures(
             or f"further loss of this model; its weight in training is {auxiliary[name]:g}"
             for name in further
         },
+        **metrics,
         "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",
         "FLOP/s": "operations that the model needs, per second and device",
@@ -195,7 +198,8 @@ def explain_figures(
         "mem": memory,
         "data": "share of the step in which the slowest rank waited for data",
     }
-    lines = [f"  {name:<10}  {meaning}" for name, meaning in figures.items() if meaning]
+    width = max(10, *(len(name) for name, meaning in figures.items() if meaning))
+    lines = [f"  {name:<{width}}  {meaning}" for name, meaning in figures.items() if meaning]
     return "\n".join(["figures of a step:", *lines])
 
 

@@ -180,13 +180,14 @@ def newest_saved(folder: RunFolder) -> int | None:
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
     """The first key of a run.json that is missing or has a value of the wrong kind."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
-    tokenizer = record.get("tokenizer", {"name": "", "fingerprint": ""})  # records of older versions lack it
+    tokenizer = record.get("tokenizer")
     facts = {field.name for field in fields(Session) if field.default is MISSING}
     sound = {
         "vocab_size": type(record.get("vocab_size")) is int,
         "tokenizer": isinstance(tokenizer, dict)
         and all(isinstance(tokenizer.get(key), str) for key in ("name", "fingerprint")),
         "corpus.sha256": isinstance(corpus, dict) and isinstance(corpus.get("sha256"), str),
+        "corpus.train_tokens": isinstance(corpus, dict) and type(corpus.get("train_tokens")) is int,
         "sessions": isinstance(sessions, list)
         and sessions != []
         and all(isinstance(session, dict) and facts <= session.keys() for session in sessions),
@@ -371,7 +372,7 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
 def check_same_data(folder: RunFolder, sha256: str, train_tokens: int) -> None:
     """Raise if the text of the run has changed but its `data.source` has not."""
     data = folder.record()["corpus"]
-    stored, stored_tokens = data["sha256"], data.get("train_tokens", train_tokens)
+    stored, stored_tokens = data["sha256"], data["train_tokens"]
     if stored != sha256:
         raise UserError(
             f"--resume: expected the data of {folder.path} (sha256 {stored[:12]}), found other tokens "
@@ -381,42 +382,34 @@ def check_same_data(folder: RunFolder, sha256: str, train_tokens: int) -> None:
     if stored_tokens != train_tokens:
         raise UserError(
             f"--resume: expected the {stored_tokens:,} training tokens of {folder.path}, found {train_tokens:,} in the "
-            "same data: its documents begin elsewhere, or an earlier version cut off the validation part elsewhere; "
-            "start a new run"
+            "same data: its documents begin elsewhere; start a new run"
         )
 
 
 def recorded_tokenizer(record: Mapping[str, Any], config: Config) -> str:
     """The setting `data.tokenizer` of a run. A hub name gets the commit that the run has used."""
     name = config.data.tokenizer
-    used = str(record.get("tokenizer", {}).get("name", name))
+    used = str(record["tokenizer"]["name"])
     return used if used.partition("@")[0] == name.partition("@")[0] else name
 
 
-def check_same_tokenizer(folder: RunFolder, name: str, fingerprint: str, vocab_size: int) -> None:
+def check_same_tokenizer(folder: RunFolder, name: str, fingerprint: str) -> None:
     """Raise if a tokenizer is not the one of the run.
 
     Args:
-        folder: of the run. A record of an older version has the number of ids alone.
+        folder: of the run.
         name: the setting with which the tokenizer was opened.
-        fingerprint, vocab_size: of the tokenizer.
+        fingerprint: of the tokenizer.
 
     Raises:
-        UserError: the fingerprints differ, or the numbers of ids.
+        UserError: the fingerprints differ.
     """
-    record = folder.record()
-    recorded, ids = record.get("tokenizer"), record["vocab_size"]
-    if recorded is None:
-        expected, found = f"with {ids} ids", f"one with {vocab_size}"
-        same = vocab_size == ids
-    else:
-        expected = f"{recorded['name']} with the fingerprint {recorded['fingerprint'][:12]}"
-        found = f"the fingerprint {fingerprint[:12]}"
-        same = fingerprint == recorded["fingerprint"]
-    if not same:
+    recorded = folder.record()["tokenizer"]
+    if fingerprint != recorded["fingerprint"]:
         raise UserError(
-            f"data.tokenizer: expected the tokenizer of {folder.path}, {expected}, found {found} at {name}; restore "
-            f"the files that the run was trained with, or set data.tokenizer in {folder.config_file} to a copy of them"
+            f"data.tokenizer: expected the tokenizer of {folder.path}, {recorded['name']} with the fingerprint "
+            f"{recorded['fingerprint'][:12]}, found the fingerprint {fingerprint[:12]} at {name}; restore the files "
+            f"that the run was trained with, or set data.tokenizer in {folder.config_file} to a copy of them"
         )
 
 
@@ -434,7 +427,7 @@ class Session:
     param_dtype: str
     reduce_dtype: str
     versions: dict[str, str]
-    # Records of older versions lack these three. They are empty with an engine that does not have them.
+    # These three are empty with an engine that does not have them.
     strategy: str = ""
     layout: str = ""
     memory: str = ""

@@ -81,7 +81,7 @@ class Past:
         if content == {}:
             return cls()
         if isinstance(content, Mapping):
-            content = {"untrained": 0, **content}  # checkpoints before this key have none
+            content = {"untrained": 0, **content}  # checkpoints by commit 8879734 do not have this key
         if not isinstance(content, Mapping) or content.keys() != cls().__dict__.keys():
             raise ValueError("expected the past of a run")
         ranges, losses = content["left_out"], content["losses"]

@@ -67,14 +67,14 @@ def step_folder(checkpoints: Place, step: int) -> Place:
     return checkpoints / name if isinstance(checkpoints, Path) else f"{checkpoints}/{name}"
 
 
-def saved_steps(checkpoints: Place) -> list[int]:
-    """Steps that have a folder, newest first; whole or not. Raises OSError if a store does not answer."""
-    if isinstance(checkpoints, str):
-        from shardwright.checkpoint.storage.objects import ObjectStore, promptly
+def saved_steps(checkpoints: Place, *, recover: bool = False) -> list[int]:
+    """Steps that have a folder, newest first; whole or not. Raises OSError if a store does not answer.
 
-        names = list(promptly(ObjectStore(checkpoints).sizes, checkpoints))
-    else:
-        names = [path.name for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
+    `recover`: a folder that was being replaced when the process ended gets its name back.
+    """
+    from shardwright.checkpoint import list_checkpoints
+
+    names = list_checkpoints(checkpoints, recover=recover)
     return sorted(
         (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))), reverse=True
     )
@@ -107,16 +107,8 @@ def last_record(metrics_file: Path) -> dict[str, Any]:
 
 
 def recovered_steps(checkpoints: Place) -> list[int]:
-    """As :func:`saved_steps`. A folder that was being replaced when the process ended gets its name back."""
-    from shardwright.checkpoint.storage.places import recover
-
-    if isinstance(checkpoints, Path):
-        for old in checkpoints.glob(".step-*.old"):
-            try:
-                recover(checkpoints / old.name.removeprefix(".").removesuffix(".old"))
-            except OSError:  # of a file system that cannot be written; then the checkpoint before counts
-                pass
-    return saved_steps(checkpoints)
+    """As :func:`saved_steps`, after folders that were being replaced got their names back."""
+    return saved_steps(checkpoints, recover=True)
 
 
 @contextmanager
@@ -130,11 +122,6 @@ def answering() -> Iterator[None]:
 
 def remove_step(checkpoints: Place, step: int) -> None:
     """Remove a checkpoint, whole or not. Raises OSError."""
-    from shardwright.checkpoint.storage import places
-    from shardwright.checkpoint.storage.objects import ObjectStore
+    from shardwright.checkpoint import remove_checkpoint
 
-    place = step_folder(checkpoints, step)
-    if isinstance(place, Path):
-        places.remove(place)
-    else:
-        ObjectStore(place).clear()
+    remove_checkpoint(step_folder(checkpoints, step))

@@ -1,8 +1,8 @@
 """Checkpoints of a run: a model, its optimizer, random generators and the position, by all ranks together.
 
-Written and read by ``shardwright.checkpoint``, with the names that ``sw.save_checkpoint`` gives, so that
-``sw.load_checkpoint`` and torch's distributed checkpoint read them, too. Rates and decay of the optimizer are stored
-for these readers; a run takes its own from the configuration. Which checkpoints stay is decided in `saves`.
+Written by ``sw.save_checkpoint`` and read by ``sw.load_checkpoint``, so torch's distributed checkpoint reads them, too.
+Rates and decay of the optimizer are stored for other readers; a run takes its own from the configuration. Frozen
+parameters are neither saved nor loaded. Which checkpoints stay is decided in `saves`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
-from shardwright.checkpoint.dcp import folders
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import UnknownVersion
-from shardwright.checkpoint.format.nested import merged
-from shardwright.checkpoint.load.loading import read_state
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.save.saving import save_state
-from shardwright.checkpoint.training.generators import generator_states, seed_generators, set_generator_states
+import shardwright as sw
+from shardwright.checkpoint import (
+    Damaged,
+    StoredCheckpoint,
+    UnknownVersion,
+    seed_generators,
+    set_generator_states,
+)
+from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.progress import patience
 from shardwright.train.run.position import (
@@ -38,7 +38,7 @@ from shardwright.train.run.position import (
     saved_steps,
     step_folder,
 )
-from shardwright.train.run.stored_checkpoint import Form, Stored, check_files, examine, what_is_missing
+from shardwright.train.run.stored_checkpoint import Stored, examine, what_is_missing
 from shardwright.train.run.writing import may_pass, unwritable
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
     "save_in_background",
     "saved_steps",
     "shapes_of",
-    "state_of",
     "step_folder",
     "verified",
     "wait",
@@ -62,8 +61,6 @@ __all__ = [
     "with_weights",
 ]
 
-#: Name parts of wrapper modules, which the plain model does not have.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 Say = Callable[[str], None]
 T = TypeVar("T")
 
@@ -94,16 +91,16 @@ def save(
         UserError: the optimizer's state has a value that no checkpoint can hold.
     """
     final = step_folder(checkpoints, position.step)
-    ranks = Ranks()
-    state = state_of(model, optimizer, position, ranks)
     started = time.perf_counter()
     with _failures(final), patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
-        save_state(final, state, ranks, overwrite=True, verified=True)
+        sw.save_checkpoint(
+            final, model, optimizer, extra=_extra(position), frozen=False, overwrite=True, verified=True
+        )
     return final
 
 
 def save_in_background(
-    background: AsyncCheckpoint,
+    background: sw.AsyncCheckpoint,
     checkpoints: Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -112,11 +109,14 @@ def save_in_background(
     """Copy what `save` writes, and let processes of their own write it. Called by every rank. Raises as `save`."""
     final = step_folder(checkpoints, position.step)
     with _failures(final):
-        state = state_of(model, optimizer, position, Ranks())
-        background.save_state(final, state, overwrite=True)
+        background.save(final, model, optimizer, extra=_extra(position), frozen=False, overwrite=True)
 
 
-def wait(background: AsyncCheckpoint, folder: Place) -> None:
+def _extra(position: Position) -> dict[str, Any]:
+    return {"position": position.stored()}
+
+
+def wait(background: sw.AsyncCheckpoint, folder: Place) -> None:
     """Wait until the checkpoint in this folder is written. Called by every rank.
 
     Raises, on every rank:
@@ -145,19 +145,6 @@ def _failures(final: Place) -> Iterator[None]:
         raise UserError(f"{final}: cannot save: {error}") from error
 
 
-def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, ranks: Ranks
-) -> dict[str, Any]:
-    """What a checkpoint of a run holds, as one nested state. Frozen parameters are left out."""
-    model_state, optimizer_state = _states(model, optimizer)
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "extra": {"position": position.stored()},
-        "generators": {f"rank{ranks.rank}": generator_states()},
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Loading
 
@@ -167,35 +154,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes a checkpoint of this plain, unsharded model holds."""
-    return {name: tuple(tensor.shape) for name, tensor in _stored_state(model).items()}
-
-
-def _stored_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a plain model without its frozen parameters, which no checkpoint holds."""
-    frozen = _frozen_names(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
-
-
-def _frozen_names(model: nn.Module) -> set[str]:
-    """Every name of each frozen parameter, as in the plain model. Tied parameters have several."""
-    names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for wrapper in _WRAPPERS:
-        names = {name.replace(wrapper, "") for name in names}
-    return {name.removeprefix("module.") for name in names}
-
-
-def _options(model: nn.Module) -> StateDictOptions:
-    """Frozen parameters are neither saved nor loaded. `check_fits` compares the names of all others."""
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
-
-
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of the model, without frozen parameters, and of the optimizer."""
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
-    for name in _frozen_names(model):  # torch leaves out one name of each
-        model_state.pop(name, None)
-    return model_state, dict(optimizer_state)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tuple(each.shape) for name, each in model.state_dict().items() if name not in frozen}
 
 
 @dataclass(frozen=True)
@@ -213,7 +173,7 @@ class Loaded:
     generators: Mapping[str, Tensor] | None
 
 
-def continue_generators(loaded: Loaded, seed: int, ranks: Ranks) -> str | None:
+def continue_generators(loaded: Loaded, seed: int, ranks: RankGroup) -> str | None:
     """Let this rank's random generators go on from a checkpoint. Returns a line to print if they start again.
 
     They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
@@ -257,7 +217,7 @@ def load_newest(
     """
     with answering():
         # Of the first rank: others may see a folder later.
-        steps = Ranks().by_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
+        steps = RankGroup().run_on_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 
@@ -298,58 +258,66 @@ def load(
     `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
     Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
     """
-    ranks = Ranks()
-    model_state, optimizer_state = _states(model, optimizer)
+    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
 
     def fits(stored: Stored) -> None:
         check_fits(stored, shapes)
-        check_optimizer_fits(stored, optimizer_state["state"])
+        check_optimizer_fits(stored, state)
 
-    stored = verified(folder, ranks, say, fits)
-    saved_ranks, generators = _rooms_for_generators(stored, ranks)
-    state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
-    if stored.index is None:
-        state["optimizer"] = optimizer_state["state"]
-    if generators is not None:
-        state["generators"] = {f"rank{ranks.rank}": generators}
-    values = _read(stored, state, ranks, say)
-    if stored.index is not None:
-        model_state = merged(model_state, values.get("model", {}))
-        stored_values = values.get("optimizer", {}).get("state", {})
-        optimizer_state["state"] = merged(optimizer_state["state"], stored_values)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
-        options=_options(model),
-    )
-    return Loaded(stored.position, saved_ranks, generators)
+    stored = opened(folder, fits)
+    _load(stored, model, optimizer, say)
+    return Loaded(stored.position, *_generators(stored.checkpoint, RankGroup()))
 
 
-def _rooms_for_generators(stored: Stored, ranks: Ranks) -> tuple[int | None, dict[str, Tensor] | None]:
-    """How many ranks have stored random generators, and tensors to read this rank's into; None if others saved."""
-    of_ranks = stored.contents().get("generators")
-    if not isinstance(of_ranks, Mapping):
-        return None, None
-    own = of_ranks.get(f"rank{ranks.rank}")
-    if len(of_ranks) != ranks.size or not isinstance(own, Mapping):
-        return len(of_ranks), None
-    rooms = {
-        name: torch.empty(form.shape, dtype=form.dtype)
-        for name, form in own.items()
-        if isinstance(form, Form)
-    }
-    return len(of_ranks), rooms
+def _load(stored: Stored, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
+    """Read a checkpoint that fits. Precisions may differ from those of the save, and so may an optimizer's groups."""
+    started, done = time.perf_counter(), 0
+    whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+
+    def text() -> str:
+        compared = f"{min(done / 1e9, whole):.1f} of {whole:.1f} GB of each rank compared with checksums"
+        return f"loading {stored.folder}: {compared}, {time.perf_counter() - started:.0f} s"
+
+    try:
+        with patience(say, text):
+            sw.load_checkpoint(
+                stored.checkpoint,
+                model,
+                optimizer,
+                generators=False,
+                frozen=False,
+                settings=False,
+                convert=True,
+                progress=progress,
+            )
+    except Damaged as problem:
+        raise Damaged(str(problem).removeprefix(f"{stored.folder}: ")) from problem
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _generators(
+    checkpoint: StoredCheckpoint, ranks: RankGroup
+) -> tuple[int | None, dict[str, Tensor] | None]:
+    """How many ranks have stored random generators, and the states of this rank's; None if others saved."""
+    names = [name.split(".") for name in checkpoint.tensors if name.startswith("generators.")]
+    saved = len({name[1] for name in names})
+    if not saved or saved != ranks.size:
+        return saved or None, None
+    own = {name[2]: ".".join(name) for name in names if name[1] == f"rank{ranks.rank}" and len(name) == 3}
+    forms = {key: checkpoint.tensors[name] for key, name in own.items()}
+    states = {key: torch.empty(form.shape, dtype=form.dtype) for key, form in forms.items()}
+    checkpoint.read({own[key]: state for key, state in states.items()})
+    return saved, states or None
 
 
 def load_weights(folder: Place, model: nn.Module, say: Say = _silent) -> None:
-    """Read the weights alone into a plain model, in one process, without a process group. Raises as `load` does."""
-    alone = Ranks(alone=True)
-    state = _stored_state(model)
-    stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes_of(model)))
-    _read(stored, {"model": state}, alone, say)
-    model.load_state_dict(state, strict=_options(model).strict)
+    """Read the weights alone into a plain model. Every rank, if there are several. Raises as `load` does."""
+    _load(opened(folder, lambda stored: check_fits(stored, shapes_of(model))), model, None, say)
 
 
 Read = Callable[[Mapping[str, Tensor]], None]
@@ -372,13 +340,12 @@ def with_weights(
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
-    alone = Ranks(alone=True)
 
     def open_folder(folder: Place) -> T:
-        stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes))
+        stored = verified(folder, say, lambda stored: check_fits(stored, shapes))
 
         def read(tensors: Mapping[str, Tensor]) -> None:
-            _read_into({"model": dict(tensors)}, stored, alone)
+            stored.checkpoint.read({f"model.{name}": tensor for name, tensor in tensors.items()})
 
         return use(stored.position, read)
 
@@ -391,27 +358,25 @@ def _nothing(stored: Stored) -> None:
     pass
 
 
-def verified(
-    folder: Place, ranks: Ranks, say: Say = _silent, fits: Callable[[Stored], None] = _nothing
-) -> Stored:
-    """A checkpoint whose files are those that were saved, and that `fits` accepts. Each rank compares its share.
+def opened(folder: Place, fits: Callable[[Stored], None] = _nothing) -> Stored:
+    """A checkpoint that every rank has found sound, and that `fits` accepts. Its files are not compared yet.
 
     Raises, on every rank:
-        Damaged: it is not whole.
+        Damaged: its description is damaged, or the ranks read different ones.
         UserError: a later version of shardwright has saved it, or `fits` raised ValueError.
     """
-    opened: list[Stored] = []
+    found: list[Stored] = []
 
     def look() -> str:
         try:
-            opened.append(examine(folder))
+            found.append(examine(folder))
         except UnknownVersion as error:
             raise ValueError(f"{folder}: {error}") from error
-        fits(opened[0])
-        return opened[0].checkpoint.fingerprint
+        fits(found[0])
+        return found[0].checkpoint.fingerprint
 
     try:
-        prints = ranks.together(look)
+        prints = RankGroup().run_on_all(look)
     except Damaged:
         raise
     except ValueError as error:
@@ -419,47 +384,31 @@ def verified(
     other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
     if other is not None:
         raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
-    stored = opened[0]
-    if not stored.has_digests:
-        say(f"{folder} was saved without checksums; only the sizes of its files are compared")
-    done = 0
+    return found[0]
+
+
+def verified(folder: Place, say: Say = _silent, fits: Callable[[Stored], None] = _nothing) -> Stored:
+    """As :func:`opened`, and its files are those that were saved. Each rank compares its share."""
+    stored, done = opened(folder, fits), 0
 
     def progress(nbytes: int) -> None:
         nonlocal done
         done += nbytes
 
-    whole = sum(stored.files().values()) / ranks.size
+    whole = sum(stored.checkpoint.files.values()) / RankGroup().size
     with patience(
         say,
         lambda: f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB of each rank",
     ):
-        ranks.together(lambda: check_files(stored, ranks.rank, ranks.size, progress))
+        stored.checkpoint.verify(progress)
     return stored
-
-
-def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, say: Say) -> dict[str, Any]:
-    started = time.perf_counter()
-    with patience(say, lambda: f"loading {stored.folder}: {time.perf_counter() - started:.0f} s"):
-        return _read_into(state, stored, ranks)
-
-
-def _read_into(state: dict[str, Any], stored: Stored, ranks: Ranks) -> dict[str, Any]:
-    """Read into the tensors of a state. Returns the checkpoint's values; of earlier versions they go into the state."""
-    if stored.index is not None:
-        return read_state(stored.checkpoint, state, ranks)
-    assert stored.checkpoint.metadata is not None
-    folders.load(stored.checkpoint.folder, state, stored.checkpoint.metadata, alone=ranks.alone)
-    return {}
 
 
 def check_fits(stored: Stored, shapes: Shapes) -> None:
     """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
-    folder, content = stored.folder, stored.contents().get("model")
-    parameters = {
-        name: form.shape
-        for name, form in (content if isinstance(content, Mapping) else {}).items()
-        if isinstance(form, Form)
-    }
+    folder, tensors = stored.folder, stored.checkpoint.tensors
+    start = "model."
+    parameters = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
     for name, shape in shapes.items():
         if name not in parameters:
             raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found no such parameter; this is a "
@@ -475,27 +424,19 @@ def check_fits(stored: Stored, shapes: Shapes) -> None:
 
 def check_optimizer_fits(stored: Stored, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError for a checkpoint of another optimizer. Names the first value that it does not hold."""
-    content = stored.contents().get("optimizer")
-    if stored.index is not None and isinstance(content, Mapping):
-        content = content.get("state")
-    parameters = content if isinstance(content, Mapping) else {}
-    for name, values in state.items():
-        own = parameters.get(name)
-        stored_values = own if isinstance(own, Mapping) else {}
-        for key, value in values.items():
-            form = stored_values.get(key)
+    tensors, values = stored.checkpoint.tensors, stored.checkpoint.values
+    for name, own in state.items():
+        start = f"optimizer.state.{name}"
+        whole = values.get(start)  # of a parameter whose state has no tensors
+        for key, value in own.items():
+            form = tensors.get(f"{start}.{key}")
+            there = form or f"{start}.{key}" in values or (isinstance(whole, Mapping) and key in whole)
             shape = list(value.shape) if isinstance(value, Tensor) else None
-            stored_shape = list(form.shape) if isinstance(form, Form) else None
-            if key in stored_values and shape == stored_shape:
+            stored_shape = None if form is None else list(form.shape)
+            if there and shape == stored_shape:
                 continue
-            stored_form = (
-                "none"
-                if key not in stored_values
-                else "no tensor"
-                if stored_shape is None
-                else f"shape {stored_shape}"
-            )
+            found = "none" if not there else "no tensor" if stored_shape is None else f"shape {stored_shape}"
             raise ValueError(
-                f"{stored.folder}: expected the optimizer's {key} of {name}, found {stored_form}; this is a checkpoint "
-                "of another optimizer; resume with the optimizer.name of the saved run"
+                f"{stored.folder}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of "
+                "another optimizer; resume with the optimizer.name of the saved run"
             )

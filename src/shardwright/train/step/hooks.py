@@ -63,6 +63,15 @@ class Hooks:
         ):
             raise UserError(f"run.hooks: expected another name for the metric {wrong!r}, which each step has")
 
+    def in_words(self, validates: bool = True) -> dict[str, str]:
+        """What each metric is, by its name in the lines of steps."""
+        words: dict[str, str] = {}
+        for hook in self.users:
+            summary = f"hook {hook.name}: {hook.summary}" if hook.summary else f"of hook {hook.name}"
+            words |= {f"validation {name}": summary for name in hook.validation_metrics if validates}
+            words |= dict.fromkeys(hook.step_metrics, summary)
+        return words
+
     def _call(self, hook: TrainerHook, method: str, *arguments: Any) -> Any:
         if hook in self.own:
             return getattr(hook, method)(*arguments)

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from shardwright import board as boards
-from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint import AsyncCheckpoint, Damaged
+from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
@@ -99,7 +98,7 @@ class Saves:
         if self._background is None or self._under_way is None:
             return False
         outcome = self._background.poll()
-        return outcome is not None and (Ranks().is_first or outcome.error is not None)
+        return outcome is not None and (RankGroup().is_first or outcome.error is not None)
 
     def conclude(self, goes_on: bool = False) -> None:
         """Wait for the checkpoint that is written in the background, and delete those that are no longer to keep.
@@ -123,7 +122,7 @@ class Saves:
                     remove_step(self.checkpoints, later)
 
         try:
-            Ranks().by_first(delete)
+            RankGroup().run_on_first(delete)
         except OSError as error:
             raise UserError(
                 f"{self.checkpoints}: cannot delete checkpoints after step {step}: {error}"
@@ -149,7 +148,7 @@ class Saves:
 
     def _make_way(self, step: int) -> None:
         """Remove what killed saves have left, as far as that is possible, and behind a URL a damaged checkpoint."""
-        ranks = Ranks()
+        ranks = RankGroup()
         if isinstance(self.checkpoints, Path):
             if ranks.is_first:
                 for left in self.checkpoints.glob(".step-*.partial"):
@@ -158,26 +157,26 @@ class Saves:
         try:
             # No rename replaces it there, and without its digests a save cannot see that it is damaged.
             if (
-                step in ranks.by_first(lambda: saved_steps(self.checkpoints))
+                step in ranks.run_on_first(lambda: saved_steps(self.checkpoints))
                 and self._is_whole(step) is False
             ):
-                ranks.by_first(lambda: remove_step(self.checkpoints, step))
+                ranks.run_on_first(lambda: remove_step(self.checkpoints, step))
         except OSError as error:
             message = f"{step_folder(self.checkpoints, step)}: cannot write: {error}"
             raise SaveFailedError(message, may_pass(error)) from error
 
     def _delete_old(self, newest: int) -> None:
-        ranks = Ranks()
+        ranks = RankGroup()
 
         def delete(steps: list[int]) -> None:
             for step in steps:
                 remove_step(self.checkpoints, step)
 
         try:
-            steps = ranks.by_first(lambda: saved_steps(self.checkpoints))
-            best = ranks.by_first(lambda: None if self._best is None else self._best.among(steps))
+            steps = ranks.run_on_first(lambda: saved_steps(self.checkpoints))
+            best = ranks.run_on_first(lambda: None if self._best is None else self._best.among(steps))
             doomed = [step for step in self._doomed(steps, newest) if best is None or step != best[0]]
-            ranks.by_first(lambda: delete(doomed))
+            ranks.run_on_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
             raise SaveFailedError(message, may_pass(error)) from error
@@ -207,7 +206,7 @@ class Saves:
         """Whether the files of a checkpoint are those that were saved. Every rank compares a share of them, once."""
         if step not in self._whole:
             try:
-                checkpoint.verified(step_folder(self.checkpoints, step), Ranks(), self.reporter.say)
+                checkpoint.verified(step_folder(self.checkpoints, step), self.reporter.say)
                 self._whole[step] = True
             except Damaged:
                 self._whole[step] = False

@@ -8,36 +8,28 @@ of ranks sees the same sequence.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.training.generators import seed_generators
-from shardwright.comm.noted import noted
-from shardwright.extend import ExtensionError
+from shardwright.checkpoint import seed_generators
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress
 from shardwright.train.config.catalog.kinds import model_in_words
-from shardwright.train.data.dataset import Dataset, extended, validation_samples
+from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.loader import Loader, Share, StepBatches
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.models import outputs
-from shardwright.train.models.language_model import sees_later_tokens
-from shardwright.train.models.sampling import NonFiniteLogitsError, sample
 from shardwright.train.parallel import float8, recipe
 from shardwright.train.parallel.activations import Recompiles, prepare_blocks
 from shardwright.train.parallel.checks import check_batch_fits, check_separates
@@ -47,15 +39,12 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Place
 from shardwright.train.step import checkpoint
-from shardwright.train.step.hooks import Hooks, JobOfHooks, means, on_device
+from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.numerics import looking, verifying
 from shardwright.train.step.reduction import OwnPart, agree
 from shardwright.train.step.saves import Saves
-
-CHECKED_TOKENS = 8
-"""Length of the sample that shows whether a model is causal."""
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
@@ -81,14 +70,6 @@ class Untrained(NamedTuple):
     batches: int
     first: int
     stop: int
-
-
-class Sample(NamedTuple):
-    """A prompt of the data, the text that the model puts after it, and the one in the data if that is to be learnt."""
-
-    prompt: str
-    generated: str
-    expected: str | None
 
 
 @dataclass(frozen=True)
@@ -172,7 +153,7 @@ class Trainer:
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
         own = "" if self.job is None else self.job.stop_reason
-        return next((" ".join(each.split()) for each in Ranks().everyones(own) if each), "")
+        return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -334,118 +315,6 @@ class Trainer:
 
     # -- between steps
 
-    @torch.no_grad()
-    def check_model(self) -> None:
-        """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, if its own
-        loss cannot be used, or if a token sees a later one, which is the target that it shall predict."""
-        if not self.foreign:
-            return
-        if self.losses.has_loss:
-            self._check_loss()
-            if not self.config.run.sample_tokens:
-                return
-        owner, vocabulary = self.in_words, self.dataset.vocab_size
-        length = min(CHECKED_TOKENS, self.config.train.seq_len)
-        tokens = torch.arange(length, device=self.world.device).remainder(vocabulary).unsqueeze(0)
-        precision = recipe.compute_precision(self.config.parallel, self.world.device)
-        with self._tried(), precision:  # another length than in training
-            try:
-                logits = outputs.called(f"forward of {owner}", self.model, tokens)
-                outputs.check_logits(owner, logits, tokens, vocabulary)
-            except ExtensionError as error:
-                if not self.losses.has_loss:
-                    raise
-                raise ExtensionError(
-                    f"{error}. A model with its own loss needs logits only for the sample after the last step: or set "
-                    "run.sample_tokens to 0"
-                ) from error
-            # A loss of its own may have other targets than the next token.
-            later = (
-                length > 1 and not self.losses.has_loss and sees_later_tokens(self.model, tokens, vocabulary)
-            )
-        recipe.free_gathered(self.model)
-        if later:
-            raise ExtensionError(
-                f"{owner} is not causal: another last token changes the logits of tokens before it. Each token would "
-                "see the token that it shall predict, and the loss would mean nothing. Give its attention a causal mask"
-            )
-
-    def _check_loss(self) -> None:
-        """Compute the model's own loss once, of samples of the size that steps have."""
-        batch = self.dataset.train.batch(0, self.config.train.micro_batch).to(self.world.device)
-        with self._tried():
-            outputs.called(f"loss(batch) of {self.in_words}", self.losses.of_tokens, batch)
-        recipe.free_gathered(self.model)
-
-    @contextmanager
-    def _tried(self) -> Iterator[None]:
-        """The model in eval mode. Nothing is compiled for one pass."""
-        self.model.eval()
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            self.model.train()
-
-    @boards.during(boards.VALIDATION)
-    @torch.no_grad()
-    def validate(self) -> tuple[float, dict[str, float]]:
-        """Mean loss over the validation samples, and the metrics of hooks. The samples are the same ones every time
-        and for any number of ranks."""
-        train, world, stream = self.config.train, self.world, self.dataset.validation
-        assert stream is not None
-        names = self.hooks.validation_metrics
-        samples = validation_samples(self.config, stream)
-        rounds = math.ceil(samples / (world.data_size * train.micro_batch))
-        totals = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=world.device)
-        self.model.eval()
-        for number in range(rounds):
-            boards.at(boards.VALIDATION)
-            first = (number * world.data_size + world.data_rank) * train.micro_batch
-            # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
-            # do not count.
-            count = max(0, min(train.micro_batch, samples - first))
-            batch = stream.batch(first if count else 0, count or 1).to(world.device)
-            with recipe.parallel_loss(self.config.parallel):
-                losses, logits = self.losses.of_tokens_and_logits(batch, logits=bool(names))
-            if not count:
-                continue
-            totals[:1] += losses.double().sum()
-            if logits is not None:
-                sums = self.hooks.validate(logits, batch.targets)
-                totals[1:] += on_device(sums, world.device)
-        self.model.train()
-        recipe.free_gathered(self.model)
-        with noted("all-reduce of the validation loss", None):
-            dist.all_reduce(totals)
-            loss_sum, *sums_of_all = totals.tolist()
-        loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
-        return loss, means(names, sums_of_all)
-
-    @boards.during(boards.SAMPLE)
-    @torch.no_grad()
-    def sample(self) -> Sample:
-        """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
-
-        The text may end early, see `sample`. It is the reason in brackets if the logits are not finite.
-        """
-        tokenizer, (ids, answer) = self.dataset.tokenizer, self.dataset.question()
-        if answer and answer[-1] in tokenizer.ends:
-            answer = answer[:-1]
-        prompt, expected = tokenizer.decode(ids), None if answer is None else tokenizer.decode(answer)
-        try:
-            with torch.compiler.set_stance("force_eager"):  # every token is of another length
-                tokens = sample(
-                    self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
-                    top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device,
-                    multiple=self.world.dims.tensor, ends=tokenizer.ends,
-                )  # fmt: skip
-        except NonFiniteLogitsError as error:
-            return Sample(prompt, f"(none: {error})", expected)
-        finally:
-            recipe.free_gathered(self.model)
-        return Sample(prompt, tokenizer.decode(tokens), expected)
-
     @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:
         saves.save(self.model, self.optimizer, self.position, last)
@@ -480,6 +349,6 @@ class Trainer:
         """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and (
-            line := checkpoint.continue_generators(loaded, self.config.run.seed, Ranks())
+            line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup())
         ):
             reporter.say(line)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shardwright.train.config.schema import Config
-
 Action = Literal["stop", "skip", "rewind"]
 Sums = Mapping[str, "tuple[float | Tensor, float | Tensor]"]
 """By name of a metric, a sum and the count by which the sums of all ranks are divided. Tensors have no dimensions."""
@@ -42,7 +40,7 @@ class Job(Protocol):
     """The job that a hook belongs to, on one rank.
 
     Attributes:
-        config: the configuration, with the model's sizes.
+        config: the configuration, a ``shardwright.train.config.Config``.
         model: the sharded model. Its parameters are those of the optimizer.
         optimizer: the optimizer. The trainer sets the rate of its groups before each step.
         device: the device of this rank.
@@ -51,7 +49,7 @@ class Job(Protocol):
         steps_done: optimizer steps done.
     """
 
-    config: Config
+    config: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer
 

@@ -17,7 +17,7 @@ from shardwright.extend.registry import ExtensionError, Registry, call, check_si
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwright.train.config.catalog.records import RunEnd, Sink, StepRecord
+    from shardwright.train.config.catalog.records import Sink
 
 
 class RunKeys(Protocol):
@@ -110,7 +110,7 @@ class NamedSink:
         check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
 
     def make(self, site: RunSite) -> Sink:
-        """The sink of one run. A sink whose `close` has no argument gets one that has it.
+        """The sink of one run.
 
         Raises:
             ExtensionError: ``open`` raised an error, or returned an object without the methods of ``Sink``.
@@ -128,7 +128,12 @@ class NamedSink:
                 f"{owner} returned {sink!r} ({type(sink).__name__}); expected an object with the methods "
                 "step(record), say(text) and close(end)"
             )
-        return sink if _accepts(sink.close, 1) else _WithoutEnd(owner, sink)
+        if not _accepts(sink.close, 1):
+            raise ExtensionError(
+                f"{owner} returned a {type(sink).__name__} with close{inspect.signature(sink.close)}; expected "
+                "close(end)"
+            )
+        return sink
 
 
 def _accepts(function: Callable[..., Any], arguments: int) -> bool:
@@ -139,27 +144,6 @@ def _accepts(function: Callable[..., Any], arguments: int) -> bool:
     except ValueError:
         return True  # a function written in C, without a readable signature
     return True
-
-
-class _WithoutEnd:
-    """A sink of version 0.2, whose `close` has no argument."""
-
-    def __init__(self, owner: str, sink: Any) -> None:
-        if not _accepts(sink.close, 0):
-            raise ExtensionError(
-                f"{owner} returned a {type(sink).__name__} with close{inspect.signature(sink.close)}; expected "
-                "close(end)"
-            )
-        self._sink = sink
-
-    def step(self, record: StepRecord) -> None:
-        self._sink.step(record)
-
-    def say(self, text: str) -> None:
-        self._sink.say(text)
-
-    def close(self, end: RunEnd) -> None:
-        self._sink.close()
 
 
 def check_packages(names: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -39,12 +39,3 @@ class LogConfig(Section):
                 )
             names.append(name)
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reads_tensorboard(cls, values: Any) -> Any:
-        """Runs of version 0.1 have `tensorboard = true` or `false`."""
-        if isinstance(values, dict) and isinstance(values.get("tensorboard"), bool) and "sinks" not in values:
-            values = dict(values)
-            values["sinks"] = ["tensorboard"] if values.pop("tensorboard") else []
-        return values

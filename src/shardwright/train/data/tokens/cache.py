@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint import Damaged
 from shardwright.checkpoint.pretrained.files import sync_folder
 from shardwright.train.data.sources.documents import Source, places, spans
 from shardwright.train.data.sources.places import (

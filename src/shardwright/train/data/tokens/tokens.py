@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.checkpoint.format.digests import Damaged, digest_of, read_regular, sealed, size_of, unsealed
+from shardwright.checkpoint import Damaged
+from shardwright.checkpoint.format.digests import digest_of, read_regular, sealed, size_of, unsealed
 
 FACTS, IDS, ENDS, TRAINED = "tokens.json", "ids.bin", "ends.bin", "trained.bin"
 SMALL = 1 << 26  #: bytes; of larger files only the length is compared when they are opened

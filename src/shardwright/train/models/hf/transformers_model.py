@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.pretrained.conversions import transformers_key_map
 from shardwright.checkpoint.pretrained.files import INDEX, StoredTensor, open_stored
-from shardwright.checkpoint.pretrained.model import OtherRankFailed, mesh_of, on_every_rank
+from shardwright.checkpoint.pretrained.model import mesh_of
 from shardwright.checkpoint.pretrained.names import Source
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.catalog.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.config.catalog.rope_tables import one_place
@@ -154,7 +155,7 @@ class HuggingFaceModel(ForeignModel):
 
         try:
             # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-            path, sources, unneeded = on_every_rank(mesh_of(units_of(self)), places)
+            path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_or_stop(places)
             load_pretrained(
                 self,
                 path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.train.config.catalog.hooks import Fault
 from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted
@@ -57,7 +57,7 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
     before, stop = trainer.position, fault.samples[1]
     latest = before.step - trainer.config.fault.rewind_steps
     with answering():
-        steps = Ranks().by_first(lambda: saved_steps(saves.checkpoints))
+        steps = RankGroup().run_on_first(lambda: saved_steps(saves.checkpoints))
     if not any(step <= latest for step in steps):
         why = f"there is no checkpoint of step {max(latest, 0)} or before to go back to"
         smaller = " or fault.rewind_steps" if trainer.config.fault.rewind_steps else ""
@@ -82,7 +82,7 @@ def _saved(fault: Fault, trainer: Trainer, saves: Saves) -> str:
     step = trainer.position.step
     if not fault.state_is_good:
         try:
-            steps = Ranks().by_first(lambda: saved_steps(saves.checkpoints))
+            steps = RankGroup().run_on_first(lambda: saved_steps(saves.checkpoints))
             newest = f"the newest checkpoint is of step {steps[0]}" if steps else "there is no checkpoint"
         except OSError as error:
             newest = str(error)

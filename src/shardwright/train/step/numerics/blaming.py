@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.front.corruption import names_in
 from shardwright.engine.unit.owning import units_of
@@ -62,7 +62,7 @@ def computed_by(job: Job, work: Callable[[], Tensor], rank: int) -> str | None:
     finite = max(range(len(values)), key=values.__getitem__, default=None) if not bad else None
     shown = bad[0] if bad else finite
     found = None if shown is None else _Found(shown, rank, _in_words(own[shown]), values[shown])
-    everyones = [each for each in Ranks().everyones(found) if each is not None]
+    everyones = [each for each in RankGroup().all_gather(found) if each is not None]
     wrong = [_Found(*each) for each in everyones if not each[3] < float("inf")]
     if wrong:
         first = min(wrong)
@@ -109,7 +109,9 @@ def _own_gradients(model: nn.Module) -> Iterator[list[_Own]]:
 
 
 def _keeps(own: list[_Own], name: str, unit: str | None) -> Any:
-    def keep(gradient: Tensor) -> None:
+    def keep(gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         with torch.no_grad():
             parts = [
                 each for each in plain_tensors(gradient.detach()) if each.is_floating_point() and each.numel()

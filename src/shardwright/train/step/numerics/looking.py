@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup, ranks_in_words
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
@@ -84,7 +84,7 @@ def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good
     `own`: those of this rank. Called by all ranks together.
     """
     reason = next((each.reason for each in own if each.action == action), None)
-    rank, shown = next((r, each) for r, each in enumerate(Ranks().everyones(reason)) if each is not None)
+    rank, shown = next((r, each) for r, each in enumerate(RankGroup().all_gather(reason)) if each is not None)
     where = f" (rank {rank})" if job.world.size > 1 else ""
     samples = job.position.samples, job.position.samples + job.config.train.global_batch
     text = f"step {job.position.step + 1}: {' '.join(str(shown).split())}{where}"
@@ -123,10 +123,6 @@ def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
     if computed.startswith("gradient ") or not wrong:
         return [computed]
     return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def fault_of_state(job: Job) -> Fault | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.front.corruption import plain_name, unit_name
 from shardwright.engine.gradients.stepping import SteppedGradient
@@ -102,7 +102,7 @@ def first_bad(
             continue
         if count := sum(int((~each.isfinite()).sum()) for each in floats_of(named.tensor)):
             bad.append(Bad(order.index(named.kind), place, rank, _in_words(named, count, rank)))
-    everyones = sorted(each for found in Ranks().everyones(bad) for each in found)
+    everyones = sorted(each for found in RankGroup().all_gather(bad) for each in found)
     return (everyones[0].text if everyones else ""), {order[each.kind] for each in everyones}
 
 
@@ -133,10 +133,10 @@ def largest_gradient(model: nn.Module, rank: int) -> str:
                     value,
                     f"all gradients are finite; the largest, {value:.3g}, is in {named.name}{unit} on rank {rank}",
                 )
-    return max(Ranks().everyones(largest), key=lambda each: each[0])[1]  # of equal ones the first rank's
+    return max(RankGroup().all_gather(largest), key=lambda each: each[0])[1]  # of equal ones the first rank's
 
 
 def ranks_with_bad_loss(share: Tensor) -> list[int]:
     """The ranks whose own part of the losses is not finite."""
-    finite = Ranks().everyones(bool(share.isfinite().all()))
+    finite = RankGroup().all_gather(bool(share.isfinite().all()))
     return [rank for rank, each in enumerate(finite) if not each]

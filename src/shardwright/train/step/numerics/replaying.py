@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardwright.checkpoint.training.generators import generator_states, set_generator_states
+from shardwright.checkpoint import generator_states, set_generator_states
 
 
 class Replayed(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.engine.front.corruption import OWN, Key, state_hashes
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
@@ -75,7 +75,7 @@ def twice(job: Job, trial: Work, work: Work) -> Tensor:
             job.optimizer.zero_grad(set_to_none=True)
             _refuse_random(job, first, second, _hashed(job, trial))
         _refuse(job, differences, "was computed twice, from equal weights and samples")
-    everyones = set().union(*Ranks().everyones(moving))
+    everyones = set().union(*RankGroup().all_gather(moving))
     verify_copies(job, [each for name, each in job.model.named_buffers() if name in everyones])
     return sums
 
@@ -107,7 +107,7 @@ def _hashed(job: Job, trial: Work, moving: set[str] | None = None) -> sw.Gradien
 
 def _changed(before: dict[Key, int], now: dict[Key, int]) -> list[sw.Difference]:
     """What has other bits than before, on any rank."""
-    everyones = Ranks().everyones([key for key in before if now.get(key) != before[key]])
+    everyones = RankGroup().all_gather([key for key in before if now.get(key) != before[key]])
     found: dict[Key, list[int]] = {}
     for rank, keys in enumerate(everyones):
         for key in keys:
@@ -123,7 +123,7 @@ def _refuse_random(
         {key for key in one.differing(other) if key.kind == OWN or not one.own}
         for one, other in ((first, second), (first, third), (second, third))
     ]
-    if all(Ranks().everyones(bool(set.intersection(*differing)))):
+    if all(RankGroup().all_gather(bool(set.intersection(*differing)))):
         raise UserError(
             f"fault.verify_every: step {job.position.step + 1} has other gradients each time it is computed, on every "
             "rank, so an operation of the model is not deterministic and nothing can be verified. Call "
@@ -134,7 +134,7 @@ def _refuse_random(
 def _refuse(job: Job, differences: list[sw.Difference], what: str) -> None:
     shown = "; ".join(map(str, differences[:SHOWN]))
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    hosts = Ranks().everyones(os.uname().nodename)
+    hosts = RankGroup().all_gather(os.uname().nodename)
     ranks = sorted({rank for each in differences for rank in each.ranks})
     where = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:SHOWN])
     raise CorruptionError(

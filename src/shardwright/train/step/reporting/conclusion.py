@@ -31,9 +31,10 @@ from shardwright.train.run.record import RunRecord
 from shardwright.train.run.writing import write_text, writing
 from shardwright.train.step import checkpoint
 from shardwright.train.step.best import BestCheckpoint
+from shardwright.train.step.evaluation import Sample, sample_text
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.step.reporting.memory_report import MemoryReport
-from shardwright.train.step.trainer import Sample, Trainer
+from shardwright.train.step.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def conclude(
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         peak, held, leased = memory.tolist()
     memory_report.after_last_step()  # before the sample, which leases in another way
-    sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
+    sampled = sample_text(trainer) if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         trainer.hooks.end(RunEnd("interrupted" if ended_by else "finished", trainer.position.step))
         return end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -25,6 +24,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread
 from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
+from shardwright.train.step.evaluation import Validation
 from shardwright.train.step.trainer import StepResult, Trainer, Untrained
 
 
@@ -80,11 +80,7 @@ def open_record(trainer: Trainer, folder: RunFolder, attempt: int) -> RunRecord:
 
 
 def step_record(
-    trainer: Trainer,
-    result: StepResult,
-    seconds: float,
-    validation: float | None,
-    validation_metrics: Mapping[str, float],
+    trainer: Trainer, result: StepResult, seconds: float, validation: Validation | None
 ) -> StepRecord:
     """The record of a step that is done."""
     config, world, position = trainer.config, trainer.world, trainer.position
@@ -107,12 +103,12 @@ def step_record(
         memory_active=memory.active,
         memory_reserved=memory.reserved,
         memory_total=memory.total,
-        validation_loss=validation,
+        validation_loss=None if validation is None else validation.loss,
         balance_loss=result.auxiliary.get("balance"),
         mtp_loss=result.auxiliary.get("mtp"),
         extra_losses=result.auxiliary,
         metrics=result.metrics,
-        validation_metrics=validation_metrics,
+        validation_metrics={} if validation is None else validation.metrics,
     )
 
 
