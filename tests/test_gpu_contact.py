@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,38 @@ def test_a_failure_on_purpose_that_is_reported_as_another_is_a_problem(run_of, n
 def test_after_the_deadline_parts_are_left_out(run_of) -> None:  # type: ignore[no-untyped-def]
     parts = [Part("slow", [sys.executable, "-c", "import time; time.sleep(60)"])]
     status, text = run_of(parts, "--seconds", "6")
-    assert status == 1 and parts[0].verdict.startswith("left out: the time was over after")
+    assert status == 1 and parts[0].verdict.startswith("cut by the deadline after")
     assert "verdict: failed: slow, last" in text and "left out: no time" in text
+
+
+def test_late_parts_are_ended_together(run_of, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Each takes all the seconds that a process has for its stacks."""
+    monkeypatch.setattr("benchmarks.gpu_rows.processes.STACK_SECONDS", 3.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    code = "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(120)"
+    parts = [Part(f"slow {i}", [sys.executable, "-c", code], limit=60.0) for i in range(8)]
+    begun = time.monotonic()
+    status, _ = run_of(parts, "--seconds", "8")
+    assert status == 1 and all(each.verdict.startswith("cut by the deadline") for each in parts)
+    assert time.monotonic() - begun < 8 + 12
+
+
+SKIPS = "import pytest\n@pytest.mark.skipif({}, reason='needs two: GPUs')\n@pytest.mark.gpu\ndef test_it(): pass\n"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_group_whose_tests_are_all_skipped_is_not_ok(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """On a GPU: without one all tests of a GPU are."""
+    path = tmp_path / "test_it.py"
+    path.write_text(SKIPS.format(True) + "def test_that(): pass\n" * others)
+    part = gpu.group("it", (str(path), "-c", "/dev/null", "-m", "gpu or not gpu"))
+    monkeypatch.setattr(gpu, "stages", lambda *_: [[part]])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    status = gpu.main(["--device", "cuda", "--out", str(tmp_path)])
+    assert (status, part.verdict) == ((0, "ok") if others else (1, "skipped: needs two: GPUs"))
+    assert "1 skipped" in part.found
 
 
 def test_it_ends_what_it_started_when_it_is_ended(tmp_path: Path) -> None:

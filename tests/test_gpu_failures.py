@@ -158,6 +158,20 @@ def test_a_variant_is_blamed_and_the_others_are_measured(
     assert result["error"] == ""
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_variant_that_the_whole_run_s_deadline_cuts_has_not_hung(program: Path, ranks: int) -> None:
+    """The row's own limit is 90 seconds."""
+    result = measured(program, ranks, 25, shardwright="hang")
+    (line,) = [line for line in result["lines"] if "cut" in line or "error" in line]
+    assert line["variant"] == "shardwright" and "cut by the deadline after" in line["cut"]
+    row = Row("row", "1B", 4096, tuple(NAMED.values()))
+    without_figures = result | {"lines": [line for line in result["lines"] if "ms" not in line]}
+    summary = verdicts.summary(row, without_figures, None)
+    assert verdicts.problems({"row": summary}) == []
+    found = summary["variants"]["shardwright"]
+    assert verdicts.reason_of(found) == line["cut"] and "Current thread" in found["output"]
+
+
 @pytest.mark.parametrize("fault", ["shardwright", "shardwrigth=hang", "shardwright=hnag"])
 def test_a_fault_that_does_not_exist(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cpu", "--only", "1B", "--inject", fault, "--out", str(tmp_path)]) == 2

@@ -26,6 +26,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,7 @@ TRAINER_TESTS = (
     "tests/train/models/test_documents_transformers.py",
 )
 """Those that need the trainer's packages."""
-PYTEST = ("-q", "-m", "gpu", "-o", "minversion=6", "-p", "no:cacheprovider", "--tb=long")
+PYTEST = ("-q", "-rs", "-m", "gpu", "-o", "minversion=6", "-p", "no:cacheprovider", "--tb=long")
 
 
 @dataclass
@@ -194,13 +195,17 @@ class Run:
                         continue
                     running[each.name] = (each, self._start(each, folder), time.monotonic())
                     busy += each.name != "fault-hang"
-                for each, process, begun in list(running.values()):
+                done = []
+                for each, process, begun in running.values():
                     status = process.poll()
-                    if status is None and not self._is_late(each, begun, folder):
-                        continue
+                    if status is not None or self._is_late(each, begun, folder):
+                        done.append((each, process, status, time.monotonic() - begun))
+                end(
+                    [process for _, process, _, _ in done]
+                )  # together: each may take seconds to write its stacks
+                for each, _, status, seconds in done:
                     del running[each.name]
-                    end([process])
-                    self._finish(each, status, time.monotonic() - begun, folder)
+                    self._finish(each, status, seconds, folder)
                 time.sleep(0.05)
         finally:
             end([process for _, process, _ in running.values()])
@@ -229,16 +234,21 @@ class Run:
         output = output_of(folder / f"{each.name}.log")
         result = _read(folder / f"{each.name}.json")
         each.seconds = round(seconds, 1)
-        line = ending(status, seconds, output)
-        if status is None and self.left < 0:
-            line = line.replace("hung: not done", "left out: the time was over", 1)
+        line = ending(status, seconds, output, at_deadline=self.left < 0)
         if status is not None and status > 0 and "error" in result:
             line = f"failed: {result['error']}"
         each.details = {"output": output, **result}
         each.verdict = line or "ok"
         each.found = _summary_of_tests(output) if "pytest" in each.command else result.get("found", "")
-        if status == 5 and self.args.device == "cpu" and "pytest" in each.command:
+        if "pytest" in each.command and self.args.device == "cpu" and status == 5:
             each.verdict = "ok"  # there is no test without a GPU
+        elif (
+            "pytest" in each.command
+            and self.args.device == "cuda"
+            and status == 0
+            and " passed" not in each.found
+        ):
+            each.verdict = f"skipped: {_reasons_of_skips(output) or 'no test ran'}"
         if each.expected:
             rightly = all(word in each.verdict for word in each.expected)
             each.found = each.verdict
@@ -302,6 +312,12 @@ def _read(path: Path) -> dict[str, Any]:
 def _summary_of_tests(output: str) -> str:
     lines = [line for line in output.splitlines() if " in " in line and line.rstrip().endswith("s")]
     return lines[-1].strip("= ") if lines else ""
+
+
+def _reasons_of_skips(output: str) -> str:
+    """The reasons that pytest's -rs reports, each once."""
+    found = re.findall(r"^SKIPPED \[\d+\] [^ ]+:(?: \w+:)? (.+)$", output, re.MULTILINE)
+    return "; ".join(dict.fromkeys(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,18 +36,20 @@ class Ended:
         lines: the lines of all ranks.
         error: why they did not end well; empty if they did. ``output``: all that they printed then.
         late: whether they were ended because their time was over.
+        cut: whether that was the time of the whole run, in which the row had less than its own limit.
     """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     output: str = ""
     late: bool = False
+    cut: bool = False
 
 
 def run_row(
     row: Row, program: Path, order: dict[str, Any], environment: dict[str, str], seconds: float
 ) -> dict[str, Any]:
-    """Run all variants of a row.
+    """Run all variants of a row. ``seconds``: its limit, or what is left of the whole run's time if that is less.
 
     Returns:
         ``lines`` of all ranks; ``error`` of processes that failed before or between variants, with their ``output``;
@@ -65,7 +67,8 @@ def run_row(
         if whole.lines and limit < LEAST / 2:
             whole.lines += [{"variant": variant.name, "late": True} for variant in variants]
             continue
-        ended = _run(replace(row, variants=variants), program, order, environment, limit)
+        at_deadline = limit == left and seconds < row.seconds
+        ended = _run(replace(row, variants=variants), program, order, environment, limit, at_deadline)
         whole.lines += ended.lines
         rest = _not_begun(variants, ended.lines)
         if ended.error and not _blame(whole, ended) and len(rest) == len(variants):
@@ -93,7 +96,8 @@ def _blame(whole: Ended, ended: Ended) -> bool:
         name = line.get("variant", "")
         running = name if "begun" in line else "" if name == running else running
     if running:
-        whole.lines.append({"variant": running, "error": ended.error, "output": ended.output})
+        key = "cut" if ended.cut else "error"
+        whole.lines.append({"variant": running, key: ended.error, "output": ended.output})
     if not running and not any("error" in line and "variant" in line for line in ended.lines):
         whole.error = whole.error or ended.error
         whole.output += ended.output
@@ -103,9 +107,14 @@ def _blame(whole: Ended, ended: Ended) -> bool:
 
 
 def _run(
-    row: Row, program: Path, order: dict[str, Any], environment: dict[str, str], seconds: float
+    row: Row,
+    program: Path,
+    order: dict[str, Any],
+    environment: dict[str, str],
+    seconds: float,
+    at_deadline: bool,
 ) -> Ended:
-    """Run some variants of a row in one process for each rank."""
+    """Run some variants of a row in one process for each rank. ``at_deadline``: the whole run has no more seconds."""
     begun = time.monotonic()
     ranks: int = order["ranks"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -119,7 +128,9 @@ def _run(
             for rank, log in enumerate(logs):
                 command = [sys.executable, str(program), "--work", str(folder), str(rank)]
                 processes.append(start(command, log, environment, folder))
-            states = _wait(processes, begun + seconds, folder / "rank0.jsonl", ONE_TURN * seconds)
+            turn = ONE_TURN * (row.seconds if at_deadline else seconds)
+            states = _wait(processes, begun + seconds, folder / "rank0.jsonl", turn)
+            at_deadline = at_deadline and time.monotonic() > begun + seconds
         finally:
             end(processes)
         lines = [line for rank in range(ranks) for line in _lines(folder / f"rank{rank}.jsonl")]
@@ -127,9 +138,9 @@ def _run(
             return Ended(lines)
         outputs = [output_of(log) for log in logs]
     failed = {rank: state for rank, state in enumerate(states) if state}
-    error = _in_words(states, time.monotonic() - begun, outputs)
+    error = _in_words(states, time.monotonic() - begun, outputs, at_deadline)
     output = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(outputs) if text.strip())
-    return Ended(lines, error, output, late=not failed)
+    return Ended(lines, error, output, late=not failed, cut=at_deadline and not failed)
 
 
 def _wait(
@@ -152,10 +163,14 @@ def _wait(
         time.sleep(0.1)
 
 
-def _in_words(states: list[int | None], seconds: float, outputs: list[str]) -> str:
+def _in_words(states: list[int | None], seconds: float, outputs: list[str], at_deadline: bool) -> str:
     """The ranks that failed, or else the places where they hang."""
     several = len(states) > 1
-    ends = {rank: ending(state, seconds, outputs[rank]) for rank, state in enumerate(states) if state != 0}
+    ends = {
+        rank: ending(state, seconds, outputs[rank], at_deadline)
+        for rank, state in enumerate(states)
+        if state != 0
+    }
     causes = {rank: text for rank, text in ends.items() if states[rank] is not None} or ends
     words = [f"rank {rank} {text}" if several else text for rank, text in causes.items()]
     for rank, state in enumerate(states):

@@ -84,17 +84,17 @@ def memory_of(device: Any) -> dict[str, int | str]:
 # -- processes
 
 
-def ending(status: int | None, seconds: float, output: str) -> str:
+def ending(status: int | None, seconds: float, output: str, at_deadline: bool = False) -> str:
     """How a process ended, from its status (None: it was ended, since it took too long) and its output.
 
-    Nothing, if it ended well.
+    Nothing, if it ended well. ``at_deadline``: the time of the whole run was over, so it may not have hung.
     """
     if status == 0:
         return ""
     place = stack_place(output)
     where = f", in {place}" if place else ""
     if status is None:
-        return f"hung: not done after {seconds:.0f} s{where}"
+        return f"{'cut by the deadline' if at_deadline else 'hung: not done'} after {seconds:.0f} s{where}"
     if status == -signal.SIGKILL:
         return "killed by SIGKILL from outside: the host may have had no memory left"
     if status < 0:

@@ -73,8 +73,10 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             os.killpg(process.pid, signal.SIGKILL)  # such as the compiler's own processes
         except (ProcessLookupError, PermissionError):
             pass
+    deadline = time.monotonic() + STACK_SECONDS
+    for process in processes:
         with suppress(subprocess.TimeoutExpired):  # a driver may keep a process
-            process.wait(STACK_SECONDS)
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def output_of(log: Path, longest: int = 40_000) -> str:

@@ -47,6 +47,8 @@ def notes(result: Found) -> list[str]:
             lines.append(f"{name}: skipped: {reason}")
         elif reason:
             lines.append(f"{name}: {reason}")
+        elif "cut" in found:
+            lines.append(f"{name}: in a later turn {found['cut']}")
         elif "late" in found:
             lines.append(f"{name}: {len(found['turns_ms'])} turn, no time for another")
         if found.get("left_bytes", 0) > 0.01 * found.get("active_bytes", 0) > 0:

@@ -23,7 +23,7 @@ of an engine that does not train. The engines compute the same roundings, so the
 nearly. Backward of attention and of the embedding adds up in an order that changes, and AdamW makes that larger."""
 NORM_TOLERANCE = 0.1
 """Relative, for the norms of the gradients of the first steps, which such noise changes more than it changes losses."""
-KEPT = ("error", "traceback", "memory", "output", "skipped", "late")
+KEPT = ("error", "traceback", "memory", "output", "skipped", "cut", "late")
 """Keys of a line that stay where it has no figures."""
 PRECISION = (
     "float32 master weights and moments, computation in bfloat16, gradients cast to float32; plain torch: a model in "
@@ -172,7 +172,7 @@ def reason_of(found: Found) -> str:
         return ""
     if "error" in found or "row_failed" in found:
         return "it failed" if "error" in found else "its row failed"
-    return found.get("skipped") or "left out: no time"
+    return found.get("skipped") or found.get("cut") or "left out: no time"
 
 
 def problems(results: dict[str, Found]) -> list[str]:

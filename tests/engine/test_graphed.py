@@ -7,7 +7,6 @@ at fixed addresses, and leaves its own state right between replays. What CUDA it
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -228,19 +227,6 @@ def test_a_kept_result_of_a_replay_is_the_next_one(rank: int, world_size: int) -
         two = run.step(*[tokens(1, i, rank) for i in range(2)])
     assert all(a is b for a, b in zip(one, two, strict=True))
     assert all(p.grad is g for p, g in zip(run.model.parameters(), first, strict=True))
-
-
-@multirank(1)
-def test_a_replay_waits_for_the_optimizer_s_event(rank: int, world_size: int) -> None:
-    run = Run(True, rank)
-    run.train(4)
-    waited: list[Any] = []
-    streams = run.step._streams
-    streams.mark_of_events, streams.join = lambda: "the event", waited.append
-    run.step._captured = replace(run.step._captured, replay=lambda: waited.append("replay"))
-    with graphs(run.model):
-        run.step(*[tokens(0, i, rank) for i in range(2)])
-    assert [each for each in waited if each is not None] == ["the event", "replay"]
 
 
 @multirank(2)

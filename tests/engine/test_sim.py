@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,44 @@ def test_on_several_ranks_the_host_waits_once_for_each_backward(
     (wait,) = waits_of_a_step(Case(**STEADY[name])).items()
     assert wait[0].startswith("an event's synchronize in streams.py") and "host_flag.py" in wait[0]
     assert wait[1] == (2 if name in TWO else 1)
+
+
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bfloat16": {"dtypes": (BF16, FP32)},
+    "planned": {"memory": "arena"},
+    "ragged": {"layout": "ragged"},
+    "accumulated": {"accumulation": "held"},
+    "reduced twice": {"accumulation": "not last"},
+    "in backward": {"steps": "in backward"},
+}
+
+
+@on_sim(1, 2)
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_the_host_waits_for_with_offload(rank: int, world_size: int, name: str) -> None:
+    """The list in docs/memory.md."""
+    from tests.engine.kit.on_sim import waits_of_a_step
+
+    case = Case(On("zero3", (world_size,)), offload="offload", **OFFLOADED[name])
+    units = 4
+    expected = {
+        "an event's synchronize in delivery.py": units * (2 if case.accumulation == "not last" else 1),
+        "an event's synchronize in offload.py": units,
+    }
+    if world_size > 1:
+        expected["an event's synchronize in host_flag.py"] = (
+            1 if case.micros == 1 and case.steps == "optimizer" else 2
+        )
+        if case.steps == "optimizer":
+            expected |= {"a copy from the host in clip.py": 1, "a copy to the host in clip.py": 1}
+    waits: Counter[str] = Counter()
+    for wait, count in waits_of_a_step(case).items():
+        what, _, places = wait.partition(" in ")
+        files = [place.partition(":")[0] for place in places.split(" < ")]
+        waits[f"{what} in {next(file for file in files if file != 'streams.py')}"] += count
+    if case.steps == "optimizer":
+        assert waits == expected
+    else:  # with units of the step before, whose gradients have come late
+        assert waits.keys() == expected.keys()
+        assert all(expected[wait] <= count <= 2 * expected[wait] for wait, count in waits.items())

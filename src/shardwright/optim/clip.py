@@ -122,13 +122,12 @@ def _clip(
         assert part is not None
         part = part if largest else part.pow_(norm_type)
         here, there = part.device, torch.device(kinds[groups])
-        part = (
-            part.to(there) if here.type != there.type else part
-        )  # norms of offloaded tensors are summed on the groups' device
-        for group in groups:
-            if group.size() > 1:
-                with noted("all-reduce of norms", group):
-                    dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        groups_with_others = [group for group in groups if group.size() > 1]
+        if groups_with_others and here.type != there.type:
+            part = part.to(there)  # norms of offloaded tensors are summed on the groups' device
+        for group in groups_with_others:
+            with noted("all-reduce of norms", group):
+                dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         part = (part if largest else part.pow_(1.0 / norm_type)).to(here)
         norms = part if norms is None else torch.cat([norms, part])
     norm = torch.linalg.vector_norm(norms, norm_type)

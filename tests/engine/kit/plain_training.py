@@ -52,7 +52,7 @@ def _trained(
         if clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         with torch.no_grad():
             if event in EDITS and is_edited(step):
                 EDITS[event](model)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardwright.comm import DeviceStreams, Pending
+from shardwright.comm import DeviceStreams, HostFlag, Pending
 from shardwright.engine.base.offload import Host
 from shardwright.engine.front import module as engine_module
 from shardwright.engine.gradients.delivery import OnHost
@@ -72,6 +72,12 @@ def hook_without_waiting(hook: Callable[[torch.Tensor], None], stream: Any) -> C
 
 
 FORGOTTEN: list[Any] = []  #: gathers that nobody waits for; they would wait when they go
+
+
+def read_at_once(self: HostFlag, read: Any = HostFlag.read) -> bool:
+    """Does not wait for the flag's copy."""
+    self._mark = None
+    return read(self)  # type: ignore[no-any-return]
 
 
 def release_without_waiting(self: Weights, release: Callable[[Weights], None] = Weights.release) -> None:
@@ -190,6 +196,11 @@ WRONG_ENGINES = {
         (engine_module, "_on_stream", hook_without_waiting),
         (f"write {SCATTERS}", "write by aten::mul_ on 'user'", "gradients of blocks.2"),
     ),
+    "a flag is read too soon": Wrong(
+        Case(event="a rank steps twice"),
+        (HostFlag, "read", read_at_once),
+        ("write by aten::copy_ on 'gather'", "on 'host'"),
+    ),
     "released under the gather": Wrong(
         Case(event="another order"),
         (Weights, "release", release_without_waiting),
@@ -276,7 +287,12 @@ def replay_alone(self: DeviceStreams, function: Any, capture: Any = DeviceStream
 
 
 #: Their waits are not in a graph, but before or after it.
-OUTSIDE_GRAPHS = ("gradients are read too soon", "no event of the optimizer's", "a hook that does not wait")
+OUTSIDE_GRAPHS = (
+    "gradients are read too soon",
+    "no event of the optimizer's",
+    "a hook that does not wait",
+    "a flag is read too soon",
+)
 #: Wrong orders that are there only while a graph is captured.
 WRONG_GRAPHS: dict[str, Wrong] = {
     f"{name}, in a graph": wrong._replace(case=wrong.case._replace(graphed=True))

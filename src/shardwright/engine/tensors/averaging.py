@@ -29,7 +29,7 @@ RECIPE = "_shardwright_recipe"
 #: True on a tensor that was computed from numbers that this rank has read: it may differ from the other ranks'.
 OWN = "_shardwright_own"
 #: By streams of an accelerator: a flag that is set if ranks averaged gradients of different values, or joined such
-#: values.
+#: values. A flag holds its streams weakly, because a value that holds its key would keep both.
 _differs: weakref.WeakKeyDictionary[Streams, HostFlag] = weakref.WeakKeyDictionary()
 
 
@@ -211,7 +211,7 @@ def _compare(comm: Communicator, number: int) -> None:
 def _flag_of(comm: Communicator) -> HostFlag:
     flag = _differs.get(comm.streams)
     if flag is None:
-        flag = _differs[comm.streams] = HostFlag(comm.streams, comm.device, "download")
+        flag = _differs[comm.streams] = HostFlag(weakref.proxy(comm.streams), comm.device, "download")
     return flag
 
 
