@@ -82,8 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     small = {function_of(item) for item in items if ranks_of(item) in (1, 2)}
     left = {item for item in items if next(reasons(item, small), None) is not None}
-    for name in sorted(nothing_stays(items)):
-        raise pytest.UsageError(f"{name}: no case is like what its mark `extensive` says in `but`")
+    if stale := sorted(nothing_stays(items)):
+        raise pytest.UsageError(f"no case is like what the mark `extensive` says in `but`: {', '.join(stale)}")
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
 
