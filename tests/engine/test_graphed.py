@@ -164,7 +164,7 @@ def compress(model: Model) -> None:
     model.set_gradient_comm_hook(sw.comm_hooks.Compressed(sw.comm_hooks.Cast(torch.bfloat16)))
 
 
-@pytest.mark.extensive("each change is another graph", but=("compress-True-*", "load-*"))
+@pytest.mark.extensive("each change is another graph", but=("compress-True-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     "change, again",

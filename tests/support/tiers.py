@@ -32,7 +32,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "test_gpu_failures.py": (
         "a tool: each fault is a process",
-        ("test_a_failure_before_*", "test_endings", "test_long_*", "test_the_first_*", "*exit-2"),
+        ("test_a_failure_before_*", "test_endings", "test_long_*", "test_the_first_*", "plain torch-exit-2"),
     ),
     "test_gpu_contact.py": (
         "a tool: each part is a process",
@@ -83,7 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     small = {function_of(item) for item in items if ranks_of(item) in (1, 2)}
     left = {item for item in items if next(reasons(item, small), None) is not None}
     if stale := sorted(nothing_stays(items)):
-        raise pytest.UsageError(f"no case is like what the mark `extensive` says in `but`: {', '.join(stale)}")
+        raise pytest.UsageError(
+            f"no case is like what the mark `extensive` says in `but`: {', '.join(stale)}"
+        )
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
 

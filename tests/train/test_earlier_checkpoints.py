@@ -23,6 +23,7 @@ from tests.train.kit.earlier import rewrite_as_before, save_alone, save_as_befor
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "position.json")
 
 
+@pytest.mark.extensive("test_damage has the present form")
 @multirank(2)
 def test_any_damage_makes_all_ranks_fall_back(rank: int, world_size: int, tmp_path: Path) -> None:
     job = Job(tmp_path / "checkpoints")

@@ -165,6 +165,7 @@ def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], c
         assert out.count(f"step {step}/{STEPS}  loss") == 1
 
 
+@pytest.mark.extensive("a job that restarts three times")
 def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     tmp_path: Path, sharded_run: Path
 ) -> None:

@@ -136,6 +136,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensive("each kind of tokenizer", but=("words-*", "byte_level-*"))
 @pytest.mark.parametrize("flagged", [True, False], ids=["special", "added"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_makes_a_special_token(tmp_path: Path, kind: str, flagged: bool) -> None:
