@@ -270,6 +270,7 @@ def test_documents_that_spell_tokens_end_a_run_that_does_not_say_what_they_are(
     assert losses(tmp_path / "text") != losses(tmp_path / "tokens")
 
 
+@pytest.mark.extensive("a run and its resume")
 def test_a_run_without_the_key_goes_on_with_tokens(tmp_path: Path) -> None:
     """As runs did before there was the key, also if a file without it is named."""
     saved(tmp_path / "tok", "byte_level")
