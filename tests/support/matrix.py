@@ -1,8 +1,8 @@
 """Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
 
 ``SHARDWRIGHT_MATRIX=all make test`` runs whole products, some hours on two cores; ``triples`` runs what shows every
-three settings together; ``pairs`` is the default and what `make test-all` runs; ``values`` is what `make test` runs: the
-rows among them that show every setting. The selection is the same in every run.
+three settings together. ``pairs`` is the default and that of `make test-all`. ``values``, that of `make test`, runs
+those among them that show every setting. The selection is the same in every run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def select(rows: Iterable[Row], shows: Callable[[Row, int], Iterable[Hashable]])
     rows = list(rows)
     first: list[int] = []
     for each in range(1, strength + 1):  # a larger selection has the rows of the smaller ones
-        first = chosen(rows, lambda row, strength=each: shows(row, strength), first)
+        first = chosen((shows(row, each) for row in rows), first)
     return [rows[number] for number in first]
 
 
@@ -56,18 +56,17 @@ def covering(rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]]) ->
 
     Of those that add as much the first is taken.
     """
-    return [rows[number] for number in chosen(rows, shows)]
+    return [rows[number] for number in chosen(map(shows, rows))]
 
 
-def chosen(
-    rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]], first: Sequence[int] = ()
-) -> list[int]:
-    """The numbers of the rows that `covering` returns, among them those of ``first``."""
+def chosen(shown: Iterable[Iterable[Hashable]], first: Sequence[int] = ()) -> list[int]:
+    """The numbers of the rows that `covering` returns, by what each row shows; among them those of ``first``."""
     bits: dict[Hashable, int] = {}  # sets as numbers: some ten thousand rows take a moment, not seconds
-    masks = [0] * len(rows)
-    for number, row in enumerate(rows):
-        for what in shows(row):
-            masks[number] |= bits.setdefault(what, 1 << len(bits))
+    masks = []
+    for each in shown:
+        masks.append(0)
+        for what in each:
+            masks[-1] |= bits.setdefault(what, 1 << len(bits))
     found, unseen = list(first), (1 << len(bits)) - 1
     for number in first:
         unseen &= ~masks[number]
