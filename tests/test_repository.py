@@ -5,6 +5,7 @@ Nothing here starts the trainer; the README's own example is the one thing that 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -134,6 +135,18 @@ def test_modules_import_in_one_direction() -> None:
     graph = imports_of_package()
     assert len(graph) > 200
     assert circles(graph) == []
+
+
+def test_one_class_records_how_a_job_ended() -> None:
+    """exit.json and the end of a session have one owner: our launcher, torchrun, SLURM and Ray go through it."""
+    callers: dict[str, list[str]] = {"write_exit": [], "close_session": []}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in callers:
+                        callers[name].append(f"{path.name}: {function.name}")
+    assert callers == {"write_exit": ["job_end.py: refuse"], "close_session": ["job_end.py: record"]}
 
 
 def test_circles_are_found(tmp_path: Path) -> None:

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.loading import load_state, open_checkpoint
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit import trained
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 pytest.importorskip("s3fs", reason="needs s3fs")
 moto_server = pytest.importorskip("moto.moto_server.threaded_moto_server", reason="needs moto[server]")
-ALONE = Ranks(alone=True)
+ALONE = RankGroup(alone=True)
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +123,9 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
 
 _KILLED = """
 import os, signal, torch, fsspec
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.collective import RankGroup
+from shardwright.checkpoint.save.saving import save_state
 
 objects.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")
@@ -137,7 +137,7 @@ def dies_at_the_second_part(self, method, *args, **options):
     return original(self, method, *args, **options)
 
 kind.call_s3 = dies_at_the_second_part
-save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, Ranks(alone=True))
+save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, RankGroup(alone=True))
 """
 
 
@@ -240,7 +240,7 @@ def test_an_asynchronous_save_appears(rank: int, world_size: int, address: str) 
         for step in (1, 2):
             checkpoints.save_state(f"s3://runs/step-{step}", mine)
     read = {f"t{rank}": torch.zeros(1000)}
-    load_state("s3://runs/step-2", read, Ranks())
+    load_state("s3://runs/step-2", read, RankGroup())
     assert torch.equal(read[f"t{rank}"], mine[f"t{rank}"])
     stored = files.find("runs/step-1", refresh=True)
     assert len(stored) == 5 and not any("note" in name or "begun" in name for name in stored)

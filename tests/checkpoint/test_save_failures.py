@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwright.checkpoint import places
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import places
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit_calls import Call, recorded
 from tests.checkpoint.kit_disk import Script, check_every_cut
 from tests.checkpoint.kit_states import ALONE, small_tensors_spread, state, step_of
@@ -218,12 +218,12 @@ def test_ranks_raise_one_error(rank: int, world_size: int, tmp_path: Path, error
         number, happened = 0, True
         while happened:
             path = tmp_path / f"{failing}-{number}" / "c"
-            save_state(path, state(1), Ranks())
+            save_state(path, state(1), RankGroup())
             fault = Fault(number if rank == failing else -1, error)
             message: str | None = None
             with small_tensors_spread(), recorded(path.parent, before=fault):
                 try:
-                    save_state(path, state(2), Ranks(), overwrite=True)
+                    save_state(path, state(2), RankGroup(), overwrite=True)
                 except KeyboardInterrupt:
                     assert rank == failing and isinstance(error, KeyboardInterrupt)
                     message = f"rank {failing}: KeyboardInterrupt"
@@ -263,7 +263,7 @@ def save_and_die(rank: int, folder: Path, dying: int, number: int) -> None:
     )
     with small_tensors_spread(), recorded(folder / "saved", before=die):
         try:
-            save_state(folder / "saved" / "c", state(2), Ranks(), overwrite=True)
+            save_state(folder / "saved" / "c", state(2), RankGroup(), overwrite=True)
         except Exception as error:
             (folder / f"error-of-{rank}").write_text(str(error))
             os._exit(3)

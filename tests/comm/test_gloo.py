@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright._torch import backend_for
-from shardwright.train.world import join_world
+from shardwright.train.parallel.world import join_world
 from tests.support import multirank
 from tests.train.jobs import tiny
 

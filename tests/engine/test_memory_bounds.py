@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
 from shardwright.memory import Slab
-from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid
-from shardwright.train.models.llama import PRESETS, Llama
+from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid
+from shardwright.train.models.native.llama import PRESETS, Llama
 from tests.engine.kit.training import units_of
 from tests.support import multirank, world_mesh
 from tests.support.fake import fake_ranks

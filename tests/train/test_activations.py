@@ -11,12 +11,13 @@ import torch
 
 import shardwright as sw
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
-from shardwright.train import activations, metrics
-from shardwright.train.activations import prepare_blocks
 from shardwright.train.config import Config
 from shardwright.train.models.build import build_model
-from shardwright.train.models.llama import Rope
-from shardwright.train.parallel import parallelize
+from shardwright.train.models.native.llama import Rope
+from shardwright.train.parallel import activations
+from shardwright.train.parallel.activations import prepare_blocks
+from shardwright.train.parallel.recipe import parallelize
+from shardwright.train.report import jsonl
 from tests.engine.kit.counting import counted
 from tests.support import multirank, world_mesh
 from tests.support.storages import Storages
@@ -212,7 +213,7 @@ def test_a_compiled_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run", *run, *options) == 0
     assert "compiled        2 graphs, 0 of them after step 3" in capsys.readouterr().out  # one for validation
     losses = [
-        [r["loss"] for r in metrics.read_records(tmp_path / d / "metrics.jsonl")] for d in ("plain", "run")
+        [r["loss"] for r in jsonl.read_records(tmp_path / d / "metrics.jsonl")] for d in ("plain", "run")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     torch._dynamo.reset()
@@ -228,7 +229,7 @@ def test_other_engines_keep_their_losses(tmp_path: Path, engine: str) -> None:
         arguments += ["--run.dir", tmp_path / mode, "--train.steps", "2", "--train.global_batch", "4"]
         done = ranks(2, *arguments)
         assert [status for status, _ in done] == [0, 0], done
-        losses.append([r["loss"] for r in metrics.read_records(tmp_path / mode / "metrics.jsonl")])
+        losses.append([r["loss"] for r in jsonl.read_records(tmp_path / mode / "metrics.jsonl")])
     assert losses[0] == losses[1]
 
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from shardwright.train.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
+from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
+from shardwright.train.config.keys import OTHER_NAMES, keys, nearest_key
 from shardwright.train.errors import UserError
-from shardwright.train.keys import OTHER_NAMES, keys, nearest_key
-from shardwright.train.models.presets import PRESETS, RopeScaling
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import board as boards
-from shardwright.train import plan_picture
+from shardwright.train.report import plan_picture
 from shardwright.watching.reading import Reader
 from tests.train.jobs import config_file, train_here
 from tests.train.kit import faults, stopped
@@ -114,7 +114,7 @@ STOPPED = "tests.train.kit.stopped"
 def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
     tmp_path: Path, place: str, rank: int
 ) -> None:
-    again = place == "_watched"
+    again = place == "watch"
     status, out, err = launch(
         tmp_path, "train", config_file(tmp_path), "--nproc", "2", *SHARDED, "--run.dir", tmp_path / "run",
         "--fault.stall_seconds", "300" if place == "join_world" else "2", "--train.steps", "2",
@@ -134,7 +134,7 @@ def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
 
 
 @pytest.mark.extensive("each place waits for a timeout")
-@pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("_watched", 0)])
+@pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("watch", 0)])
 def test_ranks_of_torchrun_end_one_that_is_stopped_at_the_start(
     tmp_path: Path, place: str, rank: int
 ) -> None:

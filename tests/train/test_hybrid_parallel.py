@@ -14,17 +14,18 @@ import torch
 import shardwright as sw
 from shardwright._torch import MissingCompilerError
 from shardwright.engine.model import pools
-from shardwright.train import checkpoint, parallel
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import tensor_plan
 from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
-from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.kinds import tensor_plan
-from shardwright.train.models.styles import SummedParts, rows_of, spread_experts
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
+from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
+from shardwright.train.models.native.styles import SummedParts, rows_of, spread_experts
+from shardwright.train.parallel import recipe
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import checkpoint
+from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny
@@ -98,7 +99,7 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
-    with parallel.parallel_loss(mine.config.parallel):
+    with recipe.parallel_loss(mine.config.parallel):
         mine.work(*next_step(mine))
     found = {}
     for name, p in mine.model.named_parameters():

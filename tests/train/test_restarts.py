@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwright import cli
-from shardwright.train.fresh_store import fresh_store
-from shardwright.train.launches import GivenUpError, Launch, record_end
-from shardwright.train.restarts import Attempt, Restarts, without_numbers
-from shardwright.train.runs import RunFolder
-from shardwright.train.sections.fault import FaultConfig
-from shardwright.train.statuses import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.launch.attempts import GivenUpError, Launch, record_end
+from shardwright.train.launch.restarts import Attempt, Restarts, without_numbers
+from shardwright.train.rank.rendezvous import fresh_store
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
+from shardwright.train.run.folder import RunFolder
 from tests.train.jobs import TINY, config_file, losses, records, run
 from tests.train.kit.faults import environment
 from tests.train.kit.forked import launch

@@ -14,17 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.index import parse_index
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import read_back
-from shardwright.checkpoint.writing import PartToWrite, write_parts
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, verified
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position
-from shardwright.train.stop import StopRequest
+from shardwright.checkpoint.format.index import parse_index
+from shardwright.checkpoint.save.saving import read_back
+from shardwright.checkpoint.save.writing import PartToWrite, write_parts
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import Position
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.train.damage import Job, flipped
 from tests.train.jobs import (
@@ -57,7 +56,7 @@ def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path,
     checkpoints = folder / "checkpoints"
     assert saved_steps(checkpoints) == [8, 6] and len(list(checkpoints.iterdir())) == 2
     for step in (8, 6):
-        verified(checkpoints / f"step-{step}", Ranks())
+        verified(checkpoints / f"step-{step}")
         assert digests(checkpoints / f"step-{step}") == digests(sharded_run / "checkpoints" / f"step-{step}")
     assert losses(folder) == losses(sharded_run)
 
@@ -145,9 +144,7 @@ def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     status, out, err = finish(job, timeout=60)
     assert (status, err) == (143, "") and "stopped by SIGTERM" in out
     steps = saved_steps(folder / "checkpoints")
-    assert len(steps) == 2 and all(
-        verified(folder / "checkpoints" / f"step-{step}", Ranks()) for step in steps
-    )
+    assert len(steps) == 2 and all(verified(folder / "checkpoints" / f"step-{step}") for step in steps)
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 

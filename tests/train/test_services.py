@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.train import sink_thread
+from shardwright.train.config.catalog.sinks import sinks
 from shardwright.train.errors import UserError
 from shardwright.train.extend import RunEnd, RunSite, StepRecord
-from shardwright.train.services.service import ServiceSink, Stored, project_of, settings_of
-from shardwright.train.sinks import sinks
+from shardwright.train.report import sink_thread
+from shardwright.train.report.sinks.service import ServiceSink, Stored, project_of, settings_of
 from tests.train.jobs import TINY, config_file, records, run, tiny
 
 PACKAGES = ("wandb", "mlflow", "trackio")

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.generate import sample
 from shardwright.train.models.build import build_model
+from shardwright.train.models.sampling import sample
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import checkpoint
+from shardwright.train.step.evaluation import validate
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 from tests.train.kit.parallel import plain_steps, take_steps
@@ -93,7 +94,7 @@ def test_validation_counts_every_window_once(rank: int, world_size: int, vocab_s
     inputs, targets = batch(random_text(), 0, 0, windows, config.train.seq_len, split="validation")
     with torch.no_grad():
         wanted = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
-    assert trainer(config, rank, world_size).validate() == pytest.approx(wanted.item(), rel=1e-5)
+    assert validate(trainer(config, rank, world_size)).loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
 @multirank(4)

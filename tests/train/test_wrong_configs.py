@@ -23,7 +23,7 @@ pytest.importorskip("pyarrow", reason="needs pyarrow")
 pytest.importorskip("jinja2", reason="needs jinja2")
 
 from shardwright import cli
-from shardwright.train.data import lines
+from shardwright.train.data.sources import lines
 from tests.train.jobs import TINY, ranks, run
 from tests.train.kit.architectures import folder_with
 from tests.train.kit.foreign import JOB

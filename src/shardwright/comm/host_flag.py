@@ -46,9 +46,8 @@ class HostFlag:
             self._mark, self._is_set = self._streams.mark(self._stream), True
 
     def set_by_graph(self) -> None:
-        """A graph that sets the flag runs on the current stream. A read waits for the graph's end."""
-        with self._streams.fork(self._stream):
-            self._mark, self._is_set = self._streams.mark(self._stream), True
+        """A replay of a graph that sets the flag has been queued. A read waits for the graph's end."""
+        self._mark, self._is_set = self._streams.mark(self._stream), True
 
     def read(self) -> bool:
         """Whether the flag was set since the last read. The host waits for the flag's copy. Resets the flag."""

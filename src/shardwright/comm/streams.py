@@ -47,7 +47,8 @@ class Streams(Protocol):
         """Let all streams of the computation since the last call, and the current one, wait for each other.
 
         Backward runs on the streams of its forward, and ends on the stream of its caller. There the engine releases
-        memory that it has leased on the others. Their later work may get this memory.
+        memory that it has leased on the others. Their later work may get this memory. A forward may lease memory that
+        an earlier forward has released on another stream.
         """
 
     def mark(self, name: str) -> Any:
@@ -74,7 +75,8 @@ class Streams(Protocol):
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture the work that ``function`` and our side streams queue in a graph, without running it.
 
-        Returns a function that runs the graph on the current stream, and the result of ``function``.
+        Returns a function that runs the graph on the current stream, after all work of the side streams and before
+        their later work, and the result of ``function``.
         """
 
 
@@ -132,7 +134,7 @@ class DeviceStreams:
     def __init__(self, device: torch.device) -> None:
         self._api = torch.get_device_module(device)
         self._device = device
-        self.captures = device.type == "cuda"
+        self.captures = hasattr(self._api, "CUDAGraph")
         names = ("gather", "reduce", "all_reduce", "upload", "download")
         self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
         self._has_events = False  #: whether gathers had to wait for a user's event
@@ -154,10 +156,9 @@ class DeviceStreams:
         current = self._api.current_stream(self._device)
         streams, self._computations = self._computations, {}  # another thread may add to it
         streams.pop(current.stream_id, None)
-        if streams and not self.capturing:  # a graph is captured from one stream
-            for stream in streams.values():
-                current.wait_stream(stream)
-                stream.wait_stream(current)
+        for stream in streams.values():
+            current.wait_stream(stream)
+            stream.wait_stream(current)
 
     @contextmanager
     def beside(self, name: str, after: Any = None) -> Iterator[None]:
@@ -189,7 +190,7 @@ class DeviceStreams:
 
     @property
     def capturing(self) -> bool:
-        return self.captures and torch.cuda.is_current_stream_capturing()
+        return self.captures and self._api.is_current_stream_capturing()
 
     @functools.cached_property
     def _capture_stream(self) -> Any:
@@ -205,15 +206,29 @@ class DeviceStreams:
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         override_stale_capture_streams()
-        graph = torch.cuda.CUDAGraph()
+        graph = self._api.CUDAGraph()
+        self._computations = {}  # the capture begins when their work is over, and must not wait for them
         # NCCL's watchdog queries its events from another thread, which the mode "global" forbids.
-        with torch.cuda.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
+        with self._api.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
             for side in self._side.values():
                 side.wait_stream(self._capture_stream)
             result = function()
             for side in self._side.values():
                 self._capture_stream.wait_stream(side)
-        return graph.replay, result
+        self._computations = {}
+
+        def replay() -> None:
+            # The graph has streams of its own: it does what the side streams do in a step that runs without it.
+            current = self._api.current_stream(self._device)
+            self.rejoin()
+            for side in self._side.values():
+                current.wait_stream(side)
+            graph.replay()
+            self.note_current()
+            for side in self._side.values():
+                side.wait_stream(current)
+
+        return replay, result
 
 
 #: By device, the streams that :func:`use_streams` has set.

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
 from shardwright.comm import use_streams
+from shardwright.engine.front.graphed import GraphedStep
 from shardwright.memory import Slab, observe
-from tests.engine.kit.models import full, loss_of, tokens
-from tests.engine.kit.simulated import Case, Net, Training, names_of, plain_net
-from tests.engine.kit.wrong_streams import FORGOTTEN, WRONG
+from tests.engine.kit.models import full, loss_of
+from tests.engine.kit.plain_training import farness
+from tests.engine.kit.simulated import Case, Net, Outcome, Training, names_of
+from tests.engine.kit.wrong_streams import FORGOTTEN, WRONG, WRONG_GRAPHS
 from tests.support.sim import load
 
 
@@ -44,13 +46,6 @@ class Scribbles:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         pass
-
-
-class Outcome(NamedTuple):
-    """Losses of this rank, and full weights at the end."""
-
-    losses: list[torch.Tensor]
-    weights: list[torch.Tensor]
 
 
 def outcome_of(training: Training) -> Outcome:
@@ -92,17 +87,41 @@ def put_in(defect: Any) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def put_in_captures(defect: Any) -> Iterator[None]:
+    """A wrong order that is there only while a graph is captured."""
+    original = GraphedStep._capture
+
+    def capture(self: GraphedStep, *given: Any) -> Any:
+        streams: Any = self._streams
+        kind = type(streams)
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(defect, tuple):
+                patch.setattr(*defect)
+            else:
+                streams.__class__ = defect
+            try:
+                return original(self, *given)
+            finally:
+                streams.__class__ = kind
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphedStep, "_capture", capture)
+        yield
+
+
 def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int, str] | None:
     """The first seed with which a wrong order shows on some rank, and what differs there."""
     sim = load()
-    expected = train(case, 0)
+    steps = 5 if case.graphed else 4
+    expected = train(case._replace(graphed=False), 0, steps)
     for seed in seeds:
         shown: str | None = None
         failed = False
         sim.extension.set_patience(5)
         try:
-            with put_in(defect):
-                found = differences(expected, train(case, seed + 3 * dist.get_rank()))
+            with put_in_captures(defect) if case.graphed else put_in(defect):
+                found = differences(expected, train(case, seed + 3 * dist.get_rank(), steps))
             shown = found[0] if found else None
         except Exception as error:  # garbage may be an index, or a flag that says that the ranks differ
             shown, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
@@ -120,7 +139,8 @@ def first_difference(case: Case, defect: Any, seeds: Iterable[int]) -> tuple[int
 
 def shown(rank: int, world_size: int, name: str) -> tuple[int, str] | None:
     """The first difference that a wrong order makes, see :func:`first_difference`."""
-    return first_difference(WRONG[name].case, WRONG[name].defect, range(1, 61))
+    wrong = (WRONG | WRONG_GRAPHS)[name]
+    return first_difference(wrong.case, wrong.defect, range(1, 61))
 
 
 def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:
@@ -153,45 +173,17 @@ def train_across_streams(case: Case, seed: int, streams: int) -> Outcome:
         return outcome_of(training)
 
 
-def plain_outcome(case: Case, steps: int) -> Outcome:
-    """The same training of a plain model on the CPU, on all ranks' data."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = plain_net()
-    optimizer: torch.optim.Optimizer
-    if case.uses_sgd:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(steps):
-        for micro in range(case.micros):
-            for each in range(world):
-                batch = tokens(step, micro, each)
-                loss = loss_of(model(batch), batch)
-                (loss / world).backward()
-                if each == rank:
-                    losses.append(loss.detach())
-        if case.steps == "optimizer":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return Outcome(losses, [p.detach() for p in model.parameters()])
-
-
 def check(case: Case, seeds: Iterable[int], steps: int = 3) -> None:
-    """At once the numbers are those of the plain model, and in each order they are the same in bits."""
-    expected = train(case, 0, steps)
-    plain = plain_outcome(case, steps)
-    # float32 sums differ in their order only; lower dtypes round sums or products.
-    tolerance = 1e-5 if case.dtypes == (None, None) else 2e-2
-    for field, ours, theirs in zip(Outcome._fields, expected, plain, strict=True):
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            where = f"{field}[{i}]"
-            torch.testing.assert_close(
-                a, b, rtol=tolerance, atol=tolerance, msg=functools.partial("{}: {}".format, where)
-            )
+    """At once the numbers are those of the plain model, and in each order they are the same in bits.
+
+    Those of a graph are the ones of the same training without it.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = train(case._replace(graphed=False), 0, steps)
+    found = farness(case, expected, steps, rank, world)
+    assert not found, found
     for seed in seeds:
-        found = differences(expected, train(case, seed + 3 * dist.get_rank(), steps))
+        found = differences(expected, train(case, seed + 3 * rank, steps))
         assert not found, f"seed {seed}: {found}"
 
 
@@ -207,6 +199,27 @@ def waits_of_a_step(case: Case) -> Counter[str]:
         with sim.waits() as found:
             training.step(3)
         return found
+
+
+def refused_capture(case: Case, seed: int) -> None:
+    """A step that reads a value cannot be captured. The same model then trains as a model that did not try."""
+    sim, mesh = load(), mesh_of(*case.on.shape)
+    outcomes = []
+    for reads in (False, True):
+        with sim.running(seed):
+            training = Training(case, torch.get_device_module("sim"), mesh, sim.device, dist.get_rank())
+            training.run(2)
+            if reads:
+                batch = training.batch(7)
+                step = sw.GraphedStep(
+                    training.model, lambda batch, model=training.model: model(batch).sum().item()
+                )
+                step._left = 0
+                with pytest.raises(RuntimeError, match=r"cannot be captured .*: item"):
+                    step(batch)
+            training.run(3)
+            outcomes.append(outcome_of(training))
+    assert not differences(*outcomes)
 
 
 def built_alike(seed: int) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from shardwright.comm import DeviceStreams
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.extend.strategies import resolve
 from tests.engine.custom import Gathers, Scatters
+from tests.engine.kit.edits_of_shards import EDITS
 from tests.engine.kit.models import Model, loss_of, tokens
 from tests.engine.kit.offload_state import STATE
 from tests.support.fake import fake_ranks
@@ -59,6 +61,7 @@ class Case(NamedTuple):
     offload: str = "none"  #: or "offload", of everything, or "state", of the optimizer's alone
     steps: str = "optimizer"  #: or "in backward"
     recompute: str = "none"  #: or "recomputed", or "reentrant"
+    graphed: bool = False  #: forward and backward are a graph from the third step on
 
     @property
     def legal(self) -> bool:
@@ -87,6 +90,7 @@ class Net(Model):
 
     skipped = -1
     recompute = "none"
+    keeps_rng_state = True
     fails = -1
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -98,7 +102,12 @@ class Net(Model):
                 if self.recompute == "none":
                     h = block(h)
                 else:
-                    h = checkpoint(block, h, use_reentrant=self.recompute == "reentrant")
+                    h = checkpoint(
+                        block,
+                        h,
+                        use_reentrant=self.recompute == "reentrant",
+                        preserve_rng_state=self.keeps_rng_state,
+                    )
         return self.head(self.norm(h))
 
 
@@ -112,6 +121,22 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         raise ValueError("this backward fails")
+
+
+class Outcome(NamedTuple):
+    """Losses of this rank, and full weights at the end."""
+
+    losses: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+#: By which gradients of the model's own parameters, and of each block's, are multiplied in a hook.
+HOOK_FACTORS = (0.5, 0.25, 1.5, 0.125)
+
+
+def is_edited(step: int) -> bool:
+    """Whether an edit comes after this step: before a graph is captured, and between replays."""
+    return step in (0, 2)
 
 
 def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -165,15 +190,16 @@ class Training:
             # Sums of many tensors at once, as torch chooses on an accelerator.
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
-        self.other = api.Stream(name="user")
+        self.other, self.third = api.Stream(name="user"), api.Stream(name="user's second")
         if case.uses_sgd:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
             wrap = sw.optim.in_backward if case.steps == "in backward" else sw.fully_shard_optimizer
             self.optimizer = wrap(optimizer)
         event, blocks = case.event, self.model.blocks
         if event == "hook on a stream":
-            for module in (self.model, *blocks):
-                module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=self.other)
+            for module, factor in zip((self.model, *blocks), HOOK_FACTORS, strict=True):
+                hook = functools.partial(torch.Tensor.mul_, other=factor)
+                module.set_all_reduce_hook(hook, stream=self.other)
         elif event == "separate group":
             self.model.set_separate_reduce_scatter_group()
         elif event == "compressed":
@@ -197,13 +223,18 @@ class Training:
             blocks[1].requires_grad_(False)
             self.model.embed.requires_grad_(False)
         self.model.recompute = "recomputed" if event == "recomputed" else case.recompute
+        self.model.keeps_rng_state = not case.graphed
+        self.work: Callable[..., list[torch.Tensor]] = self.forward_and_backward
+        if case.graphed:
+            self.work = sw.GraphedStep(self.model, self.forward_and_backward, warmup=2)
 
     def run(self, steps: int = 4) -> None:
         with self._everything():
             for step in range(steps):
-                if step == 2:
+                if step == 2 + self.case.graphed:
                     self.validate()
                 self.step(step)
+        self.api.current_stream().wait_stream(self.other)
 
     @contextmanager
     def _everything(self) -> Iterator[None]:
@@ -234,25 +265,17 @@ class Training:
                 handle.wait()
             model.blocks[2].unshard()
             model.blocks[2].reshard()
-        if case.event == "failures" and step in (1, 2):
+        if case.event == "failures" and step in (1, 2, 4):
             self.fail(step)
-        for micro in range(case.micros):
-            last = micro == case.micros - 1
-            if case.accumulation == "held":
-                model.set_requires_gradient_sync(last)
-            elif case.accumulation == "not all-reduced":
-                model.set_requires_all_reduce(last)
-            elif case.accumulation == "not last":
-                model.set_is_last_backward(last)
-            batch = self.batch(step, micro)
-            loss = loss_of(model(batch), batch)
-            loss.backward()
-            self.losses.append(loss.detach())
+        losses = self.work(*[self.batch(step, micro) for micro in range(case.micros)])
+        self.losses += [loss.clone() for loss in losses] if case.graphed else losses
         if case.steps == "in backward":
             if step % 2:  # else what is left is stepped where the next forward needs it
                 optimizer.step()
             return
         sw.clip_grad_norm_(model.parameters(), 1.0)
+        if case.event == "validation on a stream":
+            self.api.current_stream().wait_stream(self.other)  # which reads the weights
         if case.event == "optimizer on a stream":
             self.other.wait_stream(self.api.current_stream())
             with self.api.stream(self.other):
@@ -265,6 +288,50 @@ class Training:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         else:
             optimizer.zero_grad()
+            model.zero_grad()
+        if case.event in EDITS and is_edited(step):
+            with torch.no_grad():
+                EDITS[case.event](model)
+        if case.event == "validation on a stream":  # beside the next step
+            self.other.wait_stream(self.api.current_stream())
+            with self.api.stream(self.other), torch.no_grad():
+                batch = self.batch(99)
+                self.losses.append(loss_of(model(batch), batch))
+
+    def forward_and_backward(self, *batches: torch.Tensor) -> list[torch.Tensor]:
+        model, case = self.model, self.case
+        losses = []
+        if case.event == "streams in the step":
+            for stream in (self.other, self.third):
+                stream.wait_stream(self.api.current_stream())
+        for micro, batch in enumerate(batches):
+            last = micro == case.micros - 1
+            if case.accumulation == "held":
+                model.set_requires_gradient_sync(last)
+            elif case.accumulation == "not all-reduced":
+                model.set_requires_all_reduce(last)
+            elif case.accumulation == "not last":
+                model.set_is_last_backward(last)
+            with self._forward_stream():
+                loss = loss_of(model(batch), batch)
+            with self._backward_stream():
+                loss.backward()
+            losses.append(loss.detach())
+        if case.event == "streams in the step":
+            for stream in (self.other, self.third):
+                self.api.current_stream().wait_stream(stream)
+        return losses
+
+    def _forward_stream(self) -> AbstractContextManager[None]:
+        """Forward waits for no backward: the engine orders what they do in its memory."""
+        if self.case.event != "streams in the step":
+            return nullcontext()
+        return self.api.stream(self.other)  # type: ignore[no-any-return]
+
+    def _backward_stream(self) -> AbstractContextManager[None]:
+        if self.case.event != "streams in the step":
+            return nullcontext()
+        return self.api.stream(self.third)  # type: ignore[no-any-return]
 
     def fail(self, step: int) -> None:
         """In the middle of forward, or of backward."""
@@ -308,9 +375,11 @@ EVENTS = [
     "own order",
     "recomputed",
     "separate group",
+    "streams in the step",
     "training on a stream",
     "two buffers",
     "unshard",
+    "validation on a stream",
     "whole matrices",
     "zeros kept",
 ]

@@ -263,6 +263,40 @@ WRONG_OFFLOAD = {
 WRONG: dict[str, Wrong] = WRONG_STREAMS | WRONG_ENGINES | WRONG_OFFLOAD
 
 
+def replay_alone(self: DeviceStreams, function: Any, capture: Any = DeviceStreams.capture) -> Any:
+    """The side streams do not wait for a replay, nor it for them."""
+    replay, result = capture(self, function)
+
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "_side", {})
+            replay()
+
+    return run, result
+
+
+#: Their waits are not in a graph, but before or after it.
+OUTSIDE_GRAPHS = ("gradients are read too soon", "no event of the optimizer's", "a hook that does not wait")
+#: Wrong orders that are there only while a graph is captured.
+WRONG_GRAPHS: dict[str, Wrong] = {
+    f"{name}, in a graph": wrong._replace(case=wrong.case._replace(graphed=True))
+    for name, wrong in (WRONG_STREAMS | WRONG_ENGINES).items()
+    if wrong.case.on.shape == (2,) and wrong.case.event != "another order" and name not in OUTSIDE_GRAPHS
+} | {
+    "replayed beside the side streams": Wrong(
+        Case(graphed=True), (DeviceStreams, "capture", replay_alone), ()
+    ),
+    "replayed beside the optimizer": Wrong(
+        Case(event="optimizer on a stream", graphed=True), (DeviceStreams, "capture", replay_alone), ()
+    ),
+    "two streams in a graph": Wrong(
+        Case(event="streams in the step", memory="arena", accumulation="held", graphed=True),
+        (DeviceStreams, "rejoin", forget),
+        (),
+    ),
+}
+
+
 def race_of(wrong: Wrong) -> str | None:
     """The race that the simulator of clocks finds, if it is the expected one."""
     with pytest.MonkeyPatch.context() as patch:

@@ -30,6 +30,7 @@ void host_waits(const std::string& name) {
 }
 
 void wait_for_current(const std::string& name) {
+  queues().refuse_in_capture(current_stream, name);
   host_waits(name);
   queues().drain(current_stream);
 }
@@ -66,21 +67,30 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) queues().wait(stream.id(), moment(event));
   }
   bool queryEvent(void* event) const override {
+    if (event) queues().refuse_in_capture(moment(event), "a query of an event");
     return !event || queues().query([&] { return moment(event)->over.load(); });
   }
-  bool queryStream(const c10::Stream& stream) const override { return queues().is_empty(stream.id()); }
+  bool queryStream(const c10::Stream& stream) const override {
+    queues().refuse_in_capture(stream.id(), "a query of a stream");
+    return queues().is_empty(stream.id());
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
+    queues().refuse_in_capture(stream.id(), "a stream's synchronize");
     host_waits("a stream's synchronize");
     queues().drain(stream.id());
   }
   void synchronizeEvent(void* event) const override {
+    if (event) queues().refuse_in_capture(moment(event), "an event's synchronize");
     host_waits("an event's synchronize");
     if (event) queues().reach(moment(event));
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    queues().refuse_in_capture(current_stream, "the device's synchronize");
     host_waits("the device's synchronize");
     queues().drain_all();
   }
+  // Of the interface from torch 2.13.
+  bool isStreamCapturing(const c10::Stream& stream) const { return queues().graph_of(stream.id()) != nullptr; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     allocator().record(data, stream.id());
   }
@@ -243,6 +253,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack stack, const std::vect
 
 // After everything in the stream, with results that give the shapes.
 void run_now(const c10::OperatorHandle& op, const torch::jit::Stack& given, torch::jit::Stack* stack) {
+  queues().refuse_in_capture(current_stream, op.schema().name());
   queues().drain(current_stream);
   auto copies = arguments_of(op.schema(), given);
   {
@@ -334,6 +345,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = schema.name();
 
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    queues().refuse_in_capture(current_stream, name + ", whose numbers no replay would draw again");
     for (size_t i = 0; i < n; ++i)
       if (given[i].isNone() && schema.arguments()[i].type()->str() == "Generator?") given[i] = hooks().generator;
     bool reads = !DRAWS.count(name);
@@ -430,6 +442,8 @@ void transfer(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   bool down = !is_sim(to), up = !is_sim(from);
   const auto& host = down ? to : from;
   bool waits = (down || up) && (!non_blocking || (down && !pinned().has(host.storage().data())));
+  if (up && !pinned().has(host.storage().data()))
+    queues().refuse_in_capture(current_stream, "a copy from memory of the host that is not pinned");
   auto source = up && !waits && !pinned().has(host.storage().data()) ? from.clone() : bare(from);
   add("copy_", [source, target = bare(to)] { Alone alone; target.copy_(source); });
   if (waits) wait_for_current(down ? "a copy to the host" : "a copy from the host");
@@ -478,7 +492,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_patience", [](int seconds) { sim::queues().patience = seconds; });
   module.def("stop", [] { sim::queues().stop(); });
   module.def("queued", [] { return sim::queues().added(); });
-  module.def("synchronize", [] { sim::host_waits("the device's synchronize"); sim::queues().drain_all(); });
+  py::class_<sim::Graph, sim::GraphPtr>(module, "Graph");
+  module.def("begin_capture", [] { return sim::queues().begin_capture(sim::current_stream); });
+  module.def("end_capture", [](const sim::GraphPtr& graph) { sim::queues().end_capture(graph); });
+  module.def("replay", [](const sim::GraphPtr& graph) { sim::queues().replay(graph, sim::current_stream); });
+  module.def("is_capturing", [] { return sim::queues().graph_of(sim::current_stream) != nullptr; });
+  module.def("synchronize", [] { sim::Guard().synchronizeDevice(0); });
   module.def("drained", [] { return sim::drained; });
   module.def("memory_allocated", [] { return sim::allocator().allocated.load(); });
   module.def("max_memory_allocated", [] { return sim::allocator().peak.load(); });

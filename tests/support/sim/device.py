@@ -131,6 +131,22 @@ def _module(device: torch.device, extension: Any) -> types.ModuleType:
         finally:
             torch.accelerator.set_stream(before)
 
+    class Graph:
+        """As ``torch.cuda.CUDAGraph``."""
+
+        def replay(self) -> None:
+            extension.replay(self.captured)
+
+    @contextmanager
+    def graph(target: Graph, stream: Any, capture_error_mode: str = "global") -> Iterator[None]:
+        extension.synchronize()
+        with module.stream(stream):
+            target.captured = extension.begin_capture()
+            try:
+                yield
+            finally:
+                extension.end_capture(target.captured)
+
     def seed(value: int) -> None:
         extension.generator().manual_seed(value)
 
@@ -138,6 +154,9 @@ def _module(device: torch.device, extension: Any) -> types.ModuleType:
         "Stream": Stream,
         "Event": torch.Event,
         "stream": stream,
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "is_current_stream_capturing": extension.is_capturing,
         "current_stream": lambda _=None: torch.accelerator.current_stream(device),
         "default_generators": (extension.generator(),),
         "is_available": lambda: True,

@@ -15,7 +15,10 @@ void host_waits(const std::string& name);
 
 struct Done final : c10d::Work {
   Done(MomentPtr moment, bool beside) : moment_(std::move(moment)), beside_(beside) {}
-  bool isCompleted() override { return queues().query([&] { return moment_->over.load(); }); }
+  bool isCompleted() override {
+    queues().refuse_in_capture(moment_, "a query of a collective");
+    return queues().query([&] { return moment_->over.load(); });
+  }
   bool isSuccess() const override { return true; }
   void synchronize() override {
     if (beside_) queues().wait(current_stream, moment_);
@@ -104,6 +107,7 @@ class Group final : public c10d::Backend {
     launch("alltoall", {}, {}, options.asyncOp, [=, this](const Rows& rows) {
       auto sent = rows[0];
       *longest = sent.sum(1).max().item<int64_t>();
+      begins->clear();
       for (int64_t peer = 0; peer < size_; ++peer)
         begins->push_back(sent[peer].narrow(0, 0, rank_).sum().item<int64_t>());
     }, at::tensor(sizes_of(input, from), at::kLong));
@@ -115,6 +119,7 @@ class Group final : public c10d::Backend {
     }, {}, longest);
   }
   Result barrier(const c10d::BarrierOptions&) override {
+    queues().refuse_in_capture(current_stream, "a barrier");
     host_waits("a barrier");
     Tensors none;
     auto done = launch("barrier", none, none, false, [](const Rows&) {}, at::zeros({1}));
@@ -147,11 +152,6 @@ class Group final : public c10d::Backend {
   // each rank sends, where inputs have other sizes on other ranks.
   Result launch(const char* name, const Tensors& outputs, const Tensors& inputs, bool beside,
                 std::function<void(const Rows&)> finish, at::Tensor added = {}, std::shared_ptr<int64_t> longest = {}) {
-    struct State {
-      Result work;
-      at::Tensor mine, all;
-    };
-    auto state = std::make_shared<State>();
     auto stream = current_stream;
     if (beside) {
       if (!beside_) beside_ = queues().new_stream();
@@ -159,6 +159,20 @@ class Group final : public c10d::Backend {
       stream = beside_;
     }
     Tensors given = all_bare(inputs), targets = all_bare(outputs);
+    auto self = c10::intrusive_ptr<Group>::reclaim_copy(this);
+    queues().add(stream, [=]() -> Tasks { return self->tasks(name, given, targets, finish, added, longest); });
+    return c10::make_intrusive<Done>(queues().record(stream), beside);
+  }
+
+  // A collective's work, once for each replay of a graph.
+  Tasks tasks(const std::string& name, const Tensors& given, const Tensors& targets,
+              const std::function<void(const Rows&)>& finish, const at::Tensor& added,
+              const std::shared_ptr<int64_t>& longest) {
+    struct State {
+      Result work;
+      at::Tensor mine, all;
+    };
+    auto state = std::make_shared<State>();
     auto number = issued_++;
     auto self = c10::intrusive_ptr<Group>::reclaim_copy(this);
     auto start = [=] {
@@ -198,10 +212,8 @@ class Group final : public c10d::Backend {
       finish(rows);
     };
     auto alone = [](auto work) { return [work] { AloneHere guard; work(); }; };
-    queues().add(stream, {std::string(name) + " begins", alone(start), [self, number] { return self->begun_ == number; }});
-    queues().add(stream, {std::string(name) + " ends", alone(end),
-                          [state] { return !state->work || state->work->isCompleted(); }});
-    return c10::make_intrusive<Done>(queues().record(stream), beside);
+    return {{name + " begins", alone(start), [self, number] { return self->begun_ == number; }},
+            {name + " ends", alone(end), [state] { return !state->work || state->work->isCompleted(); }}};
   }
 
   struct AloneHere {

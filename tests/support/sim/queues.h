@@ -47,9 +47,13 @@ struct Lock {
   std::recursive_mutex& mutex_;
 };
 
+struct Graph;
+
 // A place in a stream, which the device has reached or not.
 struct Moment {
   std::atomic<bool> over{false};
+  bool captured = false;  // then it is never reached itself
+  std::weak_ptr<Graph> graph{};
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
@@ -58,6 +62,37 @@ struct Task {
   std::function<void()> run;
   std::function<bool()> ready{};  // none: as soon as those before it in its stream are over
 };
+using Tasks = std::vector<Task>;
+
+// Work that was queued in a capture, and the order of its streams.
+struct Graph {
+  struct Node {
+    int64_t stream;
+    std::function<Tasks()> make{};  // the work of one replay
+    MomentPtr recorded{}, awaited{};
+  };
+  const int64_t number, origin;
+  std::vector<Node> nodes{};
+  std::map<int64_t, int64_t> streams{};  // of the capture; each with the one that replays its work
+  bool open = true, failed = false;
+  MomentPtr end{};  // of the last replay
+
+  // Work that the origin does not wait for, by a stream that has it.
+  std::optional<int64_t> unjoined() const {
+    std::set<int64_t> joined{origin};
+    std::set<const Moment*> awaited;
+    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
+      if (awaited.count(node->recorded.get())) joined.insert(node->stream);
+      if (!joined.count(node->stream)) {
+        if (node->make) return node->stream;
+      } else if (node->awaited) {
+        awaited.insert(node->awaited.get());
+      }
+    }
+    return std::nullopt;
+  }
+};
+using GraphPtr = std::shared_ptr<Graph>;
 
 // Every stream has a queue. One task runs at a time: the first one of the stream with the highest priority, among the
 // streams whose first task may run. Priorities, and how far the host is ahead, are drawn again and again from a seed.
@@ -89,8 +124,113 @@ class Queues {
     return streams_;
   }
 
+  // Work that is made once, or for each replay of the graph that captures the stream.
+  void add(int64_t stream, std::function<Tasks()> make) {
+    Lock lock(mutex);
+    if (auto graph = graph_of(stream))
+      graph->nodes.push_back({stream, std::move(make)});
+    else
+      for (auto& task : make()) queue(stream, std::move(task));
+  }
   void add(int64_t stream, Task task) {
     Lock lock(mutex);
+    if (graph_of(stream))
+      add(stream, [task = std::move(task)] { return Tasks{task}; });
+    else
+      queue(stream, std::move(task));
+  }
+
+  MomentPtr record(int64_t stream) {
+    Lock lock(mutex);
+    auto moment = std::make_shared<Moment>();
+    if (auto graph = graph_of(stream)) {
+      moment->captured = true;
+      moment->graph = graph;
+      graph->nodes.push_back({stream, {}, moment});
+    } else {
+      queue(stream, {"record", [moment] { moment->over = true; }});
+    }
+    return moment;
+  }
+
+  void wait(int64_t stream, MomentPtr moment) {
+    if (!moment) return;
+    Lock lock(mutex);
+    auto graph = graph_of(stream);
+    if (moment->captured) {
+      auto other = moment->graph.lock();
+      TORCH_CHECK(other && other->open, "sim: a stream waits for an event that was recorded in a capture that has ended");
+      if (stream == COMPUTATION) refuse(other, "the device's first stream would join the capture");
+      if (graph && graph != other) refuse(graph, "two captures would be joined");
+      captures_[stream] = other;
+      other->nodes.push_back({stream, {}, {}, moment});
+    } else if (graph) {
+      refuse(graph, "dependency created on uncaptured work in another stream");
+    } else if (!moment->over) {
+      queue(stream, {"wait", [] {}, [moment] { return moment->over.load(); }});
+    }
+  }
+
+  // ---- captures, with the rules of CUDA
+
+  GraphPtr graph_of(int64_t stream) {
+    Lock lock(mutex);
+    auto found = captures_.find(stream);
+    return found == captures_.end() ? nullptr : found->second;
+  }
+  [[noreturn]] static void refuse(const GraphPtr& graph, const std::string& why) {
+    graph->failed = true;
+    TORCH_CHECK(false, "sim: operation not permitted when stream is capturing: ", why);
+  }
+  // The host asks for something that is not known in a capture.
+  void refuse_in_capture(int64_t stream, const std::string& what) {
+    if (auto graph = graph_of(stream)) refuse(graph, what);
+  }
+  void refuse_in_capture(const MomentPtr& moment, const std::string& what) {
+    if (!moment || !moment->captured) return;
+    auto graph = moment->graph.lock();
+    TORCH_CHECK(graph && graph->open, "sim: ", what, " that was recorded in a capture that has ended");
+    refuse(graph, what);
+  }
+
+  GraphPtr begin_capture(int64_t stream) {
+    Lock lock(mutex);
+    TORCH_CHECK(stream != COMPUTATION && !graph_of(stream), "sim: no capture can begin on this stream");
+    return captures_[stream] = std::make_shared<Graph>(Graph{++graphs_, stream});
+  }
+  void end_capture(const GraphPtr& graph) {
+    Lock lock(mutex);
+    graph->open = false;
+    std::erase_if(captures_, [&](auto& each) { return each.second == graph; });
+    TORCH_CHECK(!graph->failed, "sim: operation failed due to a previous error during capture");
+    auto stream = graph->unjoined();
+    TORCH_CHECK(!stream, "sim: the capture has work on stream ", stream.value_or(0), " that was not joined");
+    for (auto& node : graph->nodes)
+      if (!graph->streams.count(node.stream)) graph->streams[node.stream] = new_stream();
+  }
+  // After everything in the stream, and before everything that comes into it later.
+  void replay(const GraphPtr& graph, int64_t stream) {
+    Lock lock(mutex);
+    TORCH_CHECK(!graph->open && !graph->failed, "sim: this graph was not captured");
+    refuse_in_capture(stream, "a replay in a capture");
+    std::map<const Moment*, MomentPtr> moments;
+    auto begin = record(stream);
+    for (auto& [captured, own] : graph->streams) {
+      wait(own, begin);
+      wait(own, graph->end);
+    }
+    for (auto& node : graph->nodes) {
+      auto own = graph->streams.at(node.stream);
+      if (node.recorded) moments[node.recorded.get()] = record(own);
+      if (node.awaited) wait(own, moments.at(node.awaited.get()));
+      if (node.make) add(own, node.make);
+    }
+    for (auto& [captured, own] : graph->streams) wait(stream, record(own));
+    graph->end = record(stream);
+  }
+
+ private:
+  void queue(int64_t stream, Task task) {
     touched_ = std::chrono::steady_clock::now();
     queues_[stream].tasks.push_back(std::move(task));
     ++backlog_;
@@ -102,16 +242,7 @@ class Queues {
     }
   }
 
-  MomentPtr record(int64_t stream) {
-    auto moment = std::make_shared<Moment>();
-    add(stream, {"record", [moment] { moment->over = true; }});
-    return moment;
-  }
-
-  void wait(int64_t stream, MomentPtr moment) {
-    if (moment && !moment->over) add(stream, {"wait", [] {}, [moment] { return moment->over.load(); }});
-  }
-
+ public:
   // Runs one task. False: no stream can go on.
   bool step() {
     if (++steps_ >= until_) draw();
@@ -188,6 +319,7 @@ class Queues {
   void forget() {
     Lock lock(mutex);
     for (auto& [id, queue] : queues_) queue.tasks.clear();
+    captures_.clear();
     backlog_ = 0;
     failure_.clear();
   }
@@ -245,6 +377,8 @@ class Queues {
   }
 
   std::map<int64_t, Queue> queues_{{COMPUTATION, {}}};
+  std::map<int64_t, GraphPtr> captures_;  // by stream
+  int64_t graphs_ = 0;
   std::mt19937_64 draws_{0};
   bool at_once_ = true;
   int order_ = 0;
@@ -264,11 +398,13 @@ Queues& queues() {
 
 // Memory of a stream: what it frees it may take again at once, because its own work is in order. Each time that it
 // takes memory, NaN is written on that stream into all that was freed: any of it may have been taken. Other streams
-// that were recorded must first come to the end of what they had queued.
+// that were recorded must first come to the end of what they had queued. A graph keeps what was taken in its capture;
+// there only the capture itself takes it again.
 struct Block {
   char* data;
   size_t size;
   int64_t home;
+  int64_t graph = 0;  // 0: none
   bool was_freed = false;  // and may hold what was there before
   std::set<int64_t> users{};
   std::vector<MomentPtr> uses{};
@@ -276,7 +412,8 @@ struct Block {
 
 struct Allocator final : c10::Allocator {
   std::atomic<int64_t> allocated{0}, peak{0};
-  std::map<int64_t, std::vector<Block*>> pools;  // by stream, the one that was freed last at the end
+  using Pool = std::pair<int64_t, int64_t>;  // a stream, and the graph that captured it
+  std::map<Pool, std::vector<Block*>> pools;  // the block that was freed last is at the end
   std::vector<Block*> leaving;
   std::map<size_t, std::vector<Block*>> reserve;  // of earlier runs
 
@@ -299,7 +436,9 @@ struct Allocator final : c10::Allocator {
       put_back(block);
       return true;
     });
-    auto& pool = pools[current_stream];
+    auto captured = queues().graph_of(current_stream);
+    auto graph = captured ? captured->number : 0;
+    auto& pool = pools[{current_stream, graph}];
     for (auto* each : pool) {
       if (each->was_freed) scribble(each);
       each->was_freed = false;
@@ -313,6 +452,7 @@ struct Allocator final : c10::Allocator {
       pool.erase(std::next(it).base());
     }
     if (!block) block = new_block(round(n));
+    block->graph = graph;
     scribble(block);
     int64_t now = allocated += block->size;
     peak = std::max(peak.load(), now);
@@ -329,14 +469,16 @@ struct Allocator final : c10::Allocator {
   // What is free now is as good as new, so that runs do not depend on earlier ones. All work must be over.
   void restart() {
     Lock lock(queues().mutex);
-    for (auto& [stream, blocks] : pools)
-      for (auto* block : blocks) reserve[block->size].push_back(block);
-    pools.clear();
+    std::erase_if(pools, [&](auto& each) {
+      if (each.first.second) return false;
+      for (auto* block : each.second) reserve[block->size].push_back(block);
+      return true;
+    });
   }
   static void free_(void* context);
   void put_back(Block* block) {
     block->was_freed = true;
-    pools[block->home].push_back(block);
+    pools[{block->home, block->graph}].push_back(block);
   }
   void record(const c10::DataPtr& data, int64_t stream) {
     Lock lock(queues().mutex);

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.train import patience
-from shardwright.train.data import cache as cache_module
-from shardwright.train.data.cache import content_digest, tokenised
-from shardwright.train.data.documents import Source
-from shardwright.train.data.places import Place
-from shardwright.train.data.tokenizers import Bytes, FromFile
-from shardwright.train.data.tokens import IDS, Tokens
+from shardwright.train.data.sources.documents import Source
+from shardwright.train.data.sources.places import Place
+from shardwright.train.data.tokens import cache as cache_module
+from shardwright.train.data.tokens.cache import content_digest, tokenised
+from shardwright.train.data.tokens.tokenizers import Bytes, FromFile
+from shardwright.train.data.tokens.tokens import IDS, Tokens
 from shardwright.train.errors import UserError
+from shardwright.train.launch import patience
 from tests.train.data.samples import CHATML, chat, save_tokenizer, texts, write_jsonl
 from tests.train.kit.text import joined, pydoc
 
@@ -285,8 +285,8 @@ def program(tmp_path: Path, path: Path, workers: int, before: str = "") -> list[
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "from pathlib import Path\n"
         "from shardwright.train.data import cache\n"
-        "from shardwright.train.data.documents import Source\n"
-        "from shardwright.train.data.tokenizers import open_tokenizer\n"
+        "from shardwright.train.data.sources.documents import Source\n"
+        "from shardwright.train.data.tokens.tokenizers import open_tokenizer\n"
         f"{before}\n"
         "print('made' if not list(Path(sys.argv[1]).glob('[0-9a-f]*')) else 'there', flush=True)\n"
         "tokenizer = open_tokenizer(sys.argv[3])\n"
@@ -377,7 +377,7 @@ def test_a_process_that_ends_is_one_error(
     tmp_path: Path, tokenizer: FromFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "shardwright.train.data.workers._PROGRAM", "import os; os.kill(os.getpid(), 9)  # {path}"
+        "shardwright.train.data.tokens.workers._PROGRAM", "import os; os.kill(os.getpid(), 9)  # {path}"
     )
     monkeypatch.setattr(cache_module, "WORTH_A_PROCESS", 0)
     with pytest.raises(
@@ -472,7 +472,7 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str) -> None:
             stream.write(block)
     before = (
         "import resource\n"
-        "import shardwright.train.data.workers, shardwright.train.data.lines\n"
+        "import shardwright.train.data.tokens.workers, shardwright.train.data.sources.lines\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "start = peak()\n"
         "import atexit; atexit.register(lambda: print(peak() - start))\n"

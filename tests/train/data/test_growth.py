@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.train.config import Config
-from shardwright.train.data.batch import Batch
-from shardwright.train.data.cache import tokenised
 from shardwright.train.data.dataset import Dataset, continued, extended, load_dataset
-from shardwright.train.data.documents import Source
-from shardwright.train.data.growth import Known, check_grown, known_of, parts_of, with_part
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.tokenizers import Bytes
-from shardwright.train.data.tokens import Row, Tokens
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.sources.documents import Source
+from shardwright.train.data.tokens.cache import tokenised
+from shardwright.train.data.tokens.growth import Known, check_grown, known_of, parts_of, with_part
+from shardwright.train.data.tokens.tokenizers import Bytes
+from shardwright.train.data.tokens.tokens import Row, Tokens
 from shardwright.train.errors import UserError
 from tests.train.jobs import tiny
 

@@ -15,10 +15,10 @@ import pytest
 from torch import Tensor
 
 from shardwright.engine.unit.owning import units_of
-from shardwright.train.checkpoint import saved_steps
 from shardwright.train.errors import UserError
-from shardwright.train.faults.verifying import CorruptionError
-from shardwright.train.trainer import Trainer
+from shardwright.train.step.checkpoint import saved_steps
+from shardwright.train.step.numerics.verifying import CorruptionError
+from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.faults.kit import Run, after_step, job, part_of, weight_of
 from tests.train.jobs import trainer

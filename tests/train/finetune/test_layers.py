@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.train.activations import checkpoint_blocks
 from shardwright.train.finetune.adapters import (
     adapt,
     adapted_layers,
@@ -20,6 +19,7 @@ from shardwright.train.finetune.adapters import (
     uncalled_layers,
 )
 from shardwright.train.finetune.layers import Dropout
+from shardwright.train.parallel.activations import checkpoint_blocks
 from tests.train.finetune.kit import LLAMA, build, logits_of, loss_of, randomised, settings, tokens
 
 

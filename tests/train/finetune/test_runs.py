@@ -21,7 +21,7 @@ from shardwright.train.finetune.finetuning import prepare
 from shardwright.train.finetune.peft_files import write_adapters
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import RunFolder
+from shardwright.train.run.folder import RunFolder
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import build, randomised, settings
 from tests.train.jobs import config_file, losses, ranks, tiny, train_here, trainer

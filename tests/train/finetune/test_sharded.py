@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.train.activations import checkpoint_blocks
 from shardwright.train.finetune.adapters import adapted_layers, merge, reset_magnitudes, trained_names
+from shardwright.train.parallel.activations import checkpoint_blocks
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import (
     build,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.train import hosts as hosts_of_job
-from shardwright.train.hosts import INTERFACE_VARIABLE
+from shardwright.train.launch import hosts as hosts_of_job
+from shardwright.train.rank.hosts import INTERFACE_VARIABLE
 from tests.support.pool import forkserver
 
 TOOLS = Path(__file__).parents[3] / "tools"

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwright as sw
-from shardwright.train.activations import compile_blocks
-from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.llama import Llama, LlamaConfig
-from shardwright.train.models.styles import spread_experts
-from shardwright.train.parallel import cut_layers
+from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
+from shardwright.train.models.native.llama import Llama, LlamaConfig
+from shardwright.train.models.native.styles import spread_experts
+from shardwright.train.parallel.activations import compile_blocks
+from shardwright.train.parallel.recipe import cut_layers
 from tests.support.pool import multirank, world_mesh
 from tests.train.kit import packed as kit
 from tests.train.kit.hybrid import TINY

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.train.errors import UserError
-from shardwright.train.models.documents import Separation, separates, separation_of
+from shardwright.train.models.hf.documents import Separation, separates, separation_of
 from tests.train.kit import packed as kit
 from tests.train.kit.packed import PLACES, Belongings, belongings, differing
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.train import checkpoint
 from shardwright.train.finetune import adapters
 from shardwright.train.models.build import model_of
-from shardwright.train.runs import RunFolder
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step import checkpoint
 from tests.train.jobs import config_file, ranks, train_here
 from tests.train.kit.architectures import folder_with, reloaded
 from tests.train.kit.foreign import JOB

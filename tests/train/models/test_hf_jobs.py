@@ -17,15 +17,16 @@ from torch import nn
 
 from shardwright import cli
 from shardwright.engine.tensors.parameter import has_no_values
-from shardwright.train import parallel
-from shardwright.train.data.batch import Batch
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
-from shardwright.train.float8 import convert
-from shardwright.train.models import hf
 from shardwright.train.models.build import build_model
+from shardwright.train.models.hf import transformers_model
 from shardwright.train.models.language_model import sees_later_tokens
-from shardwright.train.models.shapes import HuggingFaceShape
-from shardwright.train.trainer import Trainer
+from shardwright.train.parallel import recipe
+from shardwright.train.parallel.float8 import convert
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.jobs import config_file, losses, ranks, records, train_here
@@ -60,14 +61,14 @@ def test_values_are_read_or_drawn_into_shards(rank: int, world_size: int, tmp_pa
     for weights in ("pretrained", "random"):
         job = job_of(tmp_path / "llama", rank, world_size, model={"weights": weights}, layout="ragged")
         config, values = job.config, plain.state_dict()
-        assert all(has_no_values(p) for p in parallel.build_for(config, 256).parameters())
+        assert all(has_no_values(p) for p in recipe.build_for(config, 256).parameters())
         if weights == "random":
             torch.manual_seed(config.run.seed)
             values = build_model(config.model, 256).model.state_dict()
         for name, parameter in parameters(job).items():
-            assert torch.equal(parameter, values[name.removeprefix(hf.PREFIX)]), name
+            assert torch.equal(parameter, values[name.removeprefix(transformers_model.PREFIX)]), name
         for name, buffer in plain.named_buffers():
-            assert torch.equal(dict(job.model.named_buffers())[hf.PREFIX + name], buffer)
+            assert torch.equal(dict(job.model.named_buffers())[transformers_model.PREFIX + name], buffer)
 
 
 @multirank(2, timeout=40)
@@ -158,7 +159,7 @@ def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, 
     for name, value in found[0][1].items():
         assert torch.equal(value, found[1][1][name]), name
     job, plain = (job_of(tmp_path / name, rank, world_size) for name in ("gpt2", "none"))
-    assert job.validate() == plain.validate()
+    assert validate(job).loss == validate(plain).loss
     torch.manual_seed(9)  # whatever was drawn before
     assert take_steps(job, 2) == found[0][0] != take_steps(plain, 2)
     seeds = {job._seed_of(number) for number in range(2)}
@@ -200,7 +201,7 @@ def test_the_balance_loss_of_experts(rank: int, world_size: int, tmp_path: Path)
     # Tokens that use each pair of the four experts alike.
     pairs = torch.tensor(list(combinations(range(4), 2)))
     gates = torch.zeros(6, 4).scatter(1, pairs, 20.0)
-    alike = hf.balance_loss(type(job.model.model))((gates,), 4, 2)
+    alike = transformers_model.balance_loss(type(job.model.model))((gates,), 4, 2)
     assert job.losses.meanings["balance"] == f"load of the experts; {float(alike):g}: all equal"
     _, inputs, targets, *_ = next_step(job)
     sums = job.losses.sums(Batch(inputs, targets, None, None))
@@ -317,16 +318,16 @@ def test_names_and_config_of_an_export(tmp_path: Path) -> None:
     """transformers' own names of stored tensors: experts one by one."""
     folder = folder_with("mixtral", tmp_path / "mixtral", torch_dtype="bfloat16")
     shape = HuggingFaceShape(str(folder))
-    keys = hf.key_map(shape)
+    keys = transformers_model.key_map(shape)
     with torch.device("meta"):
         assert keys.keys() == dict(build_model_on_meta(shape).state_dict()).keys()
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in str(
         keys["model.model.layers.0.mlp.experts.down_proj"]
     )
-    config = hf.config_json(shape)
+    config = transformers_model.config_json(shape)
     assert config["architectures"] == ["MixtralForCausalLM"] and config["dtype"] == "float32"
     assert config["num_local_experts"] == 4 and "torch_dtype" not in config
 
 
 def build_model_on_meta(shape: HuggingFaceShape) -> nn.Module:
-    return hf.HuggingFaceModel(shape)
+    return transformers_model.HuggingFaceModel(shape)

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright import cli
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.batch import Batch
+from shardwright.train.config.catalog.shapes import PythonShape
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.models.python import _summed
-from shardwright.train.models.shapes import PythonShape
-from shardwright.train.runs import RunFolder
+from shardwright.train.models.foreign.python import _summed
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step import checkpoint
 from tests.train.jobs import config_file, losses, ranks, run, train_here
 from tests.train.kit.architectures import ARCHITECTURES
 from tests.train.kit.foreign import JOB

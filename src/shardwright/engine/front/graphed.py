@@ -116,8 +116,6 @@ class GraphedStep:
             self._captured = self._capture(root, state, inputs)
         captured = self._captured
         self._copy_inputs(captured, inputs)
-        # The captured gathers wait for this stream only, but the optimizer may run on a stream of the user's.
-        self._streams.join(self._streams.mark_of_events())
         captured.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient

@@ -146,6 +146,7 @@ class Root:
             if self.full_precision_in_eval:
                 self.compute_as(uses_full_precision(module))
             self._enter()
+            self.agreement.streams.rejoin()
             self.clock.begin_call()
             self.caller = unit
             self.visits.frames.clear()

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.batch import IGNORED
-from shardwright.train.data.stream import Source, Stream
-from shardwright.train.data.tokenizers import Bytes, Tokenizer
+from shardwright.train.data.samples.batch import IGNORED
+from shardwright.train.data.samples.stream import Source, Stream
+from shardwright.train.data.tokens.tokenizers import Bytes, Tokenizer
 from shardwright.train.errors import counted
 
 Decode = Callable[[Sequence[int]], str]

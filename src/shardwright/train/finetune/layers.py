@@ -13,9 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_magnitude")
-"""Names of the parameters of an adapter in its layer."""
-
 _32_BITS = 0xFFFFFFFF
 
 

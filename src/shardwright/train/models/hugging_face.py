@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.names import Source
+from shardwright.checkpoint.pretrained.names import Source
+from shardwright.train.config.catalog.kinds import kinds, offer
+from shardwright.train.config.catalog.presets import Shape
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import kinds, offer
-from shardwright.train.models.presets import Shape
 
 
 def key_map(shape: Shape) -> dict[str, Source | None]:
