@@ -1,6 +1,6 @@
 """Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
 
-``SHARDWRIGHT_MATRIX=all make test`` runs whole products, some hours on two cores; ``triples`` runs what shows every
+``SHARDWRIGHT_MATRIX=all make test-all`` runs whole products, some hours on two cores; ``triples`` runs what shows every
 three settings together. ``pairs`` is the default and that of `make test-all`. ``values``, that of `make test`, runs
 those among them that show every setting. The selection is the same in every run.
 """
