@@ -37,11 +37,6 @@ def test_uneven(world_size): pass
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_many(world_size): pass
-
-@pytest.mark.extensive("a mesh", but=("b-4",))
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("case", ["b"])
-def test_meshes(case, world_size): pass
 '''  # fmt: skip
 IN_BOTH = [
     "test_plain",
@@ -53,7 +48,6 @@ IN_BOTH = [
     "test_uneven[3]",
     "test_many[3]",
     "test_many[4]",
-    "test_meshes[b-4]",
 ]
 EXTENSIVE = [
     "test_slow",
@@ -62,7 +56,6 @@ EXTENSIVE = [
     "test_ranks[3]",
     "test_ranks[4]",
     "test_uneven[4]",
-    "test_meshes[b-2]",
 ]
 
 
@@ -94,15 +87,7 @@ def test_a_file_is_extensive_but_for_what_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tiers, "FILES", {"test_tool.py": ("a tool", ("test_plain", "a"))})
     (tmp_path / "test_tool.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
-    kept = [
-        "test_letters[a]",
-        "test_letters[b-3]",
-        "test_meshes[b-4]",
-        "test_other",
-        "test_plain",
-        "test_uneven[3]",
-    ]
-    assert sorted(collected(tmp_path)) == kept
+    assert sorted(collected(tmp_path)) == ["test_letters[a]", "test_other", "test_plain", "test_uneven[3]"]
 
 
 def test_rows_that_show_values_are_few_of_those_that_show_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

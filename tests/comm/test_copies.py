@@ -26,6 +26,8 @@ from tests.support import multirank
 
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.central("a rank between others, with parts that differ in size", ranks=3)
+
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """Whose ranks have found each other's pages."""

@@ -87,7 +87,11 @@ def put_into_simulators(names: list[str]) -> int:
 def chosen_orders(words: list[str]) -> list[str]:
     from tests.engine.kit.wrong_streams import WRONG, WRONG_GRAPHS
 
-    return [name for name in (*WRONG, *WRONG_GRAPHS) if not words or any(word in f"streams {name}" for word in words)]
+    return [
+        name
+        for name in (*WRONG, *WRONG_GRAPHS)
+        if not words or any(word in f"streams {name}" for word in words)
+    ]
 
 
 def main(words: list[str]) -> int:

@@ -111,7 +111,7 @@ def train_and_check(model: nn.Module, plain: nn.Module, folder: Path, what: str)
     check(plain, model, folder, what)
 
 
-@pytest.mark.extensive("each strategy", but=("zero3-*", "ddp-*"))
+@pytest.mark.extensive("each strategy", but=("ddp-*",))
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_trains_is_what_state_dicts_show(

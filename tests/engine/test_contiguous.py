@@ -109,6 +109,7 @@ def test_shards_of_other_dimensions_are_contiguous(rank: int, world_size: int) -
         train(plain, model, rank, world_size, "mp_policy" not in options)
 
 
+@pytest.mark.extensive("each dimension on a mesh")
 @multirank(4)
 def test_shards_of_other_dimensions_beside_replicas(rank: int, world_size: int) -> None:
     plain = Net()

@@ -35,7 +35,7 @@ def printed(source: str, name: str) -> str:
 
 @pytest.mark.extensive(
     "each program written for FSDP2",
-    but=("plain_loop*", "save_and_resume*"),
+    but=("plain_loop*",),
 )
 @multirank(2)
 @pytest.mark.parametrize("program", PROGRAMS)

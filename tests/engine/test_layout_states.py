@@ -156,7 +156,7 @@ def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, 
     step_both(model, other, rank, world_size)
 
 
-@pytest.mark.extensive("each place", but=("hfsdp@2x2-row", "zero3@3-row"))
+@pytest.mark.extensive("each place", but=("hsdp@2x2-row", "zero3@2-row"))
 @on_meshes(STATES)
 def test_half_and_back(rank: int, world_size: int, on: On, layout: str) -> None:
     model, _, plain, _ = trained(on, layout, rank, world_size)

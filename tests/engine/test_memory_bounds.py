@@ -380,15 +380,14 @@ CASES = [
 ]
 
 
-@pytest.mark.extensive(
-    "models of real size", but=("linear-*", "llama-dynamic-*", "llama-arena-zero3@2*", "hybrid-arena-*")
-)
+@pytest.mark.extensive("models of real size", but=("linear-*", "llama-arena-zero3@2*"))
 @pytest.mark.parametrize(("program", "memory", "setting"), CASES, ids=str)
 def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: Setting) -> None:
     with fake_mesh(setting.ranks) as mesh:
         check(program, setting, memory, mesh)
 
 
+@pytest.mark.extensive("each model", but=("l*",))
 @pytest.mark.parametrize(
     ("program", "setting"),
     [
@@ -432,7 +431,7 @@ def test_the_arena_is_as_small_as_any_could_be(program: Program, setting: Settin
     assert plan.nbytes <= (1 if program.equal else 1.02) * plan.lower_bound
 
 
-@pytest.mark.extensive("each model", but=("llama-*",))
+@pytest.mark.extensive("each model")
 @multirank(2)
 @pytest.mark.parametrize(
     ("program", "memory", "setting"),

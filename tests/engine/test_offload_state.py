@@ -164,6 +164,7 @@ def state_bytes(model: nn.Module, moments: int) -> list[int]:
     ]
 
 
+@pytest.mark.extensive("each setting", but=("1-*",))
 @multirank(2)
 @pytest.mark.parametrize("way", WRAPS)
 @pytest.mark.parametrize("buffers", [1, 3])

@@ -194,6 +194,7 @@ class Chain(nn.Module):
         return x.square().mean() + 0.3 * x.sum()
 
 
+@pytest.mark.extensive("each strategy", but=("zero3@*", "zero2@2-*", "zero1@2-*", "hsdp@2x2-*", "ddp@*"))
 @on_meshes(TWICE)
 def test_a_unit_reduced_twice_in_one_backward(
     rank: int, world_size: int, at: On, accumulation: str, buffers: int, units: int
@@ -332,6 +333,7 @@ def test_what_was_left_is_reduced_by_the_optimizers_step(rank: int, world_size: 
         check(name, p, q - 0.5 * g, 1e-5)
 
 
+@pytest.mark.extensive("each strategy", but=("zero2@*", "zero1@2", "hsdp@2x2"))
 @on_meshes(some(0))
 def test_zero_grad_forgets_what_was_left(rank: int, world_size: int, at: On) -> None:
     model = sharded(at)

@@ -68,6 +68,7 @@ DIVISIONS = select(
 )
 
 
+@pytest.mark.extensive("each mesh", but=("*@2x2", "*@2", "*@3"))
 @on_meshes(EVERYWHERE)
 def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
     """Also where axes have one rank. Sums of these values are exact in every dtype; divisions round once or twice."""

@@ -1,8 +1,8 @@
 """Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
 
-``SHARDWRIGHT_MATRIX=all make test`` runs whole products, some hours on two cores; ``triples`` runs what shows every
-three settings together; ``pairs`` is the default and what `make test-all` runs; ``values`` is what `make test` runs: of
-the rows for pairs few that show every setting. The selection is the same in every run.
+``SHARDWRIGHT_MATRIX=all make test-all`` runs whole products, some hours on two cores; ``triples`` runs what shows every
+three settings together. ``pairs`` is the default and that of `make test-all`. ``values``, that of `make test`, runs
+those among them that show every setting. The selection is the same in every run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def select(rows: Iterable[Row], shows: Callable[[Row, int], Iterable[Hashable]])
     strength = STRENGTHS[level()]
     if strength is None:
         return list(rows)
-    chosen = covering(list(rows), lambda row: shows(row, max(strength, 2)))
-    return chosen if strength > 1 else covering(chosen, lambda row: shows(row, 1))
+    rows = list(rows)
+    first: list[int] = []
+    for each in range(1, strength + 1):  # a larger selection has the rows of the smaller ones
+        first = chosen((shows(row, each) for row in rows), first)
+    return [rows[number] for number in first]
 
 
 def together(strength: int, *settings: Hashable) -> Iterable[Hashable]:
@@ -53,12 +56,20 @@ def covering(rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]]) ->
 
     Of those that add as much the first is taken.
     """
+    return [rows[number] for number in chosen(map(shows, rows))]
+
+
+def chosen(shown: Iterable[Iterable[Hashable]], first: Sequence[int] = ()) -> list[int]:
+    """The numbers of the rows that `covering` returns, by what each row shows; among them those of ``first``."""
     bits: dict[Hashable, int] = {}  # sets as numbers: some ten thousand rows take a moment, not seconds
-    masks = [0] * len(rows)
-    for number, row in enumerate(rows):
-        for what in shows(row):
-            masks[number] |= bits.setdefault(what, 1 << len(bits))
-    chosen, unseen = [], (1 << len(bits)) - 1
+    masks = []
+    for each in shown:
+        masks.append(0)
+        for what in each:
+            masks[-1] |= bits.setdefault(what, 1 << len(bits))
+    found, unseen = list(first), (1 << len(bits)) - 1
+    for number in first:
+        unseen &= ~masks[number]
     # What a row adds only falls, so the first one whose figure still holds is the best.
     adds = [(-mask.bit_count(), number) for number, mask in enumerate(masks)]
     heapq.heapify(adds)
@@ -66,11 +77,11 @@ def covering(rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]]) ->
         claimed, number = heapq.heappop(adds)
         added = (masks[number] & unseen).bit_count()
         if added == -claimed:
-            chosen.append(number)
+            found.append(number)
             unseen &= ~masks[number]
         elif added:
             heapq.heappush(adds, (-added, number))
-    return [rows[number] for number in sorted(chosen)]
+    return sorted(found)
 
 
 Value = tuple[str, int]  #: an axis and the place of a value on it

@@ -84,6 +84,7 @@ def trained(settings: Config, rank: int, world_size: int, steps: int = 3) -> dic
     return found
 
 
+@pytest.mark.extensive("each model", but=("llama-*",))
 @multirank(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_changes_and_nothing_more_is_gathered(rank: int, world_size: int, kind: str) -> None:

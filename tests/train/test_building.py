@@ -72,6 +72,7 @@ def check_values(rank: int, world_size: int, model: dict[str, Any], options: dic
         assert torch.equal(buffers[name], buffer), name
 
 
+@pytest.mark.extensive("each model", but=("llama-*",))
 @multirank(2)
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_values_are_those_of_one_process(rank: int, world_size: int, kind: str) -> None:

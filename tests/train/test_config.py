@@ -259,6 +259,7 @@ def test_values_that_do_not_fit_one_another_are_refused(tmp_path: Path, text: st
     assert part in refusal(tmp_path, text)
 
 
+@pytest.mark.extensive("every name of three other trainers")
 def test_names_of_other_trainers_lead_to_keys() -> None:
     paths = {key.path for key in keys()}
     for name, key in OTHER_NAMES.items():

@@ -157,6 +157,7 @@ def test_training_equals_the_plain_model(
         assert found == pytest.approx(wanted, rel=3e-2 if narrow else 2e-4)
 
 
+@pytest.mark.extensive("each strategy", but=("2-hsdp*",))
 @multirank(4)
 @pytest.mark.parametrize(
     "options",
@@ -195,7 +196,7 @@ def test_compiled_blocks(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.extensive("each pair of meshes", but=("tensor 1, expert 1-*",))
+@pytest.mark.extensive("each pair of meshes")
 @multirank(4)
 @pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 1)), ((2, 2), (1, 4))], ids=name_of)
 def test_runs_go_on_with_other_ranks(

@@ -91,6 +91,7 @@ def test_keys_of_another_optimizer_and_engines_without_whole_matrices_are_refuse
         tiny(optimizer={"name": "muon"}, parallel={"engine": "fsdp2"})
 
 
+@pytest.mark.extensive("runs in each setting")
 def test_in_backward_and_offload_change_no_loss(tmp_path: Path) -> None:
     """Two micro-batches a step, and a run that is resumed."""
     config, plain, whole, cut = (

@@ -165,6 +165,7 @@ def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], c
         assert out.count(f"step {step}/{STEPS}  loss") == 1
 
 
+@pytest.mark.extensive("a job that restarts three times")
 def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     tmp_path: Path, sharded_run: Path
 ) -> None:
@@ -243,6 +244,7 @@ def test_the_step_of_the_failed_rank_is_recorded_for_torchrun(tmp_path: Path) ->
     assert json.loads(folder.launch_file.read_text())["ends"][-1]["step"] == 2
 
 
+@pytest.mark.extensive("another job that restarts")
 def test_a_mistake_in_a_job_that_goes_on_is_in_exit_json(tmp_path: Path) -> None:
     """As under torchrun or SLURM: the data are missing at the second start. A wrapper must not find the first end."""
     folder = tmp_path / "run"

@@ -275,6 +275,7 @@ def test_a_damaged_record_of_the_data_is_refused(tmp_path: Path, capsys: pytest.
     assert "data.json: expected the documents of the run, found FileNotFoundError" in capsys.readouterr().err
 
 
+@pytest.mark.extensive("runs and their resumes")
 def test_other_text_for_validation_alone_is_said_and_a_split_stays_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

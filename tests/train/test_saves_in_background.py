@@ -61,6 +61,7 @@ def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path,
     assert losses(folder) == losses(sharded_run)
 
 
+@pytest.mark.extensive("another run")
 def test_a_run_goes_on_without_room_for_a_copy_but_for_the_last_checkpoint(tmp_path: Path) -> None:
     """Where no file may be so large, neither in memory nor on the disk."""
     folder = tmp_path / "run"

@@ -276,6 +276,7 @@ def test_weights_and_biases(folder: Path) -> None:
     assert not kinds & {"output", "output_raw"}  # the terminal
 
 
+@pytest.mark.extensive("a service that takes long to import")
 @needs("mlflow")
 def test_mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

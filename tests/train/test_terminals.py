@@ -18,7 +18,7 @@ TEXT = "wie schön, 5 € für ein ☕ — naïve\n" * 300
 JOB = ("--train.steps", "2", "--validation.every", "0", "--parallel.engine", "shardwright")
 
 
-@pytest.mark.extensive("each terminal", but=("ascii-20",))
+@pytest.mark.extensive("each terminal")
 @pytest.mark.parametrize(("encoding", "columns"), [("ascii", 20), ("latin-1", 200)])
 def test_commands_print_on_any_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, columns: int

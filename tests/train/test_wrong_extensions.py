@@ -275,6 +275,7 @@ def test_a_layout_that_differs_between_ranks_is_named(folder: Path) -> None:
     assert re.search(r"'attention.wq.weight' of shape \(32, 32\): 1 on rank 0, 1000 on rank 1", error), error
 
 
+@pytest.mark.extensive("runs of several ranks")
 def test_all_losses_of_a_model_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one rank and on two, in other micro-batches, they are the same means over the step's tokens."""
     job = config_file(folder, KINDLESS)

@@ -136,6 +136,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensive("each kind of tokenizer", but=("words-*", "byte_level-*"))
 @pytest.mark.parametrize("flagged", [True, False], ids=["special", "added"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_makes_a_special_token(tmp_path: Path, kind: str, flagged: bool) -> None:
@@ -269,6 +270,7 @@ def test_documents_that_spell_tokens_end_a_run_that_does_not_say_what_they_are(
     assert losses(tmp_path / "text") != losses(tmp_path / "tokens")
 
 
+@pytest.mark.extensive("a run and its resume")
 def test_a_run_without_the_key_goes_on_with_tokens(tmp_path: Path) -> None:
     """As runs did before there was the key, also if a file without it is named."""
     saved(tmp_path / "tok", "byte_level")

@@ -327,6 +327,7 @@ def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
     assert fetch(tmp_path, endpoint, "me/tiny@v1") == found
 
 
+@pytest.mark.extensive("each failure of a network")
 def test_names_that_cannot_be_fetched_say_why(tmp_path: Path, hub: tuple[str, type[Hub]]) -> None:
     endpoint, _ = hub
     message = fetch(tmp_path, endpoint, "me/none")["error"]

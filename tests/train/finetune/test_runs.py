@@ -149,6 +149,7 @@ def test_every_engine_trains_adapters(tmp_path: Path) -> None:
         assert read_base(run / "base.json") == read_base(alone / "base.json")
 
 
+@pytest.mark.extensive("another run and its resume")
 def test_adapters_of_a_model_with_tied_embeddings_are_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +164,7 @@ def test_adapters_of_a_model_with_tied_embeddings_are_read_again(
     assert train_here("--resume", run, "--train.steps", "6") == 0
 
 
+@pytest.mark.extensive("another run")
 def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, *LORA, "--run.dir", folder, "--train.steps", "3") == 0

@@ -168,7 +168,7 @@ def run_rows(rows: list[dict[str, Any]], rank: int, world_size: int, folder: Pat
     torch._dynamo.reset()
 
 
-@pytest.mark.extensive("architectures of transformers", but=("4-*",))
+@pytest.mark.extensive("architectures of transformers")
 @multirank(RANKS, timeout=300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_row_trains_like_the_plain_model(rank: int, world_size: int, part: int, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_weights_that_transformers_keeps_in_float32(rank: int, world_size: int, 
     assert loss == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.extensive("each way of recomputing")
 @multirank(2)
 def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, tmp_path: Path) -> None:
     """It is on in training alone, differs between ranks and steps, and follows the samples after a resume."""
@@ -167,6 +168,7 @@ def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, 
     assert not plain.draws
 
 
+@pytest.mark.extensive("compiled graphs")
 @multirank(2)
 def test_compiled_blocks_and_bfloat16(rank: int, world_size: int, tmp_path: Path) -> None:
     torch._dynamo.reset()

@@ -249,6 +249,7 @@ def server(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield asked
 
 
+@pytest.mark.extensive("a hub and a run")
 def test_a_name_on_the_hub_trains(
     server: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
