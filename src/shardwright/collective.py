@@ -40,7 +40,6 @@ class RankGroup:
         alone: whether there are no other ranks.
         rank: the number of this rank among them.
         size: how many they are.
-        numbers: the number of each rank in messages: in its group, or for a mesh among all ranks of the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -48,7 +47,7 @@ class RankGroup:
         self.alone = alone or not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.size = 1 if self.alone else dist.get_world_size(group)
-        self.numbers: Sequence[int] = range(self.size)
+        self._mesh: DeviceMesh | None = None
         #: A value goes through these one after the other: the last axis of a mesh first.
         self._groups: list[dist.ProcessGroup | None] = [] if self.alone else [group]
 
@@ -57,10 +56,16 @@ class RankGroup:
         """The ranks of a mesh, in its order. None: this process alone."""
         ranks = cls(alone=True)
         if mesh is not None:
-            ranks.alone, ranks.numbers = False, mesh.mesh.flatten().tolist()
-            ranks.rank, ranks.size = ranks.numbers.index(dist.get_rank()), len(ranks.numbers)
+            ranks.alone, ranks._mesh, ranks.size = False, mesh, mesh.size()
+            for place, length in zip(mesh.get_coordinate() or (), mesh.shape, strict=False):
+                ranks.rank = ranks.rank * length + place
             ranks._groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
         return ranks
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each rank in messages: in its group, or for a mesh among all ranks of the job."""
+        return range(self.size) if self._mesh is None else self._mesh.mesh.flatten().tolist()
 
     @property
     def is_first(self) -> bool:
