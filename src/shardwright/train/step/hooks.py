@@ -137,12 +137,24 @@ class Hooks:
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by their names."""
         states = {hook.name: self._call(hook, "state_dict") for hook in self.users}
+        for name, state in states.items():
+            if not isinstance(state, dict) or not _has_tensors_in_dicts_alone(state):
+                raise ExtensionError(
+                    f"The method state_dict of hook {name!r} returned {state!r:.100}; expected a dict of plain values, "
+                    "and of tensors and dicts of them"
+                )
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for hook in self.users:
             if hook.name in states:
                 self._call(hook, "load_state_dict", states[hook.name])
+
+
+def _has_tensors_in_dicts_alone(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_has_tensors_in_dicts_alone, value.values()))
+    return not (isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value))
 
 
 def _name(hook: TrainerHook) -> list[str]:

@@ -149,6 +149,12 @@ class Trainer:
             reporter,
         )
         self.hooks.setup(self.job)
+        self._load_hooks()
+
+    def _load_hooks(self) -> None:
+        """Give the hooks the states that the loaded checkpoint has of them."""
+        if self._loaded is not None and (own := self.hooks.state_dict()):
+            self.hooks.load_state_dict(checkpoint.hook_states(self._loaded, own))
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
@@ -317,7 +323,7 @@ class Trainer:
 
     @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:
-        saves.save(self.model, self.optimizer, self.position, last)
+        saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
 
     @boards.during(boards.LOAD)
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
@@ -343,6 +349,7 @@ class Trainer:
             checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
         )
         self.position = self._loaded.position.after_rewind(self.position, stop)
+        self._load_hooks()
         float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:
