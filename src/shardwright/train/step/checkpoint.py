@@ -124,7 +124,7 @@ def save_in_background(
 
 
 HOOK = "hook_"
-"""What the key of a hook's state begins with; its name follows."""
+"""Prefix of the key of a hook's state; the hook's name follows."""
 
 
 def _extra(position: Position, hooks: Mapping[str, Any] | None) -> dict[str, Any]:
