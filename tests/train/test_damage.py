@@ -25,7 +25,7 @@ from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage import places
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
-from shardwright.train.launch import patience
+from shardwright.train.launch import progress
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import Position, recovered_steps
 from shardwright.train.run.stored_checkpoint import examine
@@ -275,7 +275,7 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
         job.said.clear()
         spoken.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patience, "EVERY", 0.01)
+            patch.setattr(progress, "EVERY", 0.01)
             patch.setattr(module, name, slow(getattr(module, name)))
             action()
         assert any(said.startswith(f"{expected} {job.checkpoints}/step-2: ") for said in job.said), job.said

@@ -20,7 +20,7 @@ from shardwright.memory import Plan
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.keys import keys
-from shardwright.train.launch import patience
+from shardwright.train.launch import progress
 from shardwright.train.launch.progress import Start
 from shardwright.train.report.plan_picture import outside_in_words, plan_figure
 from shardwright.train.report.reporter import Reporter
@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line_with_the_way_out(
 def test_lines_of_the_start_repeat_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    monkeypatch.setattr(patience, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "EVERY", 0.02)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     start = Start()
     start.begin("reading the data")

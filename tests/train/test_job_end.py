@@ -108,6 +108,7 @@ def test_jobs_in_a_process_group_of_a_framework(rank: int, world_size: int, tmp_
         assert (ended(folder)["status"], ended(folder)["reason"]) == (2, str(refused.value))
 
 
+@pytest.mark.extensive("each number of ranks", but=("alone", "two"))
 @pytest.mark.parametrize("count", [0, 1, 2], ids=["alone", "one", "two"])
 def test_a_refused_resume_is_the_end_of_the_job(
     tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str], count: int

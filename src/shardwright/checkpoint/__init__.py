@@ -1,17 +1,17 @@
-"""Checkpoints of a training run, and pretrained weights in and out, straight into shards and out of them.
+"""Checkpoints of training, pretrained weights, and weights that travel to other processes.
 
-    sw.save_checkpoint("step-100", model, optimizer, extra={"step": 100})
+    sw.save_checkpoint("step-100", model, optimizer, extra={"step": 100})                    # docs/checkpoints.md
     extra = sw.load_checkpoint("step-100", model, optimizer)
+    sw.load_pretrained(model, "llama-3-8b/", key_map=hugging_face.key_map(model.config))     # docs/pretrained.md
 
-docs/checkpoints.md. Programs that look into checkpoints find here :func:`open_checkpoint`, :class:`Damaged` and the
-random generators; the trainer and the Fabric strategy use nothing else.
+Each rank reads and writes only its part; no rank ever holds the model. Programs that look into checkpoints find here
+:func:`open_checkpoint`, :class:`Damaged` and the random generators; the trainer and the Fabric strategy use nothing
+else. In a key map :class:`Transposed`, :class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are
+stored in another form.
 
-    sw.load_pretrained(model, "llama-3-8b/", key_map=hugging_face.key_map(model.config))
-    sw.save_pretrained(model, "tuned/", key_map=hugging_face.key_map(model.config))
-
-Each rank reads only its part of a file; no rank ever holds the model. In a key map :class:`Transposed`,
-:class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are stored in another form.
-docs/pretrained.md.
+``training`` has the state of a run, and ``asynchronous`` writes it in the background. Both use ``save`` and ``load``.
+These use ``format``, the form of files, and ``storage``, the places of files: folders and URLs. ``dcp`` reads folders
+of torch's distributed checkpoint. ``pretrained``, ``stream`` and ``convert`` are the other ways in and out.
 
 Names are imported at first use, so that reading a token cache or a digest does not import the engine.
 """

@@ -151,7 +151,7 @@ def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
 
 
 def _reader(to: str, destination: str, config: dict[str, Any] | None) -> str:
-    """How the result is read."""
+    """The call that reads the result, for a message."""
     text = repr(destination)
     if to == "shardwright":
         return f"shardwright.load_checkpoint({text}, model) reads it"

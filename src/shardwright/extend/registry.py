@@ -22,11 +22,11 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """By which configurations and arguments know it."""
+        """The name by which configurations and arguments know the value."""
 
     @property
     def summary(self) -> str:
-        """What it does, in a sentence for the help and the docs."""
+        """A sentence for the help and the docs: what the value does."""
 
 
 class ExtensionError(ValueError):

@@ -36,7 +36,7 @@ def check_target(path: Path) -> None:
 
 
 def write_file(values: dict[str, Any], path: Path) -> None:
-    """Write a file of ``torch.save``. What was at ``path`` stays until the new file is on disk.
+    """Write a file of ``torch.save``. Anything at ``path`` stays until the new file is on disk.
 
     Raises:
         OSError: it cannot be written. The message names the file.
@@ -72,7 +72,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def read_file(path: Path, weights_only: bool | None) -> Any:
-    """What ``torch.save`` has written, mapped into memory, on the host.
+    """The content of a file of ``torch.save``, mapped into memory, on the host.
 
     No code of the file runs, whatever torch's own default is, unless ``weights_only`` is False.
 

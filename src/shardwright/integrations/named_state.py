@@ -87,7 +87,7 @@ class Parts:
         return names
 
     def kinds(self) -> dict[str, str]:
-        """What each key of the state holds."""
+        """The kind of value of each key of the state."""
         return {
             **dict.fromkeys(self.models, MODEL),
             **dict.fromkeys(self.optimizers, OPTIMIZER),
@@ -95,7 +95,7 @@ class Parts:
         }
 
     def values_of_others(self) -> dict[str, Any]:
-        """What to write of them: the state dict of those that have one."""
+        """Values to write for the other keys: the state dict of each object that has one."""
         return {k: v.state_dict() if has_state(v) else v for k, v in self.others.items()}
 
 
@@ -131,7 +131,7 @@ def has_state(value: Any) -> bool:
 
 
 def _filtered(key: str, values: Any, filter: Filter) -> Any:
-    """What the filter keeps of a dict; other values have no names to filter by."""
+    """The entries of a dict that the filter keeps; other values have no names to filter by."""
     keep = filter.get(key)
     if keep is None or not isinstance(values, dict):
         return values
@@ -148,7 +148,7 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
 
     Raises:
         IsADirectoryError: ``path`` is a folder that is no checkpoint.
-        OSError: on every rank: the file cannot be written. What was there before is left as it was.
+        OSError: on every rank: the file cannot be written. Anything there is unchanged.
     """
     ranks = RankGroup()
     parts = agreed_parts(state, ranks)
@@ -171,12 +171,12 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
 def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
     """Write a folder to which every rank adds its part. Readable at any number of ranks, and in any layout.
 
-    Every rank must call it. Of what is not sharded, the first rank's values are stored.
+    Every rank must call it. Values that are not sharded are the first rank's.
 
     Raises:
         ValueError: on every rank: a value is neither a tensor nor plain. Nothing was written.
         FileExistsError: on every rank: something else than a checkpoint is at ``path``.
-        OSError: on every rank: the folder cannot be written. What was there before is left as it was.
+        OSError: on every rank: the folder cannot be written. Anything there is unchanged.
     """
     ranks = RankGroup()
     parts = agreed_parts(state, ranks)

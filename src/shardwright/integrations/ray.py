@@ -33,7 +33,7 @@ RUN = "run"
 REPORTED = "reported"
 """Beside it: the checkpoints that Ray knows, as hard links. Ray deletes some of these, the run deletes its own."""
 SECONDS_TO_ANSWER = 30.0
-"""How long a worker waits for Ray's list of checkpoints, at most."""
+"""The longest time that a worker waits for Ray's list of checkpoints."""
 
 
 def trainer(
@@ -97,7 +97,7 @@ def _text(value: Any) -> str:
 
 
 def _train(values: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """The function that each worker runs."""
     from shardwright.train.rank.hosted import train_in_group
 
     if ray.train.get_context().get_world_rank() == 0:

@@ -166,7 +166,7 @@ def start(settings: Settings, host: str | None = None) -> Watch:
 
 
 class Place(NamedTuple):
-    """Where a rank is: a key of its host, the host's name, its process, and when its board began."""
+    """The place of a rank: a key of its host, the host's name, its process, and when its board began."""
 
     host: str
     name: str
@@ -182,7 +182,7 @@ def _no_room(problem: str) -> str:
 
 
 def _together(action: Callable[[], T], message: Callable[[str], str]) -> list[T]:
-    """What this action returns on each rank. Raises OSError on all ranks if it does on one.
+    """Run ``action`` on every rank and return the results of all. Raises OSError on all ranks if it does on one.
 
     ``message``: makes that error's message of the rank and the error.
     """
@@ -202,7 +202,7 @@ def _courier(places: Sequence[Place], mine: Place) -> Courier:
     hosts = list(dict.fromkeys(each.host for each in places))
     ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
     names = [next(each.name for each in places if each.host == host) for host in hosts]
-    # Of this watch alone: an earlier one may have left a verdict.
+    # Only this watch's verdict counts: an earlier watch may have left one.
     prefix = f"shardwright-watch/{places[0].began}"
     store = dist.PrefixStore(prefix, another_client(default_store()))
     return Courier(store, hosts.index(mine.host), ranks, names)

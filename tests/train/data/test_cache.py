@@ -25,7 +25,7 @@ from shardwright.train.data.tokens.cache import content_digest, tokenised
 from shardwright.train.data.tokens.tokenizers import Bytes, FromFile
 from shardwright.train.data.tokens.tokens import IDS, Tokens
 from shardwright.train.errors import UserError
-from shardwright.train.launch import patience
+from shardwright.train.launch import progress
 from tests.train.data.samples import CHATML, chat, save_tokenizer, texts, write_jsonl
 from tests.train.kit.text import joined, pydoc
 
@@ -499,7 +499,7 @@ def test_each_part_of_the_work_is_a_sign_of_progress(tmp_path: Path) -> None:
 
 
 def test_the_progress_of_another_process_is_a_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "EVERY", 0.02)
     (tmp_path / "locks").mkdir()
     other = os.open(tmp_path / "locks" / "key", os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)

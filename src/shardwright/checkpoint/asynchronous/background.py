@@ -1,4 +1,4 @@
-"""What the writer process of an asynchronous save does, which ``writer_program.py`` starts.
+"""The work of the writer process of an asynchronous save. ``writer_program.py`` starts the process.
 
 It gets jobs through a pipe, writes the rank's file from shared memory, and leaves a note beside it. The first rank's
 writer waits for the notes of all ranks, describes and commits the checkpoint. Writers share only the file system or
@@ -92,7 +92,7 @@ class Writer:
         )
 
     def _all_written(self, job: Job) -> list[Written]:
-        """What every rank has written.
+        """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
 
         Raises:
             OSError and others: a rank has failed, or the trainer wants the save to end.

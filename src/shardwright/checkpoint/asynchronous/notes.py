@@ -35,7 +35,7 @@ def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
 
 
 def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
-    """What a rank has written, or the kind and text of its failure.
+    """The file and parts that a rank has written, or the kind and text of its failure.
 
     Raises:
         RuntimeError: the note is damaged or of another save.

@@ -41,7 +41,7 @@ Failure = tuple[int, str]  #: number of the error's kind, and its text
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a save, as this rank knows it."""
+    """The result of a save, as this rank knows it."""
 
     path: Path | str  #: the folder, or the URL
     committed: (
@@ -189,7 +189,7 @@ class AsyncCheckpoint:
         """Wait until the save under way is committed: on disk, whole, and under its name. Collective.
 
         Raises:
-            OSError: on every rank. The message names rank, file and reason. What was at the path is unchanged.
+            OSError: on every rank. The message names rank, file and reason. Anything at the path is unchanged.
             RuntimeError: on every rank: a writer process has died.
         """
         self._check_owner()
@@ -225,7 +225,7 @@ class AsyncCheckpoint:
             raise
 
     def poll(self) -> Outcome | None:
-        """What became of the last save; None while it is under way, and before the first one. Not collective.
+        """The result of the last save; None while it is under way, and before the first one. Not collective.
 
         On the first rank it is over when the checkpoint is committed. Another rank knows only its own part; the errors
         of others are raised by :meth:`wait` and the next :meth:`save`.

@@ -95,7 +95,7 @@ class Job:
 
     @property
     def unfinished(self) -> Store:
-        """Where the ranks write."""
+        """The unfinished store into which the ranks write."""
         return self.place.unfinished(self.contents.attempt)
 
     @property

@@ -83,7 +83,7 @@ class WriterProcess:
         return message
 
     def death(self) -> str | None:
-        """How it has died, in words; None while it lives."""
+        """The reason for which the process has died, in words; None while it lives."""
         if self._results.ended:  # which it is a moment before the process has ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
@@ -106,7 +106,7 @@ class WriterProcess:
 
 
 def _search_path() -> str:
-    """Where this process finds modules, so that the writer finds the same ones."""
+    """Folders in which this process finds modules, so that the writer finds the same ones."""
     own = str(Path(__file__).absolute().parents[3])
     return os.pathsep.join(dict.fromkeys([own, *(os.path.abspath(each) for each in sys.path if each)]))
 

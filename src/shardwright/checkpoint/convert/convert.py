@@ -55,7 +55,7 @@ FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
         path, form: where, and in which of :data:`FORMS`.
@@ -227,7 +227,7 @@ def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
 
 
 def _renamed(chosen: _Chosen, key_map: KeyMap, source: Source) -> _Chosen:
-    """With the last key of each tensor renamed."""
+    """The chosen tensors, with the last key of each renamed."""
     renamed: dict[str, SourceTensor] = {}
     for each in chosen.tensors.values():
         *outer, last = each.path

@@ -63,7 +63,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Source:
-    """What a checkpoint holds.
+    """The content of a checkpoint: its tensors and values, and how to read them.
 
     Attributes:
         path, form: where it is, and :data:`SHARDWRIGHT`, :data:`DCP`, :data:`SAFETENSORS` or :data:`TORCH`.

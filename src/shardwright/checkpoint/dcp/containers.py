@@ -1,6 +1,6 @@
 """Reads the containers of torch's writer, zip files of one tensor or value each, without calling what they name.
 
-Of a tensor only its description is read here: dtype, shape and where its bytes are. Records that are compressed or
+Only the description of a tensor is read here: dtype, shape and the place of its bytes. Records that are compressed or
 reach beyond their container raise an error, so no short file asks for much memory.
 """
 

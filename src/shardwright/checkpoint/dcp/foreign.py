@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.digests import Damaged, open_regular
 from shardwright.checkpoint.format.index import Part, StoredTensor
 from shardwright.checkpoint.format.nested import NamedTensor, meet
 
-#: Of parts that are not contiguous in their file: the steps between their elements, and the number of elements.
+#: For parts that are not contiguous in their file: the steps between their elements, and the number of elements.
 Strides = dict[Part, tuple[tuple[int, ...], int]]
 
 

@@ -1,8 +1,8 @@
 """The ``.metadata`` file of torch's distributed checkpoint, read without running anything that the file says.
 
 torch writes this file with pickle, and unpickling calls whatever the file names. Here an unpickler knows the few names
-that torch writes, and gives an inert record for each of them. What it read is checked against what a save can have
-written, and only then torch's own objects are built. Any other content raises :class:`Damaged`.
+that torch writes, and gives an inert record for each of them. The records are checked against those that a save can
+have written, and only then torch's own objects are built. Any other content raises :class:`Damaged`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BYTES_OF_PART = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of one item are: a file of the folder, and a range of it."""
+    """The place of one item's bytes: a file of the folder, and a range of it."""
 
     relative_path: str
     offset: int
@@ -251,7 +251,7 @@ def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, Place]) -
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Where each value was in the nested state: keys of dicts and numbers of lists."""
+    """The place of each value in the nested state: keys of dicts and numbers of lists."""
     if value is None:
         return None
     paths: dict[str, tuple[str | int, ...]] = {}

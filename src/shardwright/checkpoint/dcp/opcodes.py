@@ -94,7 +94,7 @@ def _follow(data: bytes, name: str, names: set[str]) -> None:
 
 
 def name_of_callable(module: str, name: str) -> str:
-    """What a pickle would call, for a message: one line, however long and strange the names are."""
+    """The name of a callable that a pickle names, for a message: one line of printable characters, at most 200."""
     text = f"{module}.{name}"
     return (text if text.isprintable() else ascii(text))[:200]
 

@@ -25,7 +25,7 @@ _STAMP = (0, 33)  #: time and date of all records: 1980-01-01
 
 
 def container(dtype: torch.dtype, shape: Sequence[int], data: memoryview) -> tuple[bytes, bytes]:
-    """What stands before and after the bytes ``data`` of a contiguous tensor in its container.
+    """The bytes before and after the bytes ``data`` of a contiguous tensor in its container.
 
     Raises:
         ValueError: the tensor has more than :data:`LARGEST` bytes.
@@ -83,7 +83,7 @@ class _Zip:
         self._count += 1
 
     def directory(self, nbytes: int) -> bytes:
-        """What stands behind the last record, whose data has so many bytes."""
+        """The bytes after the last record, whose data has ``nbytes`` bytes."""
         count, size, begin = self._count, len(self._entries), len(self.head) + nbytes
         comment = bytes(-(begin + size + 22) % ALIGNMENT)
         end = struct.pack("<HHHHIIH", 0, 0, count, count, size, begin, len(comment))

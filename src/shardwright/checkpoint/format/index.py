@@ -1,7 +1,7 @@
 """``index.json``: all that a checkpoint holds, as data. Written last, read first.
 
 It lists each tensor with its parts (the box, the file, the bytes, a SHA-256), each value that is no tensor, and each
-file. Its last line is the SHA-256 of the lines before it. What is read is checked against what a save can write: every
+file. Its last line is the SHA-256 of the lines before it. A reader checks that a save can have written it: every
 element of every tensor is in exactly one part, and the parts cover their files without a gap.
 
 A file of parts is digested by the digests of its parts, so every byte is digested once: SHA-256 of the parts' 32-byte
@@ -96,7 +96,7 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds."""
+    """The content of ``index.json``: the tensors, values and files of a checkpoint."""
 
     attempt: str  #: of the save that wrote it
     ranks: int  #: that wrote it

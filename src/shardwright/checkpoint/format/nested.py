@@ -86,8 +86,8 @@ class NamedTensor:
 
 
 def _by_protocol(tensor: Tensor) -> Tensor:
-    """The tensor in the form that says which elements a rank has. What torch makes of a ragged DTensor is a plain
-    DTensor of a ragged tensor, which would be taken for one with equal chunks of rows."""
+    """The tensor in the form that says which elements a rank has. torch makes a plain DTensor
+    of a ragged DTensor, which would be taken for one with equal chunks of rows."""
     ragged = tensor._local_tensor if type(tensor) is DTensor else tensor
     as_dtensor = getattr(ragged, "as_dtensor", None)
     return tensor if as_dtensor is None else as_dtensor()

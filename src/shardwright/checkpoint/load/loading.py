@@ -68,7 +68,7 @@ class Checkpoint:
         }
 
     def names(self) -> set[str]:
-        """Of all tensors and values."""
+        """Names of all tensors and values."""
         if self.index is not None:
             return {*self.index.tensors, *self.index.values}
         assert self.metadata is not None
@@ -385,7 +385,7 @@ def check_tensors(
 def _reads(
     known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
 ) -> list[tuple[Part, StoredTensor, Box]]:
-    """What this rank needs, in the order of the files."""
+    """Parts that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
         stored = known[each.name]
@@ -426,7 +426,7 @@ def _read_boxes(
 def _read_box(
     reader: Reader, part: Part, dtype: torch.dtype, box: Box, layout: tuple[tuple[int, ...], int] | None
 ) -> None:
-    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read, or
+    """Read what the part and the box share. Only the rows of the first dimension that are needed are read, or
     all, if the part's elements are not contiguous and have this layout: strides and number."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]

@@ -2,7 +2,7 @@
 
 A load compares digests first and reads after that, each time by the names of files. If another save replaces a folder
 in between, the second half would come from the other checkpoint. So the files are opened before any value changes, and
-the folder must then still be the one that was compared. What is open stays readable, also when the folder is deleted.
+the folder must then still be the one that was compared. Open files stay readable, also when the folder is deleted.
 Behind a URL the names of objects tell saves apart, so a load cannot mix two; it fails if its objects are deleted.
 """
 
@@ -20,7 +20,7 @@ HELD = 256  #: files that a rank keeps open; systems allow a process 1,024 by de
 
 
 class Origin(NamedTuple):
-    """Which file described a checkpoint when it was opened."""
+    """The file that described a checkpoint when it was opened."""
 
     files: Files
     name: str
@@ -100,7 +100,7 @@ class OpenFiles:
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Reader]:
-        """For reads of a file.
+        """A reader of a file, until the block ends.
 
         Raises:
             OSError: it is opened only now, and the checkpoint was replaced.

@@ -308,7 +308,7 @@ def _open_torch(file: Path) -> dict[str, StoredTensor]:
 
 
 def load_torch(file: Path) -> Any:
-    """What a file of ``torch.save`` holds, with tensors that are mapped. Nothing in it is called.
+    """The content of a file of ``torch.save``. Its tensors are mapped into memory. No code of the file runs.
 
     Raises:
         Damaged: it cannot be read, or holds more than tensors and plain values.

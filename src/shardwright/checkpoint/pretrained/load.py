@@ -40,13 +40,13 @@ from shardwright.engine.unit.owning import units_of
 from shardwright.init.delivery import refuse_graphs
 
 NAMED = 4
-"""How many missing tensors an error names, and how many unexpected ones and ones that do not fit. The error stays
-readable in one line."""
+"""Number of missing tensors that an error names; also of unexpected tensors, and of tensors that do not fit. The error
+stays readable in one line."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What :func:`load_pretrained` did.
+    """The result of :func:`load_pretrained`.
 
     Attributes:
         missing: names of the model's tensors that are not stored; these are unchanged.

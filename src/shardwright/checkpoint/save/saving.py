@@ -1,8 +1,8 @@
 """Saves a nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
 
-Every rank tells the first one which boxes it has. The first rank checks that they make up every tensor, gives each box
-to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes the
-unfinished files and is raised on every rank.
+Every rank sends the list of its boxes to the first one. The first rank checks that they make up every tensor, gives
+each box to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes
+the unfinished files and is raised on every rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def save_state(
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
         OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
-            reason. What was there is unchanged.
+            reason. Anything there is unchanged.
     """
     plan = Plan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
@@ -96,7 +96,7 @@ def save_state(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is saved: this rank's parts, and the contents of all."""
+    """The parts that this rank saves, and the contents of the checkpoint."""
 
     own: list[PartToWrite]
     contents: Contents  #: complete on the first rank; of this rank alone on others
@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self.contents.tensors.values())
 
 
@@ -175,7 +175,7 @@ def _shares(
 ) -> list[list[BoxName]]:
     """The boxes that each rank writes: each box once, about the same number of bytes by each rank.
 
-    Of tensors in ``of_first`` the first rank that has a box writes it.
+    The first rank that has a box of a tensor in ``of_first`` writes it.
     """
     holders: dict[BoxName, list[int]] = {}
     for rank, boxes in enumerate(everyones):
@@ -207,13 +207,13 @@ def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
 
 
 def names_of_files(ranks: int) -> list[str]:
-    """Of a save by so many ranks, apart from what is for torch's reader."""
+    """Names of the files of a save by ``ranks`` ranks, without the file for torch's reader."""
     return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
 
 
 @contextlib.contextmanager
 def open_save(path: Location, plan: Plan, ranks: RankGroup, overwrite: bool) -> Iterator[Store]:
-    """Where the ranks write, which every rank sees. It is removed if anything fails.
+    """The unfinished store into which the ranks write. Every rank sees it. It is removed if anything fails.
 
     Raises:
         FileExistsError, OSError: as :func:`save_state`.
@@ -292,7 +292,7 @@ def commit_parts(
 
     Raises:
         OSError: as :func:`describe_parts`, or the folder cannot be renamed, or a file holds other bytes when it is
-            read back. What was at ``path`` is unchanged.
+            read back. Anything at ``path`` is unchanged.
         RuntimeError: as :func:`describe_parts`.
     """
     unfinished = store_of(folder)

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold: parts of tensors in a file of each rank, and the small files that describe them.
+"""The files of a checkpoint: parts of tensors in a file of each rank, and the small files that describe them.
 
 Nothing here communicates. Every file is durable when its function returns.
 """
@@ -143,7 +143,7 @@ def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold: all but the places of its parts."""
+    """The content of a checkpoint to write, without the places of its parts."""
 
     attempt: str
     ranks: int

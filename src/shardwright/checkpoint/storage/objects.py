@@ -133,7 +133,7 @@ class ObjectStore:
                 system.makedirs(path, exist_ok=True)
         mark = unfinished.stored_name(_MARK)
         promptly(lambda: unfinished.write(mark, b"a save has begun\n"), self._url)
-        # Of two saves that begin at once each has its mark there before it looks for others, so one of them sees both.
+        # Two saves that begin at once each have a mark there before they look for others, so one of them sees both.
         if any(name.startswith("__begun.") and name != mark for name in self.sizes()):
             raise self._busy()
 
@@ -218,7 +218,7 @@ class ObjectStore:
         pass  # a save begins only where nothing is
 
     def sizes(self) -> dict[str, int]:
-        """Of the objects below the URL, without those in folders; a folder counts as one without bytes."""
+        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
         with self._reported("", "read"):
             system, path = self._system("")
             system.invalidate_cache()
@@ -289,7 +289,7 @@ class ObjectStore:
             self.remove(name)
 
     def _damage(self) -> str | None:
-        """What is wrong with a committed checkpoint, without reading all of it; None if nothing is."""
+        """The damage of a committed checkpoint, in words, from its index and sizes alone; None without damage."""
         try:
             index = parse_index(self.read(INDEX))
             for name, file in index.files.items():
@@ -376,7 +376,7 @@ class ObjectWriter:
             self._stream.close()
 
     def discard(self) -> None:
-        """End the upload. What was uploaded does not appear."""
+        """End the upload. The uploaded part does not appear."""
         with contextlib.suppress(Exception):
             self._stream.discard()
         with contextlib.suppress(Exception):
@@ -432,7 +432,10 @@ def _write_new(system: Any, path: str, content: bytes) -> None:
 
 
 def promptly(action: Callable[[], T], url: str) -> T:
-    """What ``action`` returns. File systems try for minutes to reach a store that does not answer; this does not."""
+    """Run ``action`` and return its result. Raises StoreError if it takes longer than :data:`PATIENCE`.
+
+    File systems try for minutes to reach a store that does not answer.
+    """
     outcomes: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Where a checkpoint appears, from a path or URL. Here it is a folder, which gets its name when it is whole.
+"""The place of a checkpoint, from a path or URL. A folder gets its name when it is whole.
 
 A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. A checkpoint that is replaced exchanges
 names with the new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
@@ -206,11 +206,11 @@ def make_durable(folder: Path) -> None:
 
 
 def commit(folder: Path, path: Path, overwrite: bool) -> None:
-    """Give a written folder or file its name. What had the name before is deleted after that.
+    """Give a written folder or file its name. The earlier owner of the name is deleted after that.
 
     Raises:
         FileExistsError: a folder with content has this name, and ``overwrite`` is false.
-        OSError: it cannot be renamed, or the names cannot be written to disk. What was there is still there.
+        OSError: it cannot be renamed, or the names cannot be written to disk. Anything there is still there.
     """
     if folder.is_dir():
         sync_folder(folder)

@@ -70,7 +70,7 @@ class Files(Protocol):
         """Open a file for reading. Raises as :meth:`size`."""
 
     def identity(self, name: str) -> Hashable | None:
-        """What differs when another file has this name; None where files of two saves never have the same name.
+        """A value that changes when another file gets this name; None where two saves never use the same name.
 
         Raises OSError.
         """
@@ -99,7 +99,7 @@ class Store(Files, Protocol):
         """
 
     def unfinished(self, attempt: str) -> Store:
-        """Where the save writes. It can be read before it is committed."""
+        """The store into which the save writes. It can be read before it is committed."""
 
     def check_free(self, overwrite: bool) -> None:
         """Raise FileExistsError if something has appeared here, after :meth:`begin`, that is not to be overwritten."""

@@ -17,7 +17,7 @@ MOST = 2  #: more than these wait for the disk
 
 
 def count() -> int:
-    """How many threads a rank has for this: the processors of the machine are shared by its ranks."""
+    """Number of threads of a rank for its files: the ranks of a machine share its processors."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, min(MOST, len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
@@ -25,7 +25,7 @@ def count() -> int:
 def in_threads(
     items: Iterable[T], action: Callable[[T], R], then: Callable[[R], object] = lambda result: None
 ) -> list[R]:
-    """What ``action`` returns for each item, in order. ``then`` gets each result in the caller's thread.
+    """Results of ``action`` for all items, in order. ``then`` gets each result in the caller's thread.
 
     ``action`` has to let go of the interpreter to gain from threads. It must not depend on the caller's grad mode,
     device or stream. After an error no other item is begun, and the error is raised when all threads have ended.

@@ -64,7 +64,7 @@ class Header:
         return cls(number, count, own, stopped)
 
     def places(self) -> tuple[list[int], int]:
-        """Where each tensor begins in shared memory, and the bytes of all of them."""
+        """The first byte of each tensor in shared memory, and the bytes of all of them."""
         starts, end = [], 0
         for _, dtype, shape in self.tensors:
             starts.append(end)

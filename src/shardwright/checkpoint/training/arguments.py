@@ -1,4 +1,4 @@
-"""What a caller passes to a save or a load, checked on every rank before anything is read or written.
+"""Arguments of a save or a load, checked on every rank before anything is read or written.
 
 Each check raises one error that names the argument and says what to pass. Nothing here knows what a checkpoint holds.
 """
@@ -73,7 +73,7 @@ def reason_of(error: Exception) -> str:
 
 
 def summary(optimizers: Sequence[Optimizer], extra: Mapping[str, Any], generators: bool) -> tuple[Any, ...]:
-    """Of the arguments, for :func:`check_same`."""
+    """The arguments in plain values, for :func:`check_same`."""
     return [type(each).__name__ for each in optimizers], sorted(map(str, extra)), generators
 
 

@@ -68,7 +68,7 @@ class HooksToLoad:
                 self._lost.append(own["hook"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is read, by the names in the checkpoint without their first key."""
+        """Tensors to read into, by the names in the checkpoint without their first key."""
         return {
             f"{number}.state.{name}": tensor
             for number, state in self.state.items()

@@ -120,7 +120,7 @@ class StoredCheckpoint:
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks have saved it; None for torch's folders."""
+        """Number of ranks that have saved it; None for torch's folders."""
         return None if self._opened.index is None else self._opened.index.ranks
 
     @property

@@ -114,7 +114,7 @@ def save_checkpoint(
     Raises:
         ValueError: something cannot be stored. The message names it. Nothing was written.
         FileExistsError: something is at ``path``.
-        OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
+        OSError: on every rank. The message names rank, file and reason. Anything at ``path`` is unchanged.
     """
     ranks = RankGroup(process_group)
     place = place_of(path, ranks)
@@ -158,7 +158,7 @@ def state_to_save(
     frozen: bool,
     ranks: RankGroup,
 ) -> dict[str, Any]:
-    """What :func:`save_checkpoint` stores, as one nested state. Every rank must call it.
+    """The nested state that :func:`save_checkpoint` stores. Every rank must call it.
 
     Raises:
         TypeError, ValueError: on every rank, if the arguments of one cannot be stored or differ from the others'.

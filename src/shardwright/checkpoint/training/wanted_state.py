@@ -1,4 +1,4 @@
-"""What a checkpoint has, beside what a run wants from it: tensors to read into, and checks before anything changes."""
+"""The state that a run wants from a checkpoint: tensors to read into, and checks before anything changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stored:
         return any(name == part or name.startswith(f"{part}.") for name in self.names)
 
     def parts(self) -> str:
-        """What the checkpoint has, in words."""
+        """The first keys of the checkpoint, in words."""
         return ", ".join(sorted({name.partition(".")[0] for name in self.names}))[:200] or "nothing"
 
     def value(self, key: str, name: str) -> Any:
@@ -76,7 +76,7 @@ class Stored:
             ) from None
 
     def fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that have the dtype and shape of the stored ones."""
+        """Tensors that have the dtype and shape of the stored ones."""
         return {
             name: each
             for name, each in tensors.items()

@@ -68,7 +68,7 @@ class Difference:
 
 
 class Key(NamedTuple):
-    """What a hash is of."""
+    """The name of a hash: its kind, its tensor and the tensor's unit."""
 
     kind: str
     name: str
@@ -296,7 +296,7 @@ def _differing(copies: list[_Copies], hashes: list[int]) -> set[int]:
 
 
 def _ends(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Where the values of the group's ranks differ: their maximum is not their minimum."""
+    """A mask of the values that differ over the group's ranks: their maximum is not their minimum."""
     both = torch.stack([values, ~values])  # ~x falls where x rises, and has no overflow
     with noted("all-reduce of hashes", group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
@@ -368,7 +368,7 @@ class GradientHashes:
     reduced: dict[Key, int] = field(default_factory=dict)
 
     def differing(self, other: GradientHashes) -> list[Key]:
-        """What is not equal, in the order of the model. Only of this rank; it does not communicate."""
+        """Keys whose hashes differ, in the order of the model. Only this rank's; it does not communicate."""
         return [
             key
             for mine, theirs in ((self.own, other.own), (self.reduced, other.reduced))

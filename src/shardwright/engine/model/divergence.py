@@ -27,7 +27,7 @@ DOING = (
 )
 #: At these events ``Record.detail`` is a hash of the rank's edits of full weights.
 ENDS = (END_FORWARD, END_BACKWARD)
-#: What a rank has left with an exception, by the event that would have ended it.
+#: Names of the work that a rank has left with an exception, by the event that would have ended it.
 LEFT_BY = {
     END_FORWARD: "the forward of",
     END_BACKWARD: "the backward of",

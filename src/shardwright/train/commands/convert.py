@@ -14,7 +14,7 @@ from shardwright.train.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class RunNames:
-    """How safetensors of a run's checkpoint are written.
+    """Names and config.json for safetensors of a run's checkpoint.
 
     Attributes:
         key_map, config: the names, and the content of config.json; None if the kind of model has none.

@@ -1,7 +1,7 @@
 """`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
 
 Or as safetensors with the names of a user's module, or the adapters alone as files of peft. One process reads one
-tensor after another, so the model never is in memory as a whole. Of a run with adapters it holds the frozen base once,
+tensor after another, so the model never is in memory as a whole. For a run with adapters it holds the frozen base once,
 and folds one layer at a time. The folder gets its name when it is complete.
 """
 
@@ -79,7 +79,7 @@ class ExportedTokenizer:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         folder, step: the new folder, and the optimizer step of its weights.
@@ -284,7 +284,10 @@ def _reader_by_type(model_type: str) -> str:
 
 
 def _reader_of(model: nn.Module, folder: Path) -> str:
-    """How to load safetensors with the names of a module. torch takes the further names of tied weights as missing."""
+    """The call that loads safetensors with the names of a module.
+
+    torch's ``load_state_dict`` reports the further names of tied weights as missing, so it is not for these.
+    """
     file = folder / "model.safetensors"
     names = dict(model.named_parameters(remove_duplicate=False))
     load = f"shardwright.load_pretrained(module, {str(folder)!r})"

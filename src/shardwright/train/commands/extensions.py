@@ -84,7 +84,7 @@ def _lines_of(registry: Registry[Any], names: Sequence[str], width: int) -> Iter
 
 
 def _options_of(value: Any) -> Iterator[str]:
-    """What can be set of a value, with the defaults."""
+    """Lines that list a value's options or keys, with the defaults."""
     if isinstance(value, NamedOptimizer) and value.options:
         options = ", ".join(f"{key} = {toml_value(default)}" for key, default in value.options.items())
         yield f"Options, keys of [optimizer.options]: {options}"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether it is whole, in words: for ``shardwright inspect``.
+"""The content of a checkpoint, and whether it is whole, in words: for ``shardwright inspect``.
 
 It reads checkpoints of runs, of ``sw.save_checkpoint`` and of torch's distributed checkpoint, and folders of runs. No
 file is executed, and nothing is written. Text from a checkpoint is printed without control characters.

@@ -37,7 +37,7 @@ from shardwright.train.run.folder import CONTINUE
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
-    """Train and return the exit status, see `statuses`.
+    """Train and return the exit status, see `run.exits`.
 
     `resume` is None for a new run, "" for the newest run of that name, `CONTINUE`, or a run's folder. `argv` is the
     command line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
@@ -47,7 +47,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         return _rank().run_rank(lambda: _with_packages(config), resume, "--debug" in argv)
     try:
         ranks = _checked_ranks(_with_packages(config), nproc, resume)
-        # What cannot be imported is found before there is a folder.
+        # Modules that cannot be imported are found before there is a folder.
         alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
         run = open_run(config, resume)
     except UserError as error:
@@ -104,7 +104,7 @@ def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
 
 
 def _rank() -> ModuleType:
-    """What a rank does. It imports an engine: seconds, which the launcher and those who wait for its ranks save."""
+    """The module with the work of a rank. Its import takes seconds, so the launcher does not import it."""
 
     from shardwright.train.rank import process
 

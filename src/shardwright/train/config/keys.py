@@ -64,7 +64,7 @@ def _keys_of_added_kinds() -> Iterator[Key]:
 
 
 def section_summary(name: str) -> str:
-    """What the section of that name is about, in a line."""
+    """A line about the section of that name."""
     table = table_of(Config.model_fields[name].annotation)
     return (table.__doc__ or "").splitlines()[0] if table else ""
 

@@ -118,7 +118,7 @@ def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[
 
 
 def _problem(registry: Registry[Any], name: str) -> str | None:
-    """Why a name cannot be found."""
+    """The reason why a name cannot be found."""
     try:
         registry.get(name)
     except ValueError as error:

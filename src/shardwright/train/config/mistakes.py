@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line: the key, what it takes, what was found, and what to write.
+"""Mistakes in a configuration, in one line: the key, what it takes, what was found, and what to write.
 
 pydantic finds the mistakes, and names them in words of its own. Nothing here imports torch.
 """
@@ -106,7 +106,7 @@ def is_bracketed(text: str) -> bool:
 
 
 def in_quotes(text: str) -> str:
-    """What to write for a list whose quotes the shell has removed."""
+    """Advice for a list whose quotes the shell has removed."""
     items = [item.strip() for item in text[1:-1].split(",")]
     return f"write '{toml_value(items)}': without single quotes the shell removes the double quotes"
 
@@ -123,7 +123,7 @@ def _holds_text(annotation: Any) -> bool:
 
 
 def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
-    """What to write, where the value says what its author meant."""
+    """Advice on what to write, where the value shows what its author meant; else empty."""
     value, kind = detail["input"], detail["type"]
     if info is None:
         return ""

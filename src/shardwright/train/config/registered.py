@@ -16,7 +16,7 @@ WRONG_NAME, UNKNOWN_KEY = "wrong_name", "unknown_key"
 
 
 def summaries(registry: Registry[Any]) -> str:
-    """What each value that this process knows does, for the description of a key. Imports nothing."""
+    """Summaries of the values that this process knows, for the description of a key. Imports nothing."""
     return " ".join(f"{value.name}: {value.summary}" for value in registry.known())
 
 

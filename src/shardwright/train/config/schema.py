@@ -1,6 +1,6 @@
 """CONFIG.toml as a whole: its sections, and how values of several sections must fit together.
 
-Reading files and wording errors is done in `config`, acting on the values elsewhere. Nothing here imports torch.
+`load` reads files, and `mistakes` words the errors. Other rooms act on the values. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def toml_value(value: object) -> str:
 
 
 def value_of(text: str, takes_text: bool) -> Any:
-    """What a text means as a TOML value. A text that is none is a string."""
+    """The value of a text in TOML. A text that is no TOML value is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

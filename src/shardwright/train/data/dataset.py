@@ -140,8 +140,8 @@ class Dataset:
         return sum(each.tokens.spelled for each in (*self.materials, *self.validation_materials))
 
     def question(self) -> Question:
-        """The beginning of the validation text, or of the training text. Of conversations and completions the first
-        one with a prompt, up to what is learnt of it."""
+        """The beginning of the validation text, or of the training text. For conversations and completions, the
+        first one with a prompt, up to its first learnt token."""
         for stream in (self.validation, self.train):
             if stream is None:
                 continue

@@ -1,6 +1,6 @@
 """data.json in the folder of a run: the documents that the run has, so that a resume finds the same ones.
 
-What this means for samples is decided in `data.dataset`.
+`data/dataset.py` decides how documents become samples.
 """
 
 from __future__ import annotations

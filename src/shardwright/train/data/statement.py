@@ -1,6 +1,6 @@
-"""What a run says about its data before step 1, so that a person sees a wrong mask or a wrong key at once.
+"""Lines about a run's data before step 1, so that a person sees a wrong mask or a wrong key at once.
 
-Text alone is made here; `stream` raises the errors.
+Text alone is made here; `samples/stream.py` raises the errors.
 """
 
 from __future__ import annotations

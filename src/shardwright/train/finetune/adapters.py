@@ -190,7 +190,7 @@ def uncalled_layers(model: nn.Module) -> list[str]:
 
 
 def statement(model: nn.Module) -> str:
-    """What is trained, in a line. Works for sharded models, too."""
+    """A line that says which parameters are trained. Works for sharded models, too."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     trained = sum(sizes[name] for name in trained_names(model))
     kinds = Counter(name.rpartition(".")[2] for name, _ in adapted_layers(model))

@@ -21,7 +21,7 @@ from shardwright.train.models.hugging_face import key_map
 
 
 def source_of(config: Config) -> str:
-    """Where the base comes from."""
+    """The setting that the base comes from, with its value."""
     if getattr(config.model.shape(), "weights", None) == "pretrained":
         return f"model.path = {config.model.path}"
     return f"run.seed = {config.run.seed}"

@@ -36,7 +36,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 OLD_WEIGHTS_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""Prefix that peft puts before the names of the model that it wraps."""
 _ENDS = {
     "lora_a": "lora_A.weight",
     "lora_b": "lora_B.weight",

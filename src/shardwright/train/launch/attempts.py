@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.environment import RUN_ID, under_torchrun
-from shardwright.train.launch.restarts import same_again, without_numbers
+from shardwright.train.launch.restarts import AttemptEnd, same_again
 from shardwright.train.run.exits import FAILED, USER_ERROR, End
 from shardwright.train.run.folder import CONTINUE, RUNS, RunFolder, find_run
 from shardwright.train.run.position import recorded_step
@@ -50,7 +50,7 @@ class Launch:
 
     agents: tuple[str, ...]
     attempt: int = 1
-    ends: tuple[tuple[int, str, int], ...] = ()
+    ends: tuple[AttemptEnd, ...] = ()
 
     def continues(self, before: Launch) -> bool:
         """Return whether this is a later attempt of the launch `before`: a torchrun process is the same.
@@ -64,10 +64,8 @@ class Launch:
         if self.ends and self.ends[-1][0] == USER_ERROR:
             reason = f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
             raise GivenUpError(End(USER_ERROR, reason))
-        failures = [(without_numbers(reason), step) for status, reason, step in self.ends if status == FAILED]
-        if failures[-1:] * 2 == failures[-2:] and self.ends and self.ends[-1][0] == FAILED:
-            _, reason, step = self.ends[-1]
-            raise GivenUpError(End(FAILED, f"{reason}: {same_again(step)}"))
+        if again := same_again(self.ends):
+            raise GivenUpError(End(FAILED, f"{self.ends[-1][1]}: {again}"))
 
 
 def this_launch(size: int) -> Launch | None:

@@ -1,6 +1,7 @@
 """Facts about the job that a process has before it meets the others: launcher, rank, ranks, device, timeout.
 
-The launcher imports this and `checks.py` before it starts the ranks, so neither imports an engine: that takes seconds.
+The launcher imports this file and `parallel/checks.py` before it starts the ranks. Neither imports an engine, which
+takes seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def collective_timeout() -> timedelta:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 1e-3 <= seconds <= 1e9:  # What the backends can count.
+    if not 1e-3 <= seconds <= 1e9:  # The backends can count no others.
         raise UserError(f"SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found {text!r}")
     return timedelta(seconds=seconds)
 
@@ -94,7 +95,7 @@ def choose_device(config: Config) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    # Of one variable without the other nothing follows: some systems leave RANK behind.
+    # One variable without the other proves nothing: some systems leave RANK behind.
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)

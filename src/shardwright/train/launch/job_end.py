@@ -7,8 +7,8 @@ An end, and who can know of it. "The ranks" are those of torchrun, SLURM or Ray,
 - a second signal, or `fault.save_seconds` have passed: the thread of the first rank that reads signals; our launcher,
   which kills the ranks.
 - a mistake of the user: the command before there are ranks, else each rank. A refused resume has no session.
-- an error of a rank: that rank. It passes a `Complaint` to our launcher. Of the ranks, the first one that sets a key in
-  their store records its own.
+- an error of a rank: that rank. It passes a `Complaint` to our launcher. Without our launcher, the first rank that sets
+  a key in their store records its own.
 - wrong numbers (not finite, changed bits), a store that does not answer: all ranks, as an error of each.
 - lost contact: each rank but the one that was lost. It leaves a second to that rank to record its own error.
 - a rank was killed: our launcher sees it; the ranks lose contact. If all are killed, nobody: the next start in the

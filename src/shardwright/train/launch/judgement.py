@@ -42,7 +42,7 @@ class Ending:
     first_signal: int | None
     """The signal that the launcher got first, or None."""
     hurried: str = ""
-    """Why the launcher killed ranks after that signal, in words."""
+    """The reason why the launcher killed ranks after that signal, in words."""
     late: bool = False
     """The launcher killed ranks because `fault.save_seconds` had passed."""
     hang: Hang | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.errors import counted
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, End
 from shardwright.train.run.folder import RunFolder, newest_saved
+
+AttemptEnd = tuple[int, str, int]  #: status, reason and step
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Restarts:
     def __init__(self, settings: FaultConfig, can_run: Callable[[int], bool]) -> None:
         self.settings, self.can_run = settings, can_run
         self.count = 0
-        self._last_failure: tuple[str, int] | None = None
+        self._ends: list[AttemptEnd] = []
 
     def after(self, end: End, step: int, ranks: int) -> tuple[int, str]:
         """The ranks of the next attempt, 0 for none, and why there is none, as the rest of "the job has ended".
@@ -105,10 +107,9 @@ class Restarts:
         """
         if end.status not in (FAILED, TRY_AGAIN) or not self.settings.max_restarts:
             return 0, ""
-        failure = (without_numbers(end.reason), step) if end.status == FAILED else None
-        if failure is not None and failure == self._last_failure:
-            return 0, f": {same_again(step)}"
-        self._last_failure = failure or self._last_failure  # a rank killed in between changes nothing
+        self._ends.append((end.status, end.reason, step))
+        if again := same_again(self._ends):
+            return 0, f": {again}"
         if self.count == self.settings.max_restarts:
             return 0, f" after {counted(self.count, 'restart')}"
         self.count += 1
@@ -121,8 +122,13 @@ class Restarts:
         return next((fewer for fewer in range(ranks - 1, least - 1, -1) if self.can_run(fewer)), ranks)
 
 
-def same_again(step: int) -> str:
-    return f"the same error came twice after step {step}, so it does not start again"
+def same_again(ends: Sequence[AttemptEnd]) -> str:
+    """The reason for which a job does not start again: its last failures are the same; else empty. Attempts in between
+    of which a rank was killed change nothing."""
+    failures = [(without_numbers(reason), step) for status, reason, step in ends if status == FAILED]
+    if not ends or ends[-1][0] != FAILED or failures[-1:] * 2 != failures[-2:]:
+        return ""
+    return f"the same error came twice after step {ends[-1][2]}, so it does not start again"
 
 
 def without_numbers(reason: str) -> str:

@@ -1,6 +1,6 @@
 """Generation settings of an exported model, and the tokenizer and the settings that a base has beside its weights.
 
-What the base's author has set stays, except ids that the run's tokenizer changes. Nothing here generates.
+Settings of the base's author stay, except ids that the run's tokenizer changes. Nothing here generates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEMPERATURE, TOP_K, NEW_TOKENS = 0.8, 50, 200
 
 
 class Ids(Protocol):
-    """What is asked of a tokenizer here."""
+    """Properties of a tokenizer that this module reads."""
 
     @property
     def begin(self) -> int | None: ...

@@ -1,4 +1,4 @@
-"""What the kinds of models of this package offer. A kind's modules are imported when its function is called."""
+"""The Offers of this package's kinds of models. A kind's modules are imported when its function is called."""
 
 from __future__ import annotations
 

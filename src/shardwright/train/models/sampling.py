@@ -33,7 +33,7 @@ def sample(
     """At most `count` token numbers that follow `prompt` (int64, 1-D, not empty). The model sees the last `context`
     tokens. Before the first token in `ends` the text is over, and that token is left out.
 
-    What it sees is filled up to a `multiple`, which divides `context`, as sequence parallelism wants it.
+    The text that it sees is filled up to a `multiple`, which divides `context`, as sequence parallelism needs it.
 
     Temperature 0 takes the likeliest token; `top_k` 0 draws from all. Drawn on the CPU from a generator of its own,
     so ranks that run the same model in step draw the same tokens.

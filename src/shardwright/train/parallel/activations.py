@@ -1,4 +1,4 @@
-"""What of a block's activations is kept for backward, and compilation of blocks: both before an engine cuts the model.
+"""Activation checkpointing and block compilation, applied before sharding.
 
 Both exchange a block's `forward` on the instance. So modules, their classes and the names of their parameters, which
 are those of checkpoints, stay as they are; and an engine's hooks stay outside, so that a recomputation finds the

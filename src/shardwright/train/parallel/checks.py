@@ -1,6 +1,6 @@
-"""What is refused before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
+"""Checks before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
 
-Nothing here needs a process group. Importing this file imports no engine, see `environment.py`.
+Nothing here needs a process group. Importing this file imports no engine, see `launch/environment.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What building the model needs of a host's memory, counted over all ranks of the host, before anything is built.
+"""Host memory that building the model needs, summed over all ranks of the host, before anything is built.
 
-Arithmetic over shapes. What a step needs beyond that (gradients, optimizer state, activations) is not counted here.
+Arithmetic over shapes. Further memory of a step (gradients, optimizer state, activations) is not counted here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BuildingBytes:
     weights: int
     tables: int
     drawing: int
-    """Of the largest matrix while its values are drawn, where the weights do not hold it."""
+    """Bytes of the largest matrix while its values are drawn, where the weights do not hold it."""
 
     @property
     def total(self) -> int:
@@ -41,7 +41,7 @@ class BuildingBytes:
 
 
 def building_bytes(config: Config, ranks: int, device: str) -> BuildingBytes:
-    """For one of `ranks` ranks that compute on `device`."""
+    """The bytes of one of `ranks` ranks that compute on `device`."""
     sizes, parallel = sizes_of(config.model.shape()), config.parallel
     tables = STORED * sizes.tables
     if not builds_deferred(config):
@@ -59,7 +59,7 @@ def _reason(config: Config) -> str:
 
 
 def _cuts(config: Config, ranks: int) -> int:
-    """Into how many parts the stored weights are cut."""
+    """Number of parts into which the stored weights are cut."""
     parallel = config.parallel
     dims = ParallelDims.near(parallel, ranks)
     axes = (dims.replicate, dims.shard) if dims.replicate > 1 else (dims.shard,)
@@ -69,7 +69,7 @@ def _cuts(config: Config, ranks: int) -> int:
 
 
 def ranks_of_host(ranks: int, launched: bool) -> int:
-    """How many of the ranks are on this host. `launched`: another program started this rank, and says so or not."""
+    """Number of the ranks on this host. `launched`: another program started this rank; it may set LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else ranks
 
 

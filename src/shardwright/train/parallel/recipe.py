@@ -1,4 +1,4 @@
-"""How a model becomes parallel: the engine's recipe, and the calls in which engines differ.
+"""The recipe that makes a model parallel, and the calls in which engines differ.
 
 Everything that depends on `[parallel] engine` is in this file, so that the loop reads as if there were one engine.
 The recipe cuts a model into units, its blocks and its head; the model itself knows nothing of it.
@@ -97,7 +97,7 @@ def _is_deferred(model: nn.Module) -> bool:
 
 
 def _source(model: nn.Module) -> int | None:
-    """Whose values tensor-parallel ranks take: rank 0's, or each its own, which are the same and not there yet."""
+    """The rank whose values tensor-parallel ranks take; None: each its own, which are the same."""
     return None if _is_deferred(model) else 0
 
 
@@ -125,7 +125,7 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
 
 
 def axes_of(parameter: Tensor) -> tuple[str, ...]:
-    """The names of the dimensions of the mesh that a parameter lies on; none of a plain one."""
+    """The names of the dimensions of the mesh that a parameter is on; none for a plain parameter."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
@@ -204,7 +204,7 @@ def parallelize(
         if config.offload != "none":
             with_weights = config.offload == "cpu"
             options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
-    # What forward uses last, backward needs first: by default it stays gathered.
+    # Backward first needs the unit that forward used last: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or _keeps_parameters(config)
     reshard = config.reshard_after_forward
     reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not keeps
@@ -312,8 +312,8 @@ def clip_gradients(model: nn.Module, config: Config) -> Tensor | None:
 def gradient_sync(model: nn.Module, synchronise: bool, last: bool) -> AbstractContextManager[object]:
     """Around forward and backward of one micro-batch: whether its gradients are reduced over the ranks.
 
-    Without it they are kept whole on every rank until a micro-batch with it comes. What a strategy does once per step,
-    such as the sum over replicas, it does in the `last` one.
+    Without it they are kept whole on every rank until a micro-batch with it comes. A strategy's reductions of a step,
+    such as the sum over replicas, run in the `last` micro-batch.
     """
     if isinstance(model, DistributedDataParallel | FSDP1):
         return nullcontext() if synchronise else model.no_sync()

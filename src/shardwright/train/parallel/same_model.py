@@ -1,7 +1,7 @@
 """Whether all ranks have built the same model: compared once, before it is sharded and any collective depends on it.
 
-Ranks that diverge later are found by the engine before each collective. What the ranks have before a model exists is
-compared in ``agreement``.
+The engine finds ranks that diverge later, before each collective. `rank/startup_check.py` compares what the ranks have
+before a model exists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ranks check that they run the same job: each states its configuration and data, and all get one answer.
 
 It goes through the store at which the ranks meet, before any process group exists: a rank that could not start would
-keep the others waiting in one. What a job does with the configuration is not known here.
+keep the others waiting in one. Nothing here knows the meaning of the configuration.
 """
 
 from __future__ import annotations

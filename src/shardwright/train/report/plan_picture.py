@@ -37,7 +37,7 @@ KINDS = {
 OTHER_KIND = "#E5E5E5"
 
 FONT_SIZES = (8.0, 7.0, 6.0)
-"""Of names on blocks, in points; the largest that fits is taken."""
+"""Font sizes of names on blocks, in points; the largest that fits is taken."""
 
 DPI = 120
 
@@ -216,7 +216,7 @@ def short_names(units: Iterable[str]) -> dict[str, str]:
 
 
 def _key(blocks: Sequence[Block], is_named: Sequence[bool], is_short: Sequence[bool]) -> str:
-    """What names on blocks leave open."""
+    """A key to the blocks: names that are short, and blocks without room for a name."""
     lines = []
     example = next((block.unit for block, short in zip(blocks, is_short, strict=True) if short), None)
     if example is not None:

@@ -108,7 +108,7 @@ class Curve:
     """Relative difference of its loss to the first run's, by step; empty for the first run."""
     tokens_per_second: float
     memory: float
-    """In the unit of the picture."""
+    """Memory in the unit of the picture."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwright.train.config.catalog.records import RunEnd, Sink, StepRecord
 
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for a sink: for the calls before, and for `close`."""
+"""The longest time that the end of a run waits for a sink: for the calls before, and for `close`."""
 HURRIED_SECONDS = 3.0
 """The same for a run that failed, because the launcher ends its ranks 4 s after the first error; and for a sink that
 stops during a run."""

@@ -34,7 +34,7 @@ class Past:
     untrained: int = 0
 
     def after_step(self, loss: float, window: int) -> Past:
-        """After an optimizer step. `window`: losses to keep."""
+        """The past after an optimizer step. `window`: losses to keep."""
         losses = (*self.losses, loss)[-window:] if window else ()
         if losses == self.losses and not self.skips_in_a_row:
             return self
@@ -49,7 +49,7 @@ class Past:
         )
 
     def after_untrained(self, samples: Range, batches: int) -> Past:
-        """After so many global batches without a trained token."""
+        """The past after so many global batches without a trained token."""
         return replace(self, left_out=joined(self.left_out, samples), untrained=self.untrained + batches)
 
     def after_rewind(self, before: Past, samples: Range) -> Past:

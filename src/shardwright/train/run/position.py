@@ -1,4 +1,4 @@
-"""Where a run stands, and the places of its checkpoints. Nothing here reads a checkpoint."""
+"""The position of a run, and the places of its checkpoints. Nothing here reads a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: optimizer steps done, and samples seen, which is all the data order needs.
+    """The position of a run: optimizer steps done, and samples seen, which is all the data order needs.
 
     Samples that were left out count as seen. `past` says which ones.
     """
@@ -34,16 +34,16 @@ class Position:
     past: Past = NOTHING
 
     def after_step(self, samples: int, loss: float, window: int) -> Position:
-        """After an optimizer step on so many samples. `window`: losses that the past keeps."""
+        """The position after an optimizer step on so many samples. `window`: losses that the past keeps."""
         return Position(self.step + 1, self.samples + samples, self.past.after_step(loss, window))
 
     def after_skip(self, samples: int) -> Position:
-        """After so many samples without an optimizer step."""
+        """The position after so many samples without an optimizer step."""
         stop = self.samples + samples
         return Position(self.step, stop, self.past.after_skip((self.samples, stop)))
 
     def after_untrained(self, stop: int, batches: int) -> Position:
-        """After so many global batches without a trained token, up to sample `stop`."""
+        """The position after so many global batches without a trained token, up to sample `stop`."""
         if not batches:
             return self
         return Position(self.step, stop, self.past.after_untrained((self.samples, stop), batches))

@@ -52,7 +52,7 @@ def examine(folder: Place) -> Stored:
 
 
 def position_in(checkpoint: StoredCheckpoint) -> Position:
-    """Where the run stood. Raises Damaged for a checkpoint that no run has saved."""
+    """The position of the run. Raises Damaged for a checkpoint that no run has saved."""
     extra = checkpoint.value("extra")
     content = extra.get("position") if isinstance(extra, Mapping) else None
     if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
@@ -67,7 +67,7 @@ def position_in(checkpoint: StoredCheckpoint) -> Position:
 
 
 def what_is_missing(folder: Place) -> str | None:
-    """Why the checkpoint cannot be whole, or None if every file is there in its length. Reads no large file."""
+    """The reason why the checkpoint cannot be whole; None if every file has its length. Reads no large file."""
     try:
         examine(folder).checkpoint.check_lengths()
     except ValueError as problem:

@@ -7,6 +7,7 @@ parameters are neither saved nor loaded. Which checkpoints stay is decided in `s
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
@@ -23,6 +24,7 @@ import shardwright as sw
 from shardwright.checkpoint import (
     Damaged,
     StoredCheckpoint,
+    StoredForm,
     UnknownVersion,
     seed_generators,
     set_generator_states,
@@ -83,8 +85,10 @@ def save(
     optimizer: torch.optim.Optimizer,
     position: Position,
     say: Say = _silent,
+    hooks: Mapping[str, Any] | None = None,
 ) -> Place:
-    """Write a checkpoint, and read it back before it gets its name. Called by every rank; returns its folder.
+    """Write a checkpoint, with the states of hooks, and read it back before it gets its name. Called by every rank;
+    returns its folder.
 
     Raises, on every rank:
         SaveFailedError: the folder cannot be written. It names rank, file and reason.
@@ -94,7 +98,13 @@ def save(
     started = time.perf_counter()
     with _failures(final), patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
         sw.save_checkpoint(
-            final, model, optimizer, extra=_extra(position), frozen=False, overwrite=True, verified=True
+            final,
+            model,
+            optimizer,
+            extra=_extra(position, hooks),
+            frozen=False,
+            overwrite=True,
+            verified=True,
         )
     return final
 
@@ -105,15 +115,21 @@ def save_in_background(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     position: Position,
+    hooks: Mapping[str, Any] | None = None,
 ) -> None:
     """Copy what `save` writes, and let processes of their own write it. Called by every rank. Raises as `save`."""
     final = step_folder(checkpoints, position.step)
     with _failures(final):
-        background.save(final, model, optimizer, extra=_extra(position), frozen=False, overwrite=True)
+        background.save(final, model, optimizer, extra=_extra(position, hooks), frozen=False, overwrite=True)
 
 
-def _extra(position: Position) -> dict[str, Any]:
-    return {"position": position.stored()}
+HOOK = "hook_"
+"""What the key of a hook's state begins with; its name follows."""
+
+
+def _extra(position: Position, hooks: Mapping[str, Any] | None) -> dict[str, Any]:
+    states = {f"{HOOK}{name}": state for name, state in (hooks or {}).items()}
+    return {"position": position.stored(), **states}
 
 
 def wait(background: sw.AsyncCheckpoint, folder: Place) -> None:
@@ -160,17 +176,46 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a checkpoint lets a run go on.
+    """The position from which a checkpoint lets a run go on.
 
     Attributes:
         position: of the run.
         ranks: that saved it; None if it has no states of random generators.
         generators: the states of this rank's, if as many ranks saved as load.
+        checkpoint: it, for the states of hooks.
     """
 
     position: Position
     ranks: int | None
     generators: Mapping[str, Tensor] | None
+    checkpoint: StoredCheckpoint
+
+
+def hook_states(loaded: Loaded, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stored states of hooks by their names, of those that are in `own`, their present states. Tensors are read
+    into those at the same places there, whose sharding they have then. Called by all ranks together."""
+    plain = loaded.checkpoint.value("extra")
+    plain = plain if isinstance(plain, Mapping) else {}
+    stored = {name: copy.deepcopy(plain.get(f"{HOOK}{name}", {})) for name in own}
+    targets: dict[str, Tensor] = {}
+    for keys, form in loaded.checkpoint.entries.items():
+        if not isinstance(form, StoredForm) or keys[0] != "extra" or not str(keys[1]).startswith(HOOK):
+            continue
+        name = str(keys[1]).removeprefix(HOOK)
+        if name not in own:
+            continue
+        place: Any = stored[name]
+        there: Any = own[name]
+        for key in keys[2:-1]:
+            place = place.setdefault(key, {})
+            there = there.get(key, {}) if isinstance(there, Mapping) else {}
+        target = there.get(keys[-1]) if isinstance(there, Mapping) else None
+        if not isinstance(target, Tensor):
+            target = torch.empty(form.shape, dtype=form.dtype)
+        place[keys[-1]] = targets[form.name] = target.detach()
+    if targets:
+        loaded.checkpoint.read(targets)
+    return {name: state for name, state in stored.items() if state}
 
 
 def continue_generators(loaded: Loaded, seed: int, ranks: RankGroup) -> str | None:
@@ -216,7 +261,7 @@ def load_newest(
     called for each one passed over. Raises UserError where none is whole.
     """
     with answering():
-        # Of the first rank: others may see a folder later.
+        # The first rank's answer: others may see a folder later.
         steps = RankGroup().run_on_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
@@ -266,7 +311,7 @@ def load(
 
     stored = opened(folder, fits)
     _load(stored, model, optimizer, say)
-    return Loaded(stored.position, *_generators(stored.checkpoint, RankGroup()))
+    return Loaded(stored.position, *_generators(stored.checkpoint, RankGroup()), stored.checkpoint)
 
 
 def _load(stored: Stored, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
@@ -303,7 +348,10 @@ def _load(stored: Stored, model: nn.Module, optimizer: torch.optim.Optimizer | N
 def _generators(
     checkpoint: StoredCheckpoint, ranks: RankGroup
 ) -> tuple[int | None, dict[str, Tensor] | None]:
-    """How many ranks have stored random generators, and the states of this rank's; None if others saved."""
+    """Number of ranks that have stored random generators, and the states of this rank's.
+
+    None without stored generators; None in place of the states if another number of ranks saved them.
+    """
     names = [name.split(".") for name in checkpoint.tensors if name.startswith("generators.")]
     saved = len({name[1] for name in names})
     if not saved or saved != ranks.size:

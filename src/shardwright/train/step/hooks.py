@@ -24,7 +24,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
-"""What a hook may ask for, the strongest first."""
+"""Actions that a hook may ask for, the strongest first."""
 
 
 def hooks_of(config: Config) -> Hooks:
@@ -64,7 +64,7 @@ class Hooks:
             raise UserError(f"run.hooks: expected another name for the metric {wrong!r}, which each step has")
 
     def in_words(self, validates: bool = True) -> dict[str, str]:
-        """What each metric is, by its name in the lines of steps."""
+        """Descriptions of the metrics, by their names in the lines of steps."""
         words: dict[str, str] = {}
         for hook in self.users:
             summary = f"hook {hook.name}: {hook.summary}" if hook.summary else f"of hook {hook.name}"
@@ -100,7 +100,7 @@ class Hooks:
                 self._call(hook, "end", end)
 
     def faults(self, step: StepInProgress) -> list[Fault]:
-        """What this rank's hooks ask for."""
+        """Faults that this rank's hooks report."""
         found = []
         for hook in self.users:
             if type(hook).before_optimizer is TrainerHook.before_optimizer:
@@ -137,12 +137,24 @@ class Hooks:
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by their names."""
         states = {hook.name: self._call(hook, "state_dict") for hook in self.users}
+        for name, state in states.items():
+            if not isinstance(state, dict) or not _has_tensors_in_dicts_alone(state):
+                raise ExtensionError(
+                    f"The method state_dict of hook {name!r} returned {state!r:.100}; expected a dict of plain values, "
+                    "and of tensors and dicts of them"
+                )
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for hook in self.users:
             if hook.name in states:
                 self._call(hook, "load_state_dict", states[hook.name])
+
+
+def _has_tensors_in_dicts_alone(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_has_tensors_in_dicts_alone, value.values()))
+    return not (isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value))
 
 
 def _name(hook: TrainerHook) -> list[str]:

@@ -54,7 +54,7 @@ class Losses:
         return torch.full_like(self._factors, trained)
 
     def weights(self, counts: Tensor) -> Tensor:
-        """What a rank's sums count for in its backward: float32 [1 + auxiliaries].
+        """Factors of a rank's sums in its backward: float32 [1 + auxiliaries].
 
         Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
         """
@@ -103,7 +103,7 @@ class Losses:
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Of every token, float32 [B * S]."""
+    """Cross-entropy of every token, float32 [B * S]."""
     return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
 
 
@@ -113,15 +113,15 @@ def whole(loss: Tensor) -> Tensor:
 
 
 def documents_of(batch: Batch) -> dict[str, Tensor]:
-    """What forward gets beside the tokens of a batch with several documents in a sample."""
+    """Arguments of forward beside the tokens of a batch with several documents in a sample."""
     if batch.documents is None or batch.positions is None:
         return {}
     return {"documents": batch.documents, "positions": batch.positions}
 
 
 def padding_of(batch: Batch) -> dict[str, Tensor]:
-    """What forward gets beside the tokens of a batch with one document in a sample: padding is another document, which
-    no loss of the first one depends on."""
+    """Arguments of forward beside the tokens of a batch with one document in a sample: padding is another document, on
+    which no loss of the first one depends."""
     padding_BS = ~within_trained(batch.targets)
     index_S = torch.arange(padding_BS.shape[1], device=padding_BS.device)
     length_B1 = (~padding_BS).sum(1, keepdim=True)

@@ -22,7 +22,7 @@ from shardwright.train.step.hooks import ACTIONS, means, on_device
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What one rank adds.
+    """The values that one rank adds.
 
     Attributes:
         shares: its parts of the losses, float64 [losses], on the device.
@@ -49,7 +49,7 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know then, alike.
+    """The values that all ranks have after the reduction, equal on all.
 
     Attributes:
         losses: means over all trained tokens of the step.

@@ -7,10 +7,11 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,9 +71,15 @@ class Saves:
             self._background.__exit__(kind, error, trace)
 
     def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, last: bool = False
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        position: Position,
+        last: bool = False,
+        hooks: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint and delete those that are no longer to keep. In the background this may be later.
+        """Write a checkpoint, with the states of `hooks`, and delete those that are not to keep. In the background
+        this may be later.
 
         On return the model may change. The `last` checkpoint of a run is written on return.
 
@@ -84,10 +91,12 @@ class Saves:
         with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
             self._make_way(position.step)
             if self._background is None or last:
-                checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say)
+                checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say, hooks)
                 self._saved(position.step)
             else:
-                checkpoint.save_in_background(self._background, self.checkpoints, model, optimizer, position)
+                checkpoint.save_in_background(
+                    self._background, self.checkpoints, model, optimizer, position, hooks
+                )
                 self._under_way = position.step
 
     def has_ended(self) -> bool:

@@ -1,8 +1,8 @@
 """A model in training on one rank: steps, validation, samples, and where the run stands.
 
-It reads as if there were one engine and one rank: engines differ in `parallel`. Where a run stands is one integer, the
-samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a contiguous part of them, so any number
-of ranks sees the same sequence.
+It reads as if there were one engine and one rank: engines differ in `parallel/recipe.py`. The position of a
+run is one integer, the samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a contiguous part
+of them, so any number of ranks sees the same sequence.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Untrained(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step.
+    """The values of a step that all ranks know.
 
     `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none. `data_seconds` is the wait
     for data on the rank that waited longest: the others wait for it in the step's collectives.
@@ -149,6 +149,12 @@ class Trainer:
             reporter,
         )
         self.hooks.setup(self.job)
+        self._load_hooks()
+
+    def _load_hooks(self) -> None:
+        """Give the hooks the states that the loaded checkpoint has of them."""
+        if self._loaded is not None and (own := self.hooks.state_dict()):
+            self.hooks.load_state_dict(checkpoint.hook_states(self._loaded, own))
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
@@ -304,7 +310,7 @@ class Trainer:
         )
 
     def _first_sample(self, number: int) -> int:
-        """Of micro-batch `number` of this rank and step."""
+        """Number of the first sample of micro-batch `number` of this rank and step."""
         share = self.config.train.global_batch // self.world.data_size
         return self.position.samples + self.world.data_rank * share + number * self.config.train.micro_batch
 
@@ -317,7 +323,7 @@ class Trainer:
 
     @boards.during(boards.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:
-        saves.save(self.model, self.optimizer, self.position, last)
+        saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
 
     @boards.during(boards.LOAD)
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
@@ -343,6 +349,7 @@ class Trainer:
             checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
         )
         self.position = self._loaded.position.after_rewind(self.position, stop)
+        self._load_hooks()
         float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:

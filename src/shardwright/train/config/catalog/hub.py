@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 TRIES, PAUSE = 2, 1.0
-"""How often a hub is asked for a file that is not in the cache, and the seconds between. huggingface_hub itself asks
+"""Number of requests to a hub for a file that is not in the cache, and the seconds between. huggingface_hub itself asks
 seven times over 23 s, and prints each failure."""
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def fetch_file(name: str, file: str, key: str) -> Path:
 
         cached = try_to_load_from_cache(repository, file, revision=revision)
         if revision is not None and _COMMIT.fullmatch(revision):
-            # What is known of a commit stays true: no connection is needed, also for a file that it does not have.
+            # Knowledge of a commit stays true: no connection is needed, also for a file that it does not have.
             if isinstance(cached, str):
                 return Path(cached)
             if cached is not None:

@@ -37,7 +37,9 @@ def _near(name: str, names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Offers:
-    """What a kind of model has. Each takes a shape of that kind first; what is None is refused where it is needed.
+    """The functions of a kind of model. Each takes a shape of that kind first.
+
+    A job that needs a function that is None gets an error.
 
     Attributes:
         model: makes the model, on the default device.
@@ -195,7 +197,7 @@ def model_in_words(shape: Any, name: str = "") -> str:
 
 
 def offers_of(shape: Any) -> Offers:
-    """What the kind of a shape offers. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
+    """The Offers of a shape's kind. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
     kind = kind_of(shape)
     owner = f"The function load of kind {kind.name!r}"
     try:
@@ -211,7 +213,7 @@ def offers_of(shape: Any) -> Offers:
 
 
 def offer(shape: Any, what: str, key: str) -> Any:
-    """What the kind of a shape offers for ``what``, which a configuration asks for with ``key``.
+    """The function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
 
     Raises:
         UserError: it offers no such thing.
@@ -226,7 +228,7 @@ def offer(shape: Any, what: str, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model, in elements.
+    """Sizes of a model, in elements.
 
     Attributes:
         parameters: of all parameters, a tied matrix counted once.

@@ -86,7 +86,7 @@ class NamedOptimizer:
     def build(
         self, decayed: Parameters, others: Parameters, settings: OptimizerSettings
     ) -> torch.optim.Optimizer:
-        """What ``make`` makes.
+        """The optimizer that ``make`` makes.
 
         Raises:
             ExtensionError: ``make`` raised an error, or returned something other than an optimizer.
@@ -102,7 +102,7 @@ class NamedOptimizer:
         return optimizer
 
     def options_problem(self, options: Mapping[str, object]) -> str | None:
-        """What is wrong with these values of `[optimizer.options]`."""
+        """The mistake in these values of `[optimizer.options]`, in a line; None without one."""
         for key, value in options.items():
             if key not in self.options:
                 names = ", ".join(self.options) or "none"

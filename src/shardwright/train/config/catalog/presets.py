@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to contexts longer than those of pre-training.
+    """Scaling of rotary frequencies to contexts longer than those of pre-training.
 
     The scheme is that of Llama 3.1 ("The Llama 3 Herd of Models", 2024, section 3.4.2, and its reference
     code): wavelengths up to `original_max_seq_len / high_freq_factor` positions are kept, those beyond

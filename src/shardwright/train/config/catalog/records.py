@@ -46,7 +46,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run, or one session of it, ended.
+    """The end of a run, or of one session of it.
 
     Attributes:
         status: "finished" after its last step; "interrupted" by a signal, with the state saved; "failed".

@@ -10,7 +10,7 @@ from shardwright.train.config.sections.base import Section
 
 
 class ActivationConfig(Section):
-    """Which activations are kept from forward to backward. The others are computed again, with the same precision."""
+    """Activations that are kept from forward to backward. The others are computed again, with the same precision."""
 
     checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
         default="none",

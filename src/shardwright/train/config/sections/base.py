@@ -1,4 +1,4 @@
-"""What all sections of CONFIG.toml share: strict types, and the types of several keys."""
+"""Base of all sections of CONFIG.toml: strict types, and the types of several keys."""
 
 from __future__ import annotations
 

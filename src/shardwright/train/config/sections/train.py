@@ -96,7 +96,7 @@ class TrainConfig(Section):
         return self.global_batch // (ranks * self.micro_batch)
 
     def batch_problem(self, ranks: int, *, tensor: int = 1, resumes: bool = False) -> str | None:
-        """What is wrong with the batch sizes, in a line; `None` if nothing is.
+        """The mistake in the batch sizes, in a line; `None` without one.
 
         Args:
             ranks: that have different data.

@@ -1,4 +1,4 @@
-"""The steps of one rank, made ahead of time by threads. What they contain is decided in `stream`, not here.
+"""The steps of one rank, made ahead of time by threads. `stream` decides what they contain.
 
 Threads and not processes: a batch costs a few hundred microseconds of NumPy copies, which free the interpreter, while
 a process costs seconds to start, a copy of every batch, and clean-up after signals.

@@ -68,7 +68,7 @@ class Mixing:
         return source, cycle * self.slots[source] + int(ranks[position])
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """How many of the run's first `samples` samples come from each source."""
+        """Number of samples from each source among the run's first `samples`."""
         if len(self.slots) == 1:
             return (samples,)
         cycle, position = divmod(samples, SLOTS)
@@ -126,7 +126,7 @@ class GrowingOrder:
     """
 
     samples: int
-    """At the start of the run."""
+    """Samples at the start of the run."""
     seed: int
     appended: tuple[Appended, ...] = ()
 

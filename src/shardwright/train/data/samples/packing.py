@@ -1,4 +1,4 @@
-"""How documents are cut and put together into samples of one length: pure functions of document ends.
+"""Packing: documents are cut and put together into samples of one length. Pure functions of document ends.
 
 Positions are the common measure. Position p of the row of tokens has input ids[p] and target ids[p + 1], so a document
 of n tokens has n - 1 positions whose target is its own. A sample has `seq_len` positions.
@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
     inputs: Integers
     """Positions of the piece; at least 1."""
     targets: Integers
-    """How many of them have a target, from the first on. One fewer than `inputs` where the next token belongs to
+    """Number of positions with a target, from the first on. One fewer than `inputs` where the next token belongs to
     another document, which a target must not cross into; otherwise as many."""
 
 
@@ -60,7 +60,7 @@ class Packing(Protocol):
     def __len__(self) -> int: ...
 
     def pieces(self, samples: Integers) -> Pieces:
-        """Of the samples with these numbers, int64 [rows]. O(pieces), and O(log documents) per sample at most."""
+        """Pieces of the samples with these numbers, int64 [rows]. O(pieces), and at most O(log documents) a sample."""
         ...
 
 
@@ -70,7 +70,7 @@ class Windows:
 
     seq_len: int
     ends: Integers | None
-    """Of the documents, where targets must not cross from one into the next. None: they do, as in one text."""
+    """Ends of the documents, where targets must not cross from one into the next. None: they do, as in one text."""
     trained_counts: Integers
     truncated: int
     padding: int = 0

@@ -27,7 +27,7 @@ VALIDATION_SOURCE = "the validation source "
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Tokens and the samples made of them. What is appended to a source is a part of its own."""
+    """Tokens and the samples made of them. Documents appended to a source are a part of their own."""
 
     tokens: Tokens
     packing: Packing
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where samples come from. `parts` has one entry more than `appended`: what the source had at the start."""
+    """A source of samples. `parts` has one entry more than `appended`: the documents at the start."""
 
     name: str
     parts: tuple[Part, ...]
@@ -78,7 +78,7 @@ class Source:
 
 
 class Place(NamedTuple):
-    """Where a sample of the run comes from."""
+    """The origin of a sample of the run."""
 
     source: int
     part: int
@@ -141,13 +141,12 @@ class Stream:
         return total
 
     def place(self, index: int) -> Place:
-        """Where sample `index` of the run comes from. O(1)."""
+        """The origin of sample `index` of the run. O(1)."""
         source, number = self.mixing[index]
         return Place(source, *self.sources[source].place(self._orders[source][number]))
 
     def epochs(self, samples: int) -> list[float]:
-        """How often the run's first `samples` samples visit each source: 1.5 is every sample once, half of them
-        twice."""
+        """Epochs of each source in the run's first `samples` samples. 1.5: every sample once, half of them twice."""
         return [
             order.epochs(count)
             for order, count in zip(self._orders, self.mixing.counts(samples), strict=True)
@@ -177,8 +176,8 @@ class Stream:
 
 
 def tokens_per_sample(source: Source) -> float:
-    """Positions without padding in a sample of what the source had at the start. What was appended does not count: it
-    must not change the proportions of a run."""
+    """Positions without padding in a sample of the documents at the start. Appended documents do not count: they must
+    not change the proportions of a run."""
     packing = source.parts[0].packing
     return packing.seq_len - packing.padding / len(packing)
 
@@ -228,7 +227,7 @@ def _check(source: Source, seq_len: int) -> None:
 
 
 def _way_to_samples(source: Source) -> str:
-    """What to do about a source that is too short."""
+    """Advice for a source that is too short."""
     if source.name.startswith(VALIDATION_PART):
         return "raise data.validation_fraction, set validation.every to 0, or use more text"
     if source.name.startswith(VALIDATION_SOURCE):

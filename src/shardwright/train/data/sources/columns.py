@@ -248,7 +248,7 @@ def _pyarrow(place: Place) -> Any:
 
 @contextmanager
 def _reading(place: Place, part: str = "") -> Iterator[None]:
-    """What pyarrow says of a damaged file, as a UserError."""
+    """Raise pyarrow's errors about a damaged file as a UserError."""
     try:
         yield
     except UserError:

@@ -1,10 +1,10 @@
-"""What a source of data holds: documents, conversations, or prompts with completions, in order.
+"""The items of a source of data: documents, conversations, or prompts with completions, in order.
 
     for document in documents(Source(("books/*.jsonl",))):
         ...
 
-A file is read span by span, so that several processes can read one file and no process holds a whole one. How spans
-of each kind of file are read is decided in ``lines``, ``columns`` and ``numbers``; nothing here makes tokens.
+A file is read span by span, so that several processes can read one file and no process holds a whole one. ``lines``,
+``columns`` and ``numbers`` read spans of each kind of file. Nothing here makes tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _READERS = {
     ".arrow": "columns",
     ".npy": "numbers",
 }
-#: What holds rows with keys. Only these can hold conversations and completions.
+#: Files that hold rows with keys. Only these can hold conversations and completions.
 _ROWS = (".jsonl", ".parquet", ".arrow")
 
 
@@ -81,7 +81,7 @@ def spans(place: Place, source: Source) -> Iterator[Span]:
 
 
 def read(span: Span, source: Source) -> Iterator[Item]:
-    """What begins in a span, in order."""
+    """Items that begin in a span, in order."""
     yield from _reader(span.place).read(span, source)
 
 

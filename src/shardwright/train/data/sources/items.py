@@ -52,7 +52,7 @@ class Span:
 
 
 class Origin(NamedTuple):
-    """Where an item begins. ``unit`` is ``line`` (then ``number`` is its offset in bytes) or ``row`` (from 0)."""
+    """The beginning of an item. ``unit`` is ``line`` (then ``number`` is its offset in bytes) or ``row`` (from 0)."""
 
     place: Place
     unit: Literal["line", "row", "file"]

@@ -1,4 +1,4 @@
-"""Where files of data are: paths, globs, URLs and folders of saved datasets become a list of files.
+"""Places of data: paths, globs, URLs and folders of saved datasets become a list of files.
 
 Nothing here reads what a file holds. fsspec is imported only for a URL.
 """
@@ -153,7 +153,7 @@ def _local_names(path: str, key: str) -> list[str]:
 
 
 def _absent(path: str, full: str) -> str:
-    """What is at a path without a file, and what to do."""
+    """Words about a path without a file: what is there, and what to do."""
     if os.path.islink(full):
         return f"a link to {os.readlink(full)}, which leads nowhere, at {full}; correct the link"
     folder, name = os.path.split(full)
@@ -258,7 +258,7 @@ def _opened(protocol: str, url: str) -> tuple[Any, str]:
 
 
 def _suffix(name: str) -> str:
-    """Of a path, or of a URL without its query."""
+    """The suffix of a path, or of a URL without its query, in lower case."""
     return os.path.splitext(name.partition("?")[0] if "://" in name else name)[1].lower()
 
 

@@ -1,6 +1,6 @@
 """Part files put together: the files of a data set, written from their starts, in the order of the parts.
 
-What stands between documents of bytes is decided here for parts, and in ``encoding`` inside them.
+Separators of documents of bytes are put between parts here, and inside them by ``encoding``.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _changes(place: Place) -> UserError:
 
 
 def _identity(place: Place) -> dict[str, int]:
-    """What changes with the content of a local file."""
+    """Values that change with the content of a local file."""
     if place.remote or place.kind == PYDOC:
         return {}
     try:

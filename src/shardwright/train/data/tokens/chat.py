@@ -29,7 +29,7 @@ from shardwright.train.data.tokens.tokenizers import Bytes, Place, Tokenizer
 from shardwright.train.errors import UserError
 
 KEY = "data.chat_template"
-#: What ``strftime_now`` of a template reads. A fixed day, so that a data set has the same tokens every day.
+#: The date that ``strftime_now`` of a template reads. A fixed day, so that a data set has the same tokens every day.
 NOW = datetime(2024, 7, 26, 12)
 # Unicode keeps these out of all texts.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -115,7 +115,7 @@ def encode_completion(
 
 
 def spelled_places(item: Conversation | Completion, tokenizer: Tokenizer) -> int:
-    """How many places of its texts spell a reserved token."""
+    """Number of places in the item's texts that spell a reserved token."""
     if isinstance(item, Completion):
         return len(tokenizer.spelled(item.prompt + item.completion))
     return sum(len(tokenizer.spelled(text)) for text in strings_of([item.messages, item.tools]))

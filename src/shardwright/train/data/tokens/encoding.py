@@ -1,6 +1,6 @@
-"""A span of a file as tokens, in part files: what each process of ``cache`` does. It does not import torch.
+"""A span of a file as tokens, in part files: the work of each process of ``workers``. It does not import torch.
 
-What a part says of itself is enough to put parts together without reading their tokens.
+The counts of a part are enough to put parts together without reading their tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every span of a data set."""
+    """Settings that are the same for every span of a data set."""
 
     source: Source
     tokenizer: Tokenizer
@@ -48,7 +48,7 @@ class Job:
 
 
 class Part(NamedTuple):
-    """What a span gave. Its files are named after its number."""
+    """Counts of the tokens made from a span. The part's files have its number in their names."""
 
     tokens: int = 0
     documents: int = 0  #: that end in it
@@ -106,7 +106,7 @@ def _write(job: Job, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryI
 
 
 def separator(job: Job, place: Place) -> bytes:
-    """What stands between two documents of a file. Only bytes have no token for it."""
+    """Bytes between two documents of a file. Only the tokenizer of bytes has no token for the end of one."""
     if job.masked or not isinstance(job.tokenizer, Bytes) or place.kind == ".npy":
         return b""
     return b"\n\n" if place.kind == PYDOC else b"\n"

@@ -1,4 +1,4 @@
-"""What a run knows of its data, so that it can continue after documents were appended: pure functions of tokens.
+"""A run's record of its data, so that it can continue after documents were appended: pure functions of tokens.
 
 A run has parts: the documents of its start, then those of each time that its data had grown at a resume. A part takes
 documents from every file, in the order of the files. So documents may be appended to any file of a source.
@@ -20,7 +20,7 @@ _BLOCK = 1 << 24
 
 
 class Extent(NamedTuple):
-    """How much of a file the parts up to some part have."""
+    """The part of a file that is used by all parts up to one of them."""
 
     documents: int
     tail: int  #: tokens after the last of them that the part takes, too: what separates it from the next file
@@ -28,20 +28,20 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What a run knows of a source."""
+    """A run's record of a source."""
 
     identity: str
-    """Of the tokens that it had last."""
+    """Identity of the tokens at the run's last start."""
     files: tuple[FileFacts, ...]
-    """That it had last."""
+    """Files at the run's last start."""
     parts: tuple[tuple[Extent, ...], ...]
-    """What of each file the parts up to each part have. Later parts may have more files."""
+    """For each part: the documents of each file used so far. Later parts may have more files."""
     epochs: tuple[int, ...] = ()
     """The epoch of the source in which each part after the first came."""
 
     @property
     def documents(self) -> int:
-        """Of all parts."""
+        """Number of documents of all parts."""
         return sum(extent.documents for extent in self.parts[-1])
 
     def as_json(self) -> dict[str, Any]:
@@ -61,17 +61,17 @@ class Known:
 
 
 def known_of(tokens: Tokens, identity: str) -> Known:
-    """Of a run that begins with these tokens."""
+    """The record of a run that begins with these tokens."""
     return Known(identity, tokens.files, (_extents(tokens),))
 
 
 def with_part(known: Known, tokens: Tokens, identity: str, epoch: int) -> Known:
-    """After all of `tokens` was taken into a part in `epoch`."""
+    """The record after all of `tokens` was taken into a part in `epoch`."""
     return Known(identity, tokens.files, (*known.parts, _extents(tokens)), (*known.epochs, epoch))
 
 
 def seen(known: Known, tokens: Tokens, identity: str) -> Known:
-    """After a look at `tokens` of which no document was taken."""
+    """The record after a look at `tokens` of which no document was taken."""
     return replace(known, identity=identity, files=tokens.files)
 
 
@@ -150,12 +150,12 @@ def _row(row: np.ndarray, stretches: Sequence[tuple[int, int]]) -> Any:
 
 
 def _end(tokens: Tokens, document: int) -> int:
-    """Where the documents before this one end."""
+    """The end of the documents before this one."""
     return int(tokens.ends[document - 1]) if document else 0
 
 
 def _stop(tokens: Tokens, first: int, file: FileFacts, documents: int) -> int:
-    """Where the first `documents` of a file end, without what separates them from the next one."""
+    """The end of a file's first `documents`, without the separator after them."""
     if documents == file.documents:
         return _end(tokens, first) + file.tokens
     return _end(tokens, first + documents) - file.joint

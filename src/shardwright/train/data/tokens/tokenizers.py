@@ -44,7 +44,7 @@ _NAME_BEGINS, _NAME_ENDS = "\ufdd4", "\ufdd5"
 
 
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer. It can be pickled: other processes use it."""
+    """The methods that the trainer needs from a tokenizer. It can be pickled: other processes use it."""
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
         """Ids that a text should not become by spelling them: special ones, and those that begin and end documents."""
 
     def spelled(self, text: str) -> list[Place]:
-        """Where a text spells reserved tokens."""
+        """Places where a text spells reserved tokens."""
 
     @property
     def literal(self) -> Tokenizer:
@@ -303,7 +303,7 @@ class FromFile:
         return encoding.ids, encoding.offsets
 
     def _first_id(self) -> int | None:
-        """What the file's own post-processor puts before a text."""
+        """The id that the file's own post-processor puts before a text; None for none."""
         text = "a"
         plain = self._tokenizer.encode(text, add_special_tokens=False).ids
         whole = self._tokenizer.encode(text, add_special_tokens=True).ids

@@ -56,7 +56,7 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Facts:
-    """What ``tokens.json`` says of the other files."""
+    """The content of ``tokens.json``, which describes the other files."""
 
     dtype: str  #: of the ids: uint8, uint16 or uint32
     tokens: int

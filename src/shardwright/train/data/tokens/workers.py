@@ -144,7 +144,7 @@ class _Worker:
 
 
 def serve() -> None:
-    """What a process does: read spans from its standard input, answer with what they gave."""
+    """The loop of a worker process: it reads spans from its standard input and answers with their parts."""
     # An interrupt also reaches the process that started this one, which then ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")

@@ -1,7 +1,7 @@
 """A user's own model, made by a function at an import path, as a model of the trainer.
 
-The function needs to return only a module whose forward turns token numbers into logits. What else the model offers is
-used, and the rest is found.
+The function needs to return only a module whose forward turns token numbers into logits. The trainer
+uses other methods of the model if it has them, and finds the rest.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check(shape: PythonShape, config: object) -> None:
 
 
 def _refusal(shape: PythonShape, found: str) -> UserError:
-    # What is wrong comes first: the rest is the same for all mistakes.
+    # The mistakes come first: the rest is the same for all of them.
     return UserError(f"model.target: {found} at {shape.target!r}; {EXPECTED}. See docs/models.md")
 
 
@@ -140,7 +140,7 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
 
 
 def _problems(model: nn.Module) -> list[str]:
-    """What a model has that the trainer cannot use."""
+    """Properties of a model that the trainer cannot use, in words."""
     problems = []
     if (
         type(model).forward is nn.Module.forward

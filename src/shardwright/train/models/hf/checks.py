@@ -1,4 +1,4 @@
-"""What a job with a model of transformers must not ask for: looked up before anything is allocated."""
+"""Checks of a job with a model of transformers, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ATTENTION = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Separation:
-    """How a transformers model keeps the documents of a sample apart.
+    """The arguments by which a transformers model keeps the documents of a sample apart.
 
     Attributes:
         positions: forward takes `position_ids`.
@@ -79,7 +79,7 @@ class Separation:
 
 
 def separation_of(config: Any, build: Callable[[Any], nn.Module] | None = None) -> Separation:
-    """How the model of a transformers config keeps documents apart, as computed with a small model of its class.
+    """The Separation of the model of a transformers config, found with a small model of its class.
 
     It takes about a second for 32 layers on one thread of a CPU, and leaves random numbers, the config and torch's
     defaults as they are. It allocates the parameters of the small model: 400 MB at most.
@@ -183,7 +183,7 @@ def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tens
 
 
 def _leak(model: nn.Module, way: Separation) -> str | None:
-    """What is wrong with a way; None: nothing."""
+    """The fault of a way to separate documents, in words; None: it works."""
     arguments = way.arguments(_DOCUMENTS)
     together = _logits(model, _TOKENS, arguments)
     if not together.isfinite().all():

@@ -49,7 +49,7 @@ _USED = ("num_experts_per_tok", "moe_k", "top_k")
 
 
 class Routing(NamedTuple):
-    """From which a balance loss is computed."""
+    """Values from which a balance loss is computed."""
 
     loss: Callable[..., Tensor]  #: of transformers
     top_k: int
@@ -87,7 +87,7 @@ class HuggingFaceModel(ForeignModel):
 
     @functools.cached_property
     def separation(self) -> Separation:
-        """How forward keeps documents apart. A small model of this class is tried at the first use.
+        """The way in which forward keeps documents apart. The first use tries a small model of this class.
 
         Raises:
             UserError: this class mixes them.
@@ -174,7 +174,7 @@ class HuggingFaceModel(ForeignModel):
     def flops_per_token(self, seq_len: int) -> int:
         """Six for each weight that a token is multiplied with, and 12 x width x length for each attention.
 
-        Of the weights of all experts, which are tensors of three dimensions, a token uses the share of its experts.
+        Experts have weights of three dimensions. A token uses only the share of its experts.
         """
         values = self.model.config.get_text_config()
         weights = multiplied(self.model, self.model.get_input_embeddings(), self.tied)
@@ -427,7 +427,7 @@ def opened(shape: HuggingFaceShape) -> dict[str, StoredTensor]:
 
 def fingerprint(shape: HuggingFaceShape) -> str:
     """Equal for folders with the same model, wherever they are: a digest of config.json, and of pretrained weights the
-    names, shapes and dtypes and a few values. Of a name on the hub: the name with the commit.
+    names, shapes and dtypes and a few values. For a name on the hub: the name with the commit.
 
     Raises:
         UserError: a file of weights is missing or damaged.
@@ -474,7 +474,7 @@ def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:
 
 
 def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
-    """What config.json says beside weights in float32."""
+    """The content of config.json beside weights in float32."""
     values = dict(shape.config)
     for key in ("auto_map", "torch_dtype", "_name_or_path"):
         values.pop(key, None)

@@ -1,4 +1,4 @@
-"""What the native language models have in common: embedding, blocks, output layer.
+"""The base of the native language models: embedding, blocks, output layer.
 
 Nothing about sharding, processes or devices may enter this file: engines work on the models from outside.
 """
@@ -94,7 +94,7 @@ class Decoder(LanguageModel):
         self._draw_weights()
 
     def _draw_weights(self) -> None:
-        """As each module draws its own at construction."""
+        """Draw all weights, each module's as it draws them at construction."""
         for module in self.modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()

@@ -227,7 +227,7 @@ def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-#: Of transformers' ``layers_block_type``, in its older and newer words.
+#: Letters for transformers' ``layers_block_type``, in its older and newer words.
 _KINDS = {
     "mamba": "M",
     "linear_attention": "M",

@@ -105,7 +105,7 @@ class MixtureOfExperts(nn.Module):
         return (rows.view(-1, self.top_k, dim) * weight_TK.unsqueeze(-1).to(rows.dtype)).sum(1)
 
     def chosen(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
-        """What the expert of each row makes of it; rows [R, D] are sorted by their experts."""
+        """Outputs [R, D] of the expert of each row; rows [R, D] are sorted by their experts."""
         return through_experts(rows_RD, expert_R, self.up, self.down)
 
     def draw(self, residual_std: float) -> None:
@@ -232,14 +232,14 @@ def _through(
 
 
 class Extras(NamedTuple):
-    """What the losses beside the cross-entropy are made of; `None` where the model has no such part."""
+    """Values from which the losses beside the cross-entropy are made; `None` where the model has no such part."""
 
     imbalance_B: Tensor | None
     """Mean of `imbalance` over the layers of experts: [B], with documents [B, S]."""
     mtp_logits_BSV: Tensor | None
-    """Of the token after the next, for all tokens but the last of each sequence."""
+    """Logits of the token after the next, for all tokens except the last of each sequence."""
     documents: Documents | None = None
-    """Those that forward kept apart, if any."""
+    """The documents that forward kept apart, if any."""
 
 
 def _of_all_tokens(imbalance_BS: Tensor, documents: Documents) -> Tensor:

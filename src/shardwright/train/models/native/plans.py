@@ -1,5 +1,4 @@
-"""How a model is cut by tensor and sequence parallelism: plans for torch's ``parallelize_module``, from the model's
-configuration alone.
+"""Plans of tensor and sequence parallelism for torch's ``parallelize_module``, from the model's configuration alone.
 
 Between blocks the residual stream is cut along the sequence; the layers see all of it and have a part of the heads and
 of the hidden units each ("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al., 2022).
@@ -38,7 +37,7 @@ def llama_uneven(config: LlamaConfig, seq_len: int, ranks: int) -> list[tuple[st
 
 
 def _uneven_layers(config: Shape, kinds: str, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Of what attention ("*") and dense layers ("-") have in all models."""
+    """Sizes of attention ("*") and dense layers ("-") that the ranks do not divide: key, size and divisor."""
     sizes = {"train.seq_len": seq_len}
     if "*" in kinds:
         sizes |= {"model.n_heads": config.n_heads, "model.n_kv_heads": config.n_kv_heads}
@@ -99,7 +98,7 @@ def hybrid_plan(config: HybridConfig, experts: DeviceMesh | None = None) -> Plan
 
 
 def _ends() -> Plan:
-    """What every decoder begins and ends with."""
+    """The plan of the layers before and after the blocks, which every decoder has."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
         "norm": SequenceParallel(),

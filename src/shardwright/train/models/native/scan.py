@@ -68,7 +68,7 @@ def _scan(
         log_decay = log_decay.masked_fill(starts.unsqueeze(-1), -torch.inf)
     log_BCGRQ = cut(log_decay, per_group).permute(0, 1, 3, 4, 2)
 
-    # What tokens of one chunk give one another: attention whose scores decay instead of passing a softmax.
+    # Contributions of tokens of one chunk to one another: attention whose scores decay instead of passing a softmax.
     decay_BCGRQQ = decays(log_BCGRQ)
     scores_BCGQQ = torch.einsum("bcign,bcjgn->bcgij", c_BCQGN, b_BCQGN)
     y_BCQGRP = torch.einsum("bcgrij,bcjgrp->bcigrp", scores_BCGQQ.unsqueeze(3) * decay_BCGRQQ, x_BCQGRP)

@@ -30,7 +30,7 @@ from shardwright.train.models.packed import Documents
 #: Rows of a matrix one below another: how many, and of how many heads or groups they are.
 Sections = Sequence[tuple[int, int]]
 Take = Callable[[Tensor], Tensor]
-"""From a parameter to what this rank computes with."""
+"""A function from a parameter to the tensor that this rank computes with."""
 
 
 def rows_of(sections: Sections, rank: int, ranks: int) -> list[int]:
@@ -54,7 +54,7 @@ class SummedParts(ParallelStyle):
 
     Args:
         part: the part, made on the meta device.
-        placements: of the parameters, by name, but for those that lie on another mesh already.
+        placements: of the parameters, by name, except those that are on another mesh already.
         sections: of parameters of which a rank's rows are not next to one another. Where such a one is cut, the rows
             travel to the ranks that compute with them.
         left_out: tokens at the end of the sequence that the module is not to see; its results there are zero.
@@ -105,7 +105,7 @@ def spread_experts(module: MixtureOfExperts, mesh: DeviceMesh, source: int | Non
 def distribute_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
 ) -> nn.Parameter:
-    """Replace a parameter, of a submodule where `name` has dots, by one that lies on `mesh`; returns it."""
+    """Replace a parameter, of a submodule where `name` has dots, by one on `mesh`; returns it."""
     owner_name, _, own_name = name.rpartition(".")
     owner, parameter = module.get_submodule(owner_name), module.get_parameter(name)
     value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
@@ -217,7 +217,7 @@ def _aligned(
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part. Of what is replicated each rank computes a part of the gradient."""
+    """This rank's part. Each rank computes a part of the gradient of replicated parameters."""
     if not isinstance(parameter, DTensor):
         return parameter
     gradients = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
@@ -247,7 +247,7 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What ranks do together
+# Exchanges between ranks
 
 
 class Exchange(torch.autograd.Function):
@@ -277,10 +277,10 @@ def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What is the same on every rank, of which each makes something else: its gradient is the sum of theirs."""
+    """``x``, equal on every rank, for ranks that each compute another value from it. Its gradient is their sum."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def averaged(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What is the same on every rank; each has an equal share in its gradient."""
+    """``x``, equal on every rank. Each rank has an equal share in its gradient."""
     return x.detach() + (x - x.detach()) / mesh.size()

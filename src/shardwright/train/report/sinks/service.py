@@ -1,4 +1,4 @@
-"""What the sinks of all services share: when they start, what they send, and how a resumed run continues.
+"""The base of the sinks of all services: when they start, what they send, and how a resumed run continues.
 
 The run in the service starts with the first step that this run has done. A run that fails before sends nothing. No
 package of a service is imported here.

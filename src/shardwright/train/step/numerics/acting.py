@@ -1,4 +1,4 @@
-"""What a run does about a fault: it leaves samples out, goes back to a checkpoint, or saves and ends."""
+"""Actions on a fault: a run leaves samples out, goes back to a checkpoint, or saves and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.train.step.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 ADVICE = "Try a lower optimizer.lr or a longer optimizer.warmup_steps"
-"""What may help against any fault. More of it depends on the settings."""
+"""Advice that may help against any fault. Further advice depends on the settings."""
 
 
 def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:

@@ -23,7 +23,7 @@ from shardwright.train.step.numerics.replaying import Replayed, replay
 
 
 class Job(Replayed, Protocol):
-    """What is read of a trainer."""
+    """Attributes of a trainer that this module reads."""
 
     config: Config
 
@@ -37,7 +37,7 @@ class _Own(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Of one rank: the place in the order of backward, the parameter in words, and the largest value."""
+    """One rank's find: the place in the order of backward, the parameter in words, and the largest value."""
 
     place: int
     rank: int

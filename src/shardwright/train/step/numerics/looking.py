@@ -1,6 +1,6 @@
 """Looks at the numbers of each step: the flag that a rank adds to the step's reduction, and the fault that follows.
 
-A step without a fault has no collective and no wait for the device for this. What is wrong is named afterwards.
+A step without a fault has no collective and no wait for the device for this. The fault is named afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwright.train.step.numerics.verifying import verify_copies
 
 
 class Job(Protocol):
-    """What is read of a trainer."""
+    """Attributes of a trainer that this module reads."""
 
     config: Config
     world: World
@@ -117,7 +117,7 @@ def _where(job: Job, loss: float, shares: Tensor, work: Callable[[], Tensor]) ->
 
 
 def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
-    """What is known of gradients after the reduction (`text`) and before it, if that could be seen."""
+    """Lines about gradients after the reduction (`text`) and before it (`computed`); None if those are not known."""
     if computed is None:
         return [text, "the rank that computed it is not known"]
     if computed.startswith("gradient ") or not wrong:

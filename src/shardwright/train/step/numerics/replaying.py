@@ -1,5 +1,5 @@
 """Does the work of a step without a trace: gradients, random generators and buffers are afterwards as if it had not
-been done. What a replay is for is elsewhere.
+been done. The reasons for a replay are elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwright.checkpoint import generator_states, set_generator_states
 
 
 class Replayed(Protocol):
-    """What is read of a trainer."""
+    """Attributes of a trainer that this module reads."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

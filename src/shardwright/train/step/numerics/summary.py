@@ -1,4 +1,4 @@
-"""What the end of a run says about samples that were left out."""
+"""Lines at the end of a run about samples that were left out."""
 
 from __future__ import annotations
 

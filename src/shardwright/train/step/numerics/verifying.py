@@ -1,7 +1,7 @@
 """Looks for silent corruption at the steps that `[fault] verify_every` divides: by doing a step's work twice, and by
 comparing what several ranks have copies of.
 
-All ranks come here at the same steps. What is compared, and how, is in `shardwright.engine.front.corruption`.
+All ranks come here at the same steps. `shardwright.engine.front.corruption` makes the hashes that are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CorruptionError(JobError):
 
 
 class Job(Protocol):
-    """What is read of a trainer."""
+    """Attributes of a trainer that this module reads."""
 
     config: Config
     model: nn.Module
@@ -106,7 +106,7 @@ def _hashed(job: Job, trial: Work, moving: set[str] | None = None) -> sw.Gradien
 
 
 def _changed(before: dict[Key, int], now: dict[Key, int]) -> list[sw.Difference]:
-    """What has other bits than before, on any rank."""
+    """Values whose bits differ from before, with the ranks where they do."""
     everyones = RankGroup().all_gather([key for key in before if now.get(key) != before[key]])
     found: dict[Key, list[int]] = {}
     for rank, keys in enumerate(everyones):

@@ -39,7 +39,7 @@ from shardwright.train.step.trainer import Trainer
 
 @dataclass(frozen=True)
 class Ended:
-    """How the steps of a session ended.
+    """The end of the steps of a session.
 
     Attributes:
         signal: the signal that stopped them; 0 for none.

@@ -1,4 +1,4 @@
-"""What a run says about settings that are allowed and look like a mistake: before step 1, and about the first loss.
+"""Notices about settings that are allowed and look like a mistake: before step 1, and about the first loss.
 
 Each notice names what was found, what it changes and what to do. Errors are elsewhere; nothing here ends a run.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardwright.train.step.trainer import Trainer
 
 FAR = 3.0
-"""How many times ln(V) a first loss is implausible. Logits of random weights with the standard deviation s add about
-s^2 / 2 to ln(V): three times ln(256) needs s = 4.7, and usual initial values give less than 1."""
+"""Multiple of ln(V) from which a first loss is implausible. Logits of random weights with the standard deviation s add
+about s^2 / 2 to ln(V): three times ln(256) needs s = 4.7, and usual initial values give less than 1."""
 LOW = 0.1
 """A mean loss below this part of ln(V) is implausible in a first step: trained models of text have about 0.2 of it."""
 
@@ -76,7 +76,7 @@ def first_loss_in_words(
     per_micro_batch: float = 1.0,
     pretrained: bool = False,
 ) -> str | None:
-    """Why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
+    """The reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
 
     Args:
         loss: the first loss.
