@@ -31,6 +31,11 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
          "test_on_one_rank_*", "plain-2ranks", "none-2ranks", "none-False-2ranks",
          "weights are read too soon-2ranks", "gradients are read too soon-2ranks"),
     ),
+    "engine/test_sim_graphs.py": (
+        "on the simulated device every event and wait takes minutes",
+        ("test_a_graph_*", "test_a_capture_*", "test_a_replay_*", "none-2ranks", "multiplied-2ranks", "loaded-2ranks",
+         "weights are read too soon, in a graph-2ranks"),
+    ),
     "test_gpu_failures.py": (
         "a tool: each fault is a process",
         ("test_a_failure_before_*", "test_endings", "test_long_*", "test_the_first_*", "plain torch-exit-2"),
