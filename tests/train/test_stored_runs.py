@@ -2,8 +2,8 @@
 
 `fixtures/NAME.zip` has the folder of a run of four steps, its text, and in `continued.json` the steps 5 to 8 and the
 digests of the checkpoint of step 8, as that commit computed them. The files never change: what a user has on disk
-does not change either. On a machine whose arithmetic gives other bits than the one that wrote them, values are compared
-with a tolerance; what was read from the checkpoint is always compared in bits.
+does not change either. Where torch computes the bits of the machine that wrote them, losses, weights, optimizer and
+generators are compared in bits; elsewhere losses, norms and validations with a tolerance.
 """
 
 from __future__ import annotations
