@@ -2,8 +2,10 @@
 # installs what jobs need, other targets also what tests and checks need.
 # make train ARGS="--train.steps 50"     arguments are passed on
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
-# make test  ARGS="-k prefetch -x"
-# make quick                             the pure tests and the central ones on two ranks, in under 90 seconds
+# make test                              what a change must pass, in under 12 minutes on two cores
+# make test  ARGS="-k prefetch -x"       arguments of pytest; files that they name run whole
+# make test-all                          every test, in under 40 minutes on two cores
+# make quick                             the pure tests and the central ones on two ranks, in under 60 seconds
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
@@ -26,7 +28,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test quick guard house defects faults ops clusters gpu bench-gpu bench check lint types contract format clean
+.PHONY: setup train test test-all quick guard house defects faults ops clusters gpu bench-gpu bench check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -47,13 +49,16 @@ TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKE
 test: $(STAMP)
 	$(TESTING) $(ARGS)
 
+test-all: $(STAMP)
+	$(TESTING) --tier all $(ARGS)
+
 # What a change to the engine breaks first: pure tests of layout and memory, and short ones of training on two ranks.
 QUICK ?= tests/layout tests/memory tests/checkpoint/test_metadata.py tests/engine/test_behaviour.py \
 	tests/engine/test_selected.py tests/engine/test_unused.py tests/engine/test_aliases.py tests/engine/test_frozen.py \
 	tests/engine/test_states.py
 
 quick: $(STAMP)
-	$(TESTING) -k "not 3ranks and not 4ranks" $(QUICK) $(ARGS)
+	$(TESTING) --tier change -k "not 3ranks and not 4ranks" $(QUICK) $(ARGS)
 
 guard: $(STAMP)
 	PY=$(PY) sh tools/guard.sh $(ARGS)

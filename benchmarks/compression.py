@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.comm_hooks import MXFP8, BlockwiseFP8, Cast, Compressed, Int8Blocks, PowerSGD
 from shardwright.train.config import load_config
 from shardwright.train.data.dataset import load_dataset
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"
 
@@ -87,7 +88,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
             continue
         settings = [("train.steps", str(args.steps)), ("parallel.strategy", args.strategy)]
         config = load_config(args.config, [*settings, ("parallel.layout", way.layout)])
-        world = World(rank, args.ranks, torch.device("cpu"), make_mesh(config.parallel, "cpu", args.ranks))
+        world = World.of(config.parallel, rank, args.ranks, torch.device("cpu"))
         trainer = Trainer(config, world, load_dataset(config))
         model: Any = trainer.model
         model.set_gradient_comm_hook(way.hook())
@@ -104,7 +105,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         gradient = torch.cat(gradients)
         if first is None:
             first, sent_first = gradient, sent.nbytes
-        loss = trainer.validate()
+        loss = validate(trainer).loss
         if rank == 0:
             ratio, error = sent.nbytes / sent_first, float((gradient - first).norm() / first.norm())
             print(

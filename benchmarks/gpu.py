@@ -52,7 +52,7 @@ from benchmarks.gpu_rows.crew import run_row  # noqa: E402
 from benchmarks.gpu_rows.faults import FAULTS  # noqa: E402
 from benchmarks.gpu_rows.processes import end_processes_on_sigterm  # noqa: E402
 from benchmarks.gpu_rows.rows import ROWS, Row, Variant  # noqa: E402
-from shardwright.train.peaks import peak_flops  # noqa: E402
+from shardwright.train.report.device_peaks import peak_flops  # noqa: E402
 
 SECONDS = 540.0
 FOR_PROFILE = 1 / 12

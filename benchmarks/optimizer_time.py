@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from shardwright.train.models.llama import Llama, LlamaConfig
+from shardwright.train.models.native.llama import Llama, LlamaConfig
 
 Step = Callable[[], Any]
 

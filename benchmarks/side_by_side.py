@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.train.config import load_config
 from shardwright.train.data.dataset import load_dataset
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -91,7 +91,7 @@ def run(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
                 "parallel.tensor": ranks // 2,
             }
             config = load_config(args.config, [(key, str(value)) for key, value in settings.items()])
-            world = World(rank, ranks, torch.device("cpu"), make_mesh(config.parallel, "cpu", ranks))
+            world = World.of(config.parallel, rank, ranks, torch.device("cpu"))
             trainer = Trainer(config, world, load_dataset(config))
             losses = []
             with StopRequest() as stop:

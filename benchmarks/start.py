@@ -56,8 +56,8 @@ print(took)
 FABRIC = """
 import torch
 from lightning.fabric import Fabric
-from shardwright.train.models.llama import Llama
-from shardwright.train.models.presets import PRESETS
+from shardwright.train.models.native.llama import Llama
+from shardwright.train.config.catalog.presets import PRESETS
 fabric = Fabric(accelerator="cpu", devices=1)
 fabric.launch()
 fabric.seed_everything(0)

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright.train.models.llama import Llama, LlamaConfig
+from shardwright.train.models.native.llama import Llama, LlamaConfig
 
 
 def build(library: object, args: argparse.Namespace) -> Callable[[], None]:

@@ -35,9 +35,9 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
+from shardwright.train.config.catalog.presets import LlamaConfig
 from shardwright.train.models import hugging_face
-from shardwright.train.models.llama import Llama
-from shardwright.train.models.presets import LlamaConfig
+from shardwright.train.models.native.llama import Llama
 
 DTYPE = torch.bfloat16
 

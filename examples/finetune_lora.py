@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
+from shardwright.train.config.catalog.presets import LlamaConfig
+from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.finetune.adapters import adapt, is_adapter, statement
 from shardwright.train.finetune.peft_files import write_adapters
-from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
-from shardwright.train.models.presets import LlamaConfig
 
 BATCH, LENGTH = 4, 128  # sequences per rank and step, tokens in each
 

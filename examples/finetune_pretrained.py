@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
+from shardwright.train.config.catalog.presets import LlamaConfig
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
-from shardwright.train.models.presets import LlamaConfig
 
 BATCH, LENGTH = 4, 128  # sequences per rank and step, tokens in each
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -20,10 +21,16 @@ os.environ["XDG_CACHE_HOME"] = _caches.name
 os.environ["MPLCONFIGDIR"] = f"{_caches.name}/matplotlib"  # else matplotlib makes a folder in the user's home
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
 
+# A shell lets what it starts in the background ignore Ctrl-C. Children inherit that, and tests interrupt theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import pytest
 
 from tests.support.pool import WorkerPools
 from tests.support.sim.building import library
+
+pytest_plugins = ("tests.support.tiers",)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +112,26 @@ def test_the_form_of_its_tensors_is_described(name: str) -> None:
     value, owner = PUBLIC[name]
     texts = [inspect.getdoc(value) or "", inspect.getdoc(owner) or "" if owner is not None else ""]
     assert FORM.search("\n".join(texts)), f"{name} takes or returns tensors: say of what shape and dtype"
+
+
+SOURCE = sorted(Path(shardwright.__file__).parent.rglob("*.py"))
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring: of modules, classes and functions, and behind attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for statement in node.body:
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield statement.lineno, value.value.strip()
+
+
+def test_docstrings_open_with_a_subject() -> None:
+    wrong = [
+        f"{path}:{line}: {text.splitlines()[0]}"
+        for path in SOURCE
+        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if re.match(r"(What|Of|That|How)\b", text)
+    ]
+    assert not wrong, "docstrings without a subject:\n" + "\n".join(wrong)

@@ -48,6 +48,7 @@ def report() -> dict[str, Any]:
     return report
 
 
+@pytest.mark.extensive("a tool, in a process of its own")
 def test_versions_are_those_that_run(report: dict[str, Any]) -> None:
     import torch
 

@@ -171,12 +171,14 @@ def campaign(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extensive("a tool: tens of jobs are killed")
 def test_a_small_campaign_loses_nothing(tmp_path: Path) -> None:
     done = campaign("--kills", "3", "--commands", "0", "--seed", "3", "--keep", str(tmp_path / "runs"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 faults, 0 with a problem, 0 problems of runs; seed 3" in done.stdout
 
 
+@pytest.mark.extensive("a tool")
 def test_a_campaign_without_time_fails(tmp_path: Path) -> None:
     done = campaign("--kills", "2", "--commands", "1", "--minutes", "0", "--keep", str(tmp_path / "runs"))
     assert done.returncode == 1

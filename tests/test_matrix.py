@@ -36,12 +36,12 @@ def test_what_no_row_shows_is_not_missed() -> None:
 
 def test_more_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {}
-    for level in ("pairs", "triples", "all"):
+    for level in ("values", "pairs", "triples", "all"):
         monkeypatch.setenv("SHARDWRIGHT_MATRIX", level)
         counts[level] = len(select(PRODUCT, lambda row, strength: together(strength, *row)))
-    assert counts["pairs"] < counts["triples"] < counts["all"] == len(PRODUCT)
+    assert counts["values"] < counts["pairs"] < counts["triples"] < counts["all"] == len(PRODUCT)
     monkeypatch.delenv("SHARDWRIGHT_MATRIX")
     assert len(select(PRODUCT, lambda row, strength: together(strength, *row))) == counts["pairs"]
     monkeypatch.setenv("SHARDWRIGHT_MATRIX", "everything")
-    with pytest.raises(ValueError, match="expected one of pairs, triples, all, found 'everything'"):
+    with pytest.raises(ValueError, match="expected one of values, pairs, triples, all, found 'everything'"):
         select(PRODUCT, lambda row, strength: together(strength, *row))

@@ -69,6 +69,7 @@ def offline(source: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extensive("a tool: an environment is made")
 def test_the_wheels_of_a_run_install_into_a_bare_environment(source: Path) -> None:
     """Twice into the same folder: what it made before goes."""
     for _ in range(2):
@@ -84,11 +85,13 @@ def test_the_wheels_of_a_run_install_into_a_bare_environment(source: Path) -> No
     assert [line.partition(">")[0] for line in requirements] == ["matplotlib", "psutil", "pydantic", "rich"]
 
 
+@pytest.mark.extensive("a tool")
 def test_all_of_the_extra(source: Path) -> None:
     assert offline(source, "wheels", "--python", VERSION, "--without", "").returncode == 0
     assert len([*(source.parent / "wheels").glob("*.whl")]) == len(PACKAGES)
 
 
+@pytest.mark.extensive("a tool")
 def test_more_than_the_limit(source: Path) -> None:
     make_wheel(source, "pydantic_core", [], 2**21)
     done = offline(source, "wheels", "--python", VERSION, "--limit", "2")

@@ -84,6 +84,7 @@ def files_in(room: str) -> set[str]:
     }
 
 
+@pytest.mark.extensive("a package is built")
 def test_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
     wheel, _ = built
     assert wheel.name == f"shardwright-{VERSION}-py3-none-any.whl"
@@ -129,6 +130,7 @@ def test_a_missing_extra_is_named() -> None:
     assert "pip install -e '.[lightning]' in the checkout" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.extensive("a package is built and installed")
 def test_installed_wheel_runs(built: tuple[Path, Path], tmp_path: Path) -> None:
     """In an environment that sees torch and the others of this one; the files of this source tree it does not see."""
     wheel, _ = built

@@ -70,6 +70,7 @@ def test_wrong_engines_are_beyond_the_tolerance(
     assert off > 3 * TOLERANCE, off
 
 
+@pytest.mark.extensive("a benchmark")
 def test_the_command_runs_two_contenders_to_the_end(tmp_path: Path) -> None:
     command = [
         sys.executable,

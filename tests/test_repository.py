@@ -5,6 +5,7 @@ Nothing here starts the trainer; the README's own example is the one thing that 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -136,6 +137,18 @@ def test_modules_import_in_one_direction() -> None:
     assert circles(graph) == []
 
 
+def test_one_class_records_how_a_job_ended() -> None:
+    """exit.json and the end of a session have one owner: our launcher, torchrun, SLURM and Ray go through it."""
+    callers: dict[str, list[str]] = {"write_exit": [], "close_session": []}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in callers:
+                        callers[name].append(f"{path.name}: {function.name}")
+    assert callers == {"write_exit": ["job_end.py: refuse"], "close_session": ["job_end.py: record"]}
+
+
 def test_circles_are_found(tmp_path: Path) -> None:
     """The search itself: a module that another one imports in a function, and an import for type checkers."""
     files = {
@@ -151,3 +164,87 @@ def test_circles_are_found(tmp_path: Path) -> None:
         (room / name).write_text(text)
     names = [f"shardwright.room.{name}" for name in ("first", "second", "third")]
     assert circles(imports_of_package(tmp_path)) == [names]
+
+
+def backquoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_contributing_lists_every_room() -> None:
+    """In the order of the contracts: a room of a table imports only rooms below it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rooms")[2].partition("## Where to change")[0]
+    tables = [
+        [name for row in table.splitlines()[2:] for name in backquoted(row.split("|")[1])]
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    ]
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    layers = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    assert tables == [[room.strip() for layer in each for room in layer.split("|")] for each in layers]
+
+
+def test_contributing_names_places_that_exist() -> None:
+    rows = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to change")[2].partition("## House")[0]
+    paths = [word for word in backquoted(rows.partition("|---|---|")[2]) if "/" in word]
+    assert len(paths) > 10
+    missing = [path for path in paths if not (ROOT / "src/shardwright" / path).exists()]
+    assert not missing, missing
+
+
+def test_readme_lists_every_extra() -> None:
+    table = README.partition("| extra | needed for |")[2].partition("\n\n")[0]
+    listed = {name for row in table.splitlines() if row for name in backquoted(row.split("|")[1])}
+    assert listed == set(PROJECT["project"]["optional-dependencies"])
+
+
+#: Private names of torch that files other than _torch.py import, or read from a name that they import.
+PRIVATE = {
+    "torch.Tensor._make_subclass",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._foreach_norm",
+    "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.ops.aten._foreach_zero_.default",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_map_only",
+    "torch.utils._pytree.tree_unflatten",
+}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Names of torch with a part that begins with an underscore: imported, or attributes of imported names."""
+    imported = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            imported |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            names = [each for each in node.names if each.name.split(".")[0] == "torch"]
+            imported |= {each.asname or each.name: each.name for each in names}
+    used = set(imported.values())
+    chains = {
+        node.value: node for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }  # each value to the attribute that is read from it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in imported:
+            name, at = imported[node.id], node
+            while at in chains:
+                at = chains[at]
+                name += f".{at.attr}"
+            used.add(name)
+    return {name for name in used if any(re.match(r"_[^_]", part) for part in name.split("."))}
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    """Except those in PRIVATE, to which nothing may be added."""
+    source = ROOT / "src/shardwright"
+    used = {
+        name: path.relative_to(source)
+        for path in sorted(source.rglob("*.py"))
+        if path.name != "_torch.py"
+        for name in private_names(ast.parse(path.read_text()))
+    }
+    more = {name: file for name, file in used.items() if name not in PRIVATE}
+    assert not more, f"private names of torch outside of _torch.py: {more}"
+    assert not PRIVATE - used.keys(), f"gone, so remove them from PRIVATE: {PRIVATE - used.keys()}"

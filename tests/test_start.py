@@ -69,6 +69,7 @@ def lines(*code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.extensive("a process for each call")
 def test_sharding_imports_the_compiler_no_sooner_than_torch() -> None:
     """In ragged layouts, which make no DTensors, forward and backward do not either."""
     step = "\nmodel(torch.randn(3, 4)).sum().backward()\nprint(compiler())"
@@ -79,6 +80,7 @@ def test_sharding_imports_the_compiler_no_sooner_than_torch() -> None:
     assert lines(ONE_RANK, SHARD.format(before="", layout="per_parameter"), "print(compiler())") == by_torch
 
 
+@pytest.mark.extensive("a process for each case")
 @pytest.mark.parametrize("layout", ["ragged", "per_parameter"])
 @pytest.mark.parametrize("before", ["", "import torch._dynamo"])
 def test_the_compiler_skips_the_engine_whenever_it_is_imported(layout: str, before: str) -> None:
@@ -93,6 +95,7 @@ def test_tokens_are_read_without_the_engine() -> None:
     assert lines(code) == ["[]"]
 
 
+@pytest.mark.extensive("a process for each program")
 def test_imports_leave_out_what_only_some_programs_use() -> None:
     names = (
         "torch._dynamo",

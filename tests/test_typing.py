@@ -40,6 +40,7 @@ def with_mistakes(folder: Path) -> tuple[Path, list[int]]:
     return copy, sorted(numbers)
 
 
+@pytest.mark.extensive("mypy, which `make types` runs")
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy")
 def test_mypy_accepts_a_users_script_and_finds_its_mistakes(tmp_path: Path) -> None:
     mistaken, expected = with_mistakes(tmp_path)

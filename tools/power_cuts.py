@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.collective import RankGroup
 
-ALONE = Ranks(alone=True)
+ALONE = RankGroup(alone=True)
 
 
 def values(step: int, size: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Runs the tests on another version of torch than the one in .venv:
 #
-#   sh tools/versions.sh 2.15                    the part of the suite below
-#   sh tools/versions.sh 2.15 all                the whole suite
+#   sh tools/versions.sh 2.15                    the part of `make test` below
+#   sh tools/versions.sh 2.15 all                the whole suite, as `make test-all`
 #   sh tools/versions.sh 2.11 tests/engine -x    these arguments of pytest
 #   PYTHON=python3.12 sh tools/versions.sh 2.11  with that Python
 #
@@ -45,9 +45,10 @@ fi
 
 if [ "${1:-}" = all ]; then
     shift
+    set -- --tier all "$@"
 elif [ $# -eq 0 ]; then
     # shellcheck disable=SC2086
-    set -- $PART
+    set -- --tier change $PART
 fi
 "$python" -c 'import sys, torch; print("versions: torch", torch.__version__, "on Python", sys.version.split()[0])'
 OMP_NUM_THREADS=1 exec "$python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder -q "$@"

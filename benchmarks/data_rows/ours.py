@@ -10,9 +10,9 @@ from benchmarks.data_rows.measure import Order, Watch
 
 def tokenise(order: Order) -> dict[str, Any]:
     """Documents to tokens in an empty cache."""
-    from shardwright.train.data.cache import tokenised
-    from shardwright.train.data.documents import Source
-    from shardwright.train.data.tokenizers import open_tokenizer
+    from shardwright.train.data.sources.documents import Source
+    from shardwright.train.data.tokens.cache import tokenised
+    from shardwright.train.data.tokens.tokenizers import open_tokenizer
 
     watch = Watch()
     tokens = tokenised(
@@ -27,7 +27,7 @@ def tokenise(order: Order) -> dict[str, Any]:
 def read(order: Order) -> dict[str, Any]:
     """All batches of an epoch from a cache that holds the tokens."""
     dataset, share = _dataset(order), _share(order)
-    from shardwright.train.data.loader import Loader
+    from shardwright.train.data.samples.loader import Loader
 
     steps = dataset.windows // order.batch
     watch = Watch()
@@ -41,7 +41,7 @@ def read(order: Order) -> dict[str, Any]:
 def first_batch(order: Order) -> dict[str, Any]:
     """From the start of the process to the first batch, or to the batch in the middle of the epoch."""
     dataset, share = _dataset(order), _share(order)
-    from shardwright.train.data.loader import Loader
+    from shardwright.train.data.samples.loader import Loader
 
     start = dataset.windows // order.batch // 2 if order.resume else 0
     watch = Watch()
@@ -74,6 +74,6 @@ def _dataset(order: Order) -> Any:
 
 
 def _share(order: Order) -> Any:
-    from shardwright.train.data.loader import Share
+    from shardwright.train.data.samples.loader import Share
 
     return Share(order.batch, order.batch)

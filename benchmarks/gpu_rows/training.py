@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from benchmarks.gpu_rows.rows import FSDP2, PLAIN, SHARDWRIGHT, Row, Variant
-from shardwright.train.activations import checkpoint_blocks, compile_blocks
-from shardwright.train.models.llama import Llama
+from shardwright.train.models.native.llama import Llama
+from shardwright.train.parallel.activations import checkpoint_blocks, compile_blocks
 
 CLIP = 1.0
 RATE = 1e-4

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwright.train.models.hybrid import Hybrid, HybridConfig
-from shardwright.train.models.llama import Llama, LlamaConfig
+from shardwright.train.models.native.hybrid import Hybrid, HybridConfig
+from shardwright.train.models.native.llama import Llama, LlamaConfig
 
 VOCABULARY = 256
 

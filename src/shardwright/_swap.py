@@ -52,7 +52,7 @@ extern "C" int exchange_memory(void* first, void* second) {
 """
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 300
-"""How long the compiler may take. It takes two seconds, and more where many ranks start on few cores."""
+"""Seconds that the compiler may take. It takes two, and more where many ranks start on few cores."""
 
 Exchange = Callable[[int, int], int]
 

@@ -1,7 +1,8 @@
-"""Every private torch name the engine uses, in one place, probed at import.
+"""Private functions and classes of torch that the package uses, probed at import.
 
 If a torch version lacks one of them, this file raises an error that names it at import, not later inside a step.
-Nothing outside this module reaches into torch's underscore names.
+Other files use ``torch.utils._pytree``, makers of tensor subclasses, operations with a leading underscore, and
+attributes of torch's objects such as ``_local_tensor``. CONTRIBUTING.md describes these.
 """
 
 from __future__ import annotations
@@ -408,7 +409,7 @@ def unmark_fully_sharded(module: torch.nn.Module) -> None:
 
 
 def sharded_state_of(module: torch.nn.Module) -> Any:
-    """What :func:`mark_fully_sharded` or torch's own ``fully_shard`` has left there."""
+    """The state that :func:`mark_fully_sharded` or torch's own ``fully_shard`` has put on a module, if any."""
     return module.__dict__.get(_STATE_KEY, {}).get(_sharding)
 
 
@@ -446,7 +447,7 @@ def fsdp2_modules() -> list[ModuleType]:
 
 
 def torchs_own(name: str) -> Any:
-    """What a name of FSDP2 means in torch, whatever was put there since; None if this torch lacks it."""
+    """Torch's own object with a name of FSDP2, also after a replacement; None if this torch lacks it."""
     return _torchs_own[name]
 
 
@@ -567,7 +568,7 @@ def called_by_torchs_fully_shard() -> bool:
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
+    """Number of graphs that torch.compile has made in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -621,7 +622,7 @@ def backend_for(group: Any, device: torch.device) -> Any:
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """How long collectives of a backend wait for other ranks."""
+    """The timeout after which collectives of a backend stop waiting for other ranks."""
     options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
@@ -761,7 +762,7 @@ def set_post_accumulate_grad_hooks(parameter: torch.Tensor, hooks: dict[int, Any
 
 
 def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]] | None:
-    """Of torch's Muon: the orthogonalized matrix of a direction, and the learning rate for a shape.
+    """Two functions of torch's Muon: one orthogonalizes a direction, one adjusts the learning rate to a shape.
 
     None if this torch does not have them under these names.
     """
@@ -873,12 +874,12 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def sequence_number(tensor: torch.Tensor) -> int:
-    """Of the autograd node that made the tensor; later nodes of a thread have larger ones."""
+    """Number of the autograd node that made the tensor; later nodes of a thread have larger numbers."""
     return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 def next_sequence_number() -> int:
-    """That of the autograd node that this thread makes next."""
+    """Number of the autograd node that this thread makes next."""
     return _peek_sequence_number()
 
 
@@ -889,5 +890,5 @@ def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storage handles refer to this memory."""
+    """Number of tensors and storage handles that refer to this memory."""
     return _use_count(storage_key(storage))

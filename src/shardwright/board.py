@@ -43,7 +43,7 @@ _put, _put_word, _now = ENTRY.pack_into, WORD.pack_into, time.monotonic_ns
 PHASE, PATIENT, AROUND = 16, 24, 32
 GROUP, SUBJECT = 16, 32
 
-#: What a process does, outside of collectives or around them.
+#: Activities of a process, outside of collectives or around them.
 (
     START, DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, SAVE, LOAD, VALIDATION, SAMPLE, OUTSIDE, END, MODEL
 ) = range(13)  # fmt: skip
@@ -320,7 +320,7 @@ class Board:
 
     @property
     def asked(self) -> int:
-        """How often others have asked this process for its stacks."""
+        """Number of times that other processes have asked this one for its stacks."""
         asked: int = WORD.unpack_from(self._memory, ASKED_AT)[0]
         return asked
 

@@ -32,7 +32,7 @@ PREFIXES = (
     "TORCH",
     "TP_",
 )
-"""How environment variables that change what torch or this package does begin."""
+"""Prefixes of environment variables that change what torch or this package does."""
 NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
@@ -97,7 +97,7 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------
-# What there is
+# The machine and its packages
 
 
 def _version(package: str) -> str | None:
@@ -276,7 +276,7 @@ def _without_names(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------
-# What is wrong, and how it reads
+# Findings, and their words
 
 
 def _problems(report: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardwright.checkpoint import places
+from shardwright.checkpoint.storage import places
 
 
 class Call(NamedTuple):

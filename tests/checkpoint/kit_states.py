@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import saving
-from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
+from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.collective import RankGroup
 
-ALONE = Ranks(alone=True)
+ALONE = RankGroup(alone=True)
 
 
 def state(step: int) -> dict[str, Any]:

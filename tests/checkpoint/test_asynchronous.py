@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import background, notes
-from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.pipes import Lines, send
-from shardwright.checkpoint.places import LocalStore, partial_folder
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import Plan, save_state
-from shardwright.checkpoint.staging import Job, SharedMemory, stage
-from shardwright.checkpoint.state import PART_BYTES
-from shardwright.checkpoint.threads import MOST
-from shardwright.checkpoint.writing import write_parts
+from shardwright.checkpoint.asynchronous import background, notes
+from shardwright.checkpoint.asynchronous.pipes import Lines, send
+from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, stage
+from shardwright.checkpoint.format.nested import PART_BYTES
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
+from shardwright.checkpoint.save.saving import Plan, save_state
+from shardwright.checkpoint.save.writing import write_parts
+from shardwright.checkpoint.storage.places import LocalStore, partial_folder
+from shardwright.checkpoint.storage.threads import MOST
+from shardwright.collective import RankGroup
 from tests.checkpoint.background_kit import pid_of_writer, values
 from tests.support.pool import multirank, world_mesh
 
@@ -68,6 +68,7 @@ def digests(path: Path) -> dict[str, str]:
     return {name: file.sha256 for name, file in checkpoint.index.files.items()}
 
 
+@pytest.mark.extensive("each number of ranks starts writers of its own", but=("2ranks",))
 @multirank(1, 2, 3)
 def test_each_equals_the_synchronous_one_of_its_step(rank: int, world_size: int, tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
@@ -99,7 +100,7 @@ def test_each_equals_the_synchronous_one_of_its_step(rank: int, world_size: int,
 def number_in(path: Path) -> float:
     """What is stored, if it is whole."""
     state = values(0.0)
-    number = load_state(path, state, Ranks(alone=True))["number"]
+    number = load_state(path, state, RankGroup(alone=True))["number"]
     for name, tensor in values(number)["model"].items():
         assert torch.equal(state["model"][name], tensor)
     return float(number)
@@ -133,6 +134,7 @@ def test_a_failure_is_raised_on_every_rank_and_the_next_save_works(
         assert number_in(tmp_path / "next") == 3 and number_in(tmp_path / "good") == 1
 
 
+@pytest.mark.extensive("each rank's writer")
 @multirank(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_writer_is_an_error_on_every_rank(
@@ -162,6 +164,7 @@ def test_a_killed_writer_is_an_error_on_every_rank(
         assert number_in(place) == 3
 
 
+@pytest.mark.extensive("a third writer to kill")
 def test_a_writer_that_dies_without_work_is_replaced(tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
         pid = pid_of_writer(checkpoints)
@@ -176,11 +179,12 @@ def test_a_writer_that_dies_without_work_is_replaced(tmp_path: Path) -> None:
         checkpoints.save_state(tmp_path / "d", values(1))
 
 
+@pytest.mark.extensive("another writer")
 def test_what_appeared_at_the_place_meanwhile_stays(tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
         os.kill(pid_of_writer(checkpoints), signal.SIGSTOP)
         checkpoints.save_state(tmp_path / "c", values(1))
-        save_state(tmp_path / "c", values(2), Ranks())
+        save_state(tmp_path / "c", values(2), RankGroup())
         os.kill(pid_of_writer(checkpoints), signal.SIGCONT)
         # The other save has taken the unfinished folder for a leftover.
         with pytest.raises(OSError, match="c: what this save had written was removed, by another program"):
@@ -203,6 +207,7 @@ def run(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extensive("another program to kill")
 def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     place = tmp_path / "c"
     done = run(
@@ -222,10 +227,11 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     wait_for_the_end_of(int(done.stdout))
     assert number_in(place) == 1
     assert len(list(tmp_path.iterdir())) == 2  # with what it has begun
-    save_state(place, values(3), Ranks(), overwrite=True)
+    save_state(place, values(3), RankGroup(), overwrite=True)
     assert number_in(place) == 3 and [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.extensive("each thread", but=("main",))
 @pytest.mark.parametrize("thread", ["main", "other"])
 def test_a_killed_trainer_takes_a_writer_along_that_still_imports_torch(tmp_path: Path, thread: str) -> None:
     (tmp_path / "torch.py").write_text(
@@ -234,7 +240,7 @@ def test_a_killed_trainer_takes_a_writer_along_that_still_imports_torch(tmp_path
     done = run(
         """
         import threading, time
-        from shardwright.checkpoint.writer_process import WriterProcess
+        from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
         sys.path.insert(0, sys.argv[1])
         def start():
             global writer
@@ -266,6 +272,7 @@ def wait_for_the_end_of(process: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.extensive("seven programs end in seven ways")
 def test_the_end_of_the_interpreter_and_an_interrupt_lose_nothing(tmp_path: Path) -> None:
     done = run(
         """
@@ -300,7 +307,7 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
-    plan = Plan.of(values(1), Ranks())
+    plan = Plan.of(values(1), RankGroup())
     partial_folder(tmp_path / "c", plan.contents.attempt).mkdir()
     contents = dataclasses.replace(plan.contents, ranks=2)
     memory = SharedMemory()
@@ -319,7 +326,7 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 
 
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
-    written = write_parts(tmp_path, "__0_0.distcp", Plan.of(values(1), Ranks()).own)
+    written = write_parts(tmp_path, "__0_0.distcp", Plan.of(values(1), RankGroup()).own)
     folder = LocalStore(tmp_path)
     notes.leave(folder, 0, "attempt", written)
     assert notes.read(folder, 0, "attempt") == written
@@ -334,13 +341,14 @@ def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("a measurement with 200 MiB")
 def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path: Path) -> None:
     done = run(
         """
         import json
-        from shardwright.checkpoint.loading import load_state
-        from shardwright.checkpoint.ranks import Ranks
-        from shardwright.checkpoint.saving import save_state
+        from shardwright.checkpoint.load.loading import load_state
+        from shardwright.collective import RankGroup
+        from shardwright.checkpoint.save.saving import save_state
         from tests.checkpoint.background_kit import pid_of_writer
 
         def field(pid, name):
@@ -357,11 +365,11 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
         folder = Path(sys.argv[1])
         columns = torch.ones(5_000, 5_000).t()  # not contiguous, so a copy is needed
         state = {"large": torch.ones(25_000_000), "columns": columns, "small": torch.ones(1000, 25_000)}
-        save_state(folder / "warm", {"a": torch.ones(10)}, Ranks())
-        load_state(folder / "warm", {"a": torch.ones(10)}, Ranks())
+        save_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
+        load_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
         figures = {
-            "save": peak("self", lambda: save_state(folder / "c", state, Ranks())),
-            "load": peak("self", lambda: load_state(folder / "c", state, Ranks())),
+            "save": peak("self", lambda: save_state(folder / "c", state, RankGroup())),
+            "load": peak("self", lambda: load_state(folder / "c", state, RankGroup())),
         }
         with sw.AsyncCheckpoint() as checkpoints:
             checkpoints.save_state(folder / "small", {"a": torch.ones(10)})

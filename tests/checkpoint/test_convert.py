@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint import files
-from shardwright.checkpoint.convert import FORMS, convert
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.loading import load_state, open_checkpoint
-from shardwright.checkpoint.names import Joined, Transposed
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.convert.convert import FORMS, convert
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.pretrained import files
+from shardwright.checkpoint.pretrained.names import Joined, Transposed
+from shardwright.collective import RankGroup
 from tests.support import multirank, world_mesh
 
 
@@ -193,7 +193,7 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
         plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
         its = torch.optim.AdamW(plain.parameters(), lr=0.5)
         state = {"model": plain.state_dict()}
-        values = load_state(tmp_path / "theirs-ours", state, Ranks(alone=True))
+        values = load_state(tmp_path / "theirs-ours", state, RankGroup(alone=True))
         assert same(plain.state_dict(), expected)
         assert values["step"] == 7 and values["optimizer"]["param_groups"][0]["lr"] == its.defaults["lr"] / 5
         assert open_checkpoint(tmp_path / "flat-ours").shapes().keys() == {
@@ -229,8 +229,8 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
 
     for form, name in zip((*FORMS, "safetensors"), ("a", "b", "c", "d.pt", "e.safetensors"), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr("shardwright.checkpoint.written_in_order.os.fsync", full)
-            patched.setattr("shardwright.checkpoint.files.os.pwrite", full)
+            patched.setattr("shardwright.checkpoint.save.written_in_order.os.fsync", full)
+            patched.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
             patched.setattr("zipfile._ZipWriteFile.write", full)
             with pytest.raises(OSError, match="No space left"):
                 convert(saved, tmp_path / name, form)
@@ -312,8 +312,8 @@ def test_nothing_in_a_foreign_checkpoint_runs(tmp_path: Path, place: str) -> Non
 MEASURE = """
 import sys, threading, time
 from pathlib import Path
-from shardwright.checkpoint import state
-from shardwright.checkpoint.convert import convert
+from shardwright.checkpoint.format import nested
+from shardwright.checkpoint.convert.convert import convert
 state.PART_BYTES = 4 << 20
 
 def anonymous():
@@ -345,9 +345,10 @@ for case in sys.argv[2:]:
 CASES = ["shardwright-safetensors", "dcp-shardwright", "safetensors-torch"]
 
 
+@pytest.mark.extensive("a measurement with large files")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.state.PART_BYTES", 4 << 20)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 4 << 20)
     largest = 24  # MiB, of 72 in all
     sizes = [largest, *[8] * 6]
     tensors = {f"t{n}": torch.full((size << 8, 1 << 10), float(n)) for n, size in enumerate(sizes)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.checkpoint.files import open_stored
+from shardwright.checkpoint.pretrained.files import open_stored
 from tests.support import multirank, world_mesh
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,9 +30,10 @@ def test_examples_of_the_page_run(rank: int, world_size: int, tmp_path: Path) ->
     run_examples(DOCS / "pretrained.md", 6, world_size, tmp_path / "saved")
 
 
+@pytest.mark.extensive("a page of examples")
 @multirank(2)
 def test_examples_of_the_page_on_checkpoints_run(rank: int, world_size: int, tmp_path: Path) -> None:
-    run_examples(DOCS / "checkpoints.md", 9, world_size, tmp_path)
+    run_examples(DOCS / "checkpoints.md", 10, world_size, tmp_path)
 
 
 def test_commands_of_the_page_on_checkpoints_are_understood(tmp_path: Path) -> None:

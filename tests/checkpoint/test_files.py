@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.files import DTYPES, SafetensorsFile, open_stored
+from shardwright.checkpoint.pretrained.files import DTYPES, SafetensorsFile, open_stored
 
 
 def tensors() -> dict[str, torch.Tensor]:

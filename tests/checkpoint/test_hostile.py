@@ -20,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.containers import Container, value_of
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import (
+from shardwright.checkpoint.dcp.containers import Container, value_of
+from shardwright.checkpoint.dcp.metadata import parse_metadata
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import (
     INDEX,
     Index,
     Part,
@@ -33,16 +34,16 @@ from shardwright.checkpoint.index import (
     index_text,
     parse_index,
 )
-from shardwright.checkpoint.loading import load_state
-from shardwright.checkpoint.metadata import parse_metadata
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.load.loading import load_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit_children import run_into
 from tests.checkpoint.kit_hostile import put_index, read_index, repair
 from tests.support.payloads import Payload, saved_with
 from tests.support.pool import forkserver
 
 
+@pytest.mark.extensive("hundreds of damaged files")
 def test_hostile_checkpoints(tmp_path: Path) -> None:
     seed = int(os.environ.get("SHARDWRIGHT_HOSTILE_SEED", "0"))
     count = int(os.environ.get("SHARDWRIGHT_HOSTILE", "500"))
@@ -142,7 +143,7 @@ def test_states_of_generators_are_examined_first(tmp_path: Path) -> None:
 
 
 def test_generators_without_states_are_refused() -> None:
-    from shardwright.checkpoint.generators import check_generator_states
+    from shardwright.checkpoint.training.generators import check_generator_states
 
     for states in ({}, {"torch": {}}, [], {"torch": torch.zeros(3)}):
         with pytest.raises(Damaged, match=r"^generators: "):
@@ -151,7 +152,7 @@ def test_generators_without_states_are_refused() -> None:
 
 def test_a_position_beyond_numpys_numbers_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("numpy")
-    from shardwright.checkpoint.generators import check_generator_states, generator_states
+    from shardwright.checkpoint.training.generators import check_generator_states, generator_states
 
     states = generator_states()
     check_generator_states(states)
@@ -232,7 +233,7 @@ def test_indices_that_no_save_writes(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=r"no readable index\.json"):
         parse_index(sealed_index(sound, "utf-16-be"))
     with pytest.raises(ValueError, match=r"more than 100 values deep"):
-        save_state(tmp_path / "d", {"extra": {"deep": deep}}, Ranks(alone=True))
+        save_state(tmp_path / "d", {"extra": {"deep": deep}}, RankGroup(alone=True))
 
 
 def test_memory_is_taken_only_for_what_is_on_disk(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_torchs_tensors_in_any_order_of_memory(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     read = {name: torch.zeros_like(each) for name, each in state.items() if torch.is_tensor(each)}
-    values = load_state(tmp_path / "c", {**read, "values": 0}, Ranks(alone=True))
+    values = load_state(tmp_path / "c", {**read, "values": 0}, RankGroup(alone=True))
     assert values["values"] == state["values"]
     assert all(torch.equal(read[name].double(), state[name].double()) for name in read if name != "conj")
     assert torch.equal(read["conj"], state["conj"])

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX
-from shardwright.checkpoint.loading import load_state, open_checkpoint
-from shardwright.checkpoint.places import LocalStore, store_of
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit import trained
 from tests.support.pool import multirank
 
@@ -53,7 +53,7 @@ def loads(url: str, seed: int = 0) -> bool:
     """Whether a whole checkpoint is there; it must be the one of this seed. Nothing else may be there."""
     read, expected = zeros(), state(seed)
     try:
-        values = load_state(url, read, Ranks(alone=True))
+        values = load_state(url, read, RankGroup(alone=True))
     except FileNotFoundError as error:
         assert "holds no whole checkpoint: a save was interrupted, or the path is wrong" in str(error)
         assert not read["a"].any() and not read["b"].any()
@@ -91,7 +91,7 @@ def test_torch_reads_it() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    save_state("memory://runs/dcp", state(), Ranks(alone=True))
+    save_state("memory://runs/dcp", state(), RankGroup(alone=True))
     read = {**zeros(), "step": -1}
     dcp.load(read, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
     assert torch.equal(read["a"], state()["a"]) and read["step"] == 0
@@ -116,7 +116,7 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
         FakeStore.restart(number, failure)
         problem = None
         try:
-            save_state(url, state(), Ranks(alone=True))
+            save_state(url, state(), RankGroup(alone=True))
         except OSError as error:
             problem = str(error)
         reached = FakeStore.changes >= number
@@ -130,7 +130,7 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
             assert url in problem and "the store has failed" in problem and "\n" not in problem
             if failure == "once":
                 assert names(folder) == uploads(folder) == []
-            save_state(url, state(1), Ranks(alone=True), overwrite=True)
+            save_state(url, state(1), RankGroup(alone=True), overwrite=True)
             assert loads(url, 1)
     assert number > 8 and not all(outcomes)
 
@@ -138,10 +138,10 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
 def test_an_answer_that_is_lost_does_not_undo_the_commit(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
-    save_state(url, state(), Ranks(alone=True))
+    save_state(url, state(), RankGroup(alone=True))
     commit = FakeStore.changes - 2  # the two after it remove what is no longer needed
     FakeStore.restart(commit, "lost")
-    save_state(f"fake://{tmp_path}/d", state(), Ranks(alone=True))
+    save_state(f"fake://{tmp_path}/d", state(), RankGroup(alone=True))
     assert FakeStore.calls["pipe_file"] == 5 and loads(f"fake://{tmp_path}/d")
 
 
@@ -149,17 +149,17 @@ def test_an_answer_that_is_lost_does_not_undo_the_commit(tmp_path: Path) -> None
 def test_a_load_and_a_save_do_not_need_a_list(tmp_path: Path, late: bool) -> None:
     url = f"fake://{tmp_path}/c"
     FakeStore.restart(late=late)
-    save_state(url, state(), Ranks(alone=True), verified=True)
+    save_state(url, state(), RankGroup(alone=True), verified=True)
     assert loads(url) and FakeStore.calls["ls"] == 2
 
 
 def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
     FakeStore.restart(late=True)
-    save_state(f"fake://{tmp_path}/c", state(), Ranks(alone=True))
+    save_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True))
     for number in range(2, FakeStore.changes - 2):
         FakeStore.restart(number, late=True)
         with pytest.raises(OSError, match="the store has failed"):
-            save_state(f"fake://{tmp_path}/{number}", state(), Ranks(alone=True))
+            save_state(f"fake://{tmp_path}/{number}", state(), RankGroup(alone=True))
         assert names(tmp_path / str(number)) == []
         FakeStore.restart()
         assert not loads(f"fake://{tmp_path}/{number}")
@@ -167,18 +167,18 @@ def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
-    save_state(url, state(), Ranks(alone=True))
+    save_state(url, state(), RankGroup(alone=True))
     before = names(tmp_path / "c")
     for overwrite in (False, True):
         with pytest.raises(FileExistsError, match=r"holds a whole checkpoint.*cannot be renamed"):
-            save_state(url, state(1), Ranks(alone=True), overwrite=overwrite)
+            save_state(url, state(1), RankGroup(alone=True), overwrite=overwrite)
     assert names(tmp_path / "c") == before and loads(url)
 
 
 @pytest.mark.parametrize("damage", ["index", "short", "missing", "uncommitted"])
 def test_what_is_not_whole_is_replaced_if_asked(tmp_path: Path, damage: str) -> None:
     url, folder = f"fake://{tmp_path}/c", tmp_path / "c"
-    save_state(url, state(), Ranks(alone=True))
+    save_state(url, state(), RankGroup(alone=True))
     (data,) = folder.glob("__0_0.*")
     if damage == "index":
         (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-9])
@@ -189,10 +189,10 @@ def test_what_is_not_whole_is_replaced_if_asked(tmp_path: Path, damage: str) -> 
     else:
         (folder / INDEX).unlink()
     with pytest.raises(FileNotFoundError if damage == "uncommitted" else Damaged):
-        load_state(url, zeros(), Ranks(alone=True))
+        load_state(url, zeros(), RankGroup(alone=True))
     with pytest.raises(FileExistsError, match="Pass overwrite=True to delete it"):
-        save_state(url, state(1), Ranks(alone=True))
-    save_state(url, state(1), Ranks(alone=True), overwrite=True)
+        save_state(url, state(1), RankGroup(alone=True))
+    save_state(url, state(1), RankGroup(alone=True), overwrite=True)
     assert loads(url, 1) and len(names(folder)) == 4
 
 
@@ -201,13 +201,13 @@ def test_other_objects_are_never_removed(tmp_path: Path, foreign: str) -> None:
     (tmp_path / "c" / foreign).parent.mkdir(parents=True)
     (tmp_path / "c" / foreign).write_text("mine")
     with pytest.raises(FileExistsError, match="which no save has written"):
-        save_state(f"fake://{tmp_path}/c", state(), Ranks(alone=True), overwrite=True)
+        save_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True), overwrite=True)
     assert (tmp_path / "c" / foreign).read_text() == "mine" and len(names(tmp_path / "c")) == 1
 
 
 def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
     """The second begins when the first has uploaded its tensors, and deletes what it finds."""
-    url, alone = f"fake://{tmp_path}/c", Ranks(alone=True)
+    url, alone = f"fake://{tmp_path}/c", RankGroup(alone=True)
     place = store_of(url)
 
     def second(nbytes: int) -> None:
@@ -224,7 +224,7 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
 
 def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
     url, folder = f"fake://{tmp_path}/c", tmp_path / "c"
-    save_state(url, state(), Ranks(alone=True))
+    save_state(url, state(), RankGroup(alone=True))
     for name in names(folder):
         content = bytearray((folder / name).read_bytes())
         content[len(content) // 2] ^= 8
@@ -232,7 +232,7 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
         read = zeros()
         with pytest.raises(Damaged, match=name.replace(".", r"\.")):
-            load_state(url, read, Ranks(alone=True))
+            load_state(url, read, RankGroup(alone=True))
         assert not read["a"].any()
         (folder / name).write_bytes(whole)
     assert loads(url)
@@ -240,11 +240,11 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
 
 def test_each_failure_of_a_load_is_one_error(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
-    save_state(url, state(), Ranks(alone=True))
+    save_state(url, state(), RankGroup(alone=True))
     for number in range(1, 100):
         FakeStore.restart(number, "answer")
         try:
-            load_state(url, zeros(), Ranks(alone=True))
+            load_state(url, zeros(), RankGroup(alone=True))
             break
         except OSError as error:
             assert str(error).startswith(url) and str(error).endswith("cannot be read: the store has failed")
@@ -257,19 +257,19 @@ def test_only_needed_bytes_are_read_in_small_requests(
     for name in ("BLOCK", "SLICE"):
         monkeypatch.setattr(objects, name, 1 << 12)
     monkeypatch.setattr(objects, "READ_AT_ONCE", 1 << 14)
-    monkeypatch.setattr("shardwright.checkpoint.state.PART_BYTES", 1 << 13)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 1 << 13)
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
-    save_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, Ranks(alone=True))
+    save_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, RankGroup(alone=True))
     stored = sum((tmp_path / "c" / name).stat().st_size for name in names(tmp_path / "c"))
     index = (tmp_path / "c" / INDEX).stat().st_size
     assert FakeStore.largest_request <= max(1 << 13, index)
     FakeStore.restart()
     part = torch.zeros(8, 256, dtype=torch.int64)
     monkeypatch.setattr(
-        "shardwright.checkpoint.state.boxes_to_load", lambda name, tensor: [((16, 0), (8, 256), part)]
+        "shardwright.checkpoint.format.nested.boxes_to_load", lambda name, tensor: [((16, 0), (8, 256), part)]
     )
-    load_state(url, {"a": torch.zeros(256, 256, dtype=torch.int64)}, Ranks(alone=True))
+    load_state(url, {"a": torch.zeros(256, 256, dtype=torch.int64)}, RankGroup(alone=True))
     assert torch.equal(part, torch.arange(1 << 16).view(256, 256)[16:24])
     # Everything once for its digest, and the end of the index, which is looked at first.
     assert FakeStore.bytes_read <= stored + part.nbytes + 3
@@ -390,26 +390,27 @@ def test_a_failure_on_one_rank_is_one_error_on_every_rank(
     with pytest.raises(
         OSError, match=rf"^rank 1: {url}/__1_0\.[0-9a-f]+\.distcp cannot be written: the store has fai"
     ):
-        save_state(url, mine, Ranks())
+        save_state(url, mine, RankGroup())
     FakeStore.restart()
     dist.barrier()
     assert names(tmp_path / "c") == uploads(tmp_path / "c") == []
-    save_state(url, mine, Ranks())
+    save_state(url, mine, RankGroup())
     read = {f"t{rank}": torch.zeros(5)}
-    load_state(url, read, Ranks())
+    load_state(url, read, RankGroup())
     assert torch.equal(read[f"t{rank}"], mine[f"t{rank}"])
 
 
 @multirank(2)
 def test_a_store_that_the_ranks_do_not_share_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^rank 1: memory://c/__begun.* is not there.*store that they share"):
-        save_state("memory://c", {"t": torch.ones(3)}, Ranks())
+        save_state("memory://c", {"t": torch.ones(3)}, RankGroup())
     assert not fsspec.filesystem("memory").find("/c")
 
 
 # -- asynchronous ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2)
 def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     known_to_children(tmp_path)
@@ -423,7 +424,7 @@ def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int,
             assert outcome is not None and outcome.committed and outcome.path == f"fake://{tmp_path}/a"
             with pytest.raises(FileExistsError, match="holds a whole checkpoint"):
                 checkpoints.save_state(f"fake://{tmp_path}/a", mine, overwrite=True)
-    save_state(f"fake://{tmp_path}/b", mine, Ranks())
+    save_state(f"fake://{tmp_path}/b", mine, RankGroup())
     attempts = [open_checkpoint(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
     stored = [
         {
@@ -437,6 +438,7 @@ def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int,
         assert stored[0][name] == stored[1][name]
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2)
 def test_an_asynchronous_save_that_fails_leaves_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
     known_to_children(tmp_path)
@@ -453,4 +455,4 @@ def test_an_asynchronous_save_that_fails_leaves_nothing(rank: int, world_size: i
             dist.barrier()
             assert not names(tmp_path / "broken") and not uploads(tmp_path / "broken")
             checkpoints.save_state(f"fake://{tmp_path}/next", mine)
-    load_state(f"fake://{tmp_path}/next", mine, Ranks())
+    load_state(f"fake://{tmp_path}/next", mine, RankGroup())

@@ -91,6 +91,10 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.extensive(
+    "every optimizer on each number of ranks",
+    but=("AdamW-*", "Muon-2-*", "SGD momentum-0-*", "AdamW8bit-2-*", "groups-2-*", "numbers and nests-0-*"),
+)
 @multirank(2)
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -123,6 +127,7 @@ def test_every_optimizer_goes_on(rank: int, world_size: int, name: str, before: 
         assert_equal(whole(other, its), whole(model, optimizer))
 
 
+@pytest.mark.extensive("each way", but=("two-*", "in backward-*"))
 @multirank(2)
 @pytest.mark.parametrize("way", ["two", "in backward", "offloaded", "state offloaded"])
 def test_ways_to_step_go_on(rank: int, world_size: int, way: str, tmp_path: Path) -> None:
@@ -301,6 +306,9 @@ def with_hook(seed: int, hook: str, **options: Any) -> tuple[Any, Any]:
     return model, sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.extensive(
+    "each hook in each strategy", but=("zero3-products-*", "hsdp-bytes-*", "ddp-bfloat16-*")
+)
 @multirank(2, 4)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])

@@ -79,6 +79,7 @@ def full_state(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": dict(values), "optimizer": moments.get("state", {})}
 
 
+@pytest.mark.extensive("each kind of torch's", but=("fsdp2-*", "*fsdp2*"))
 @multirank(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ours_load_into_every_kind_and_back(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
@@ -177,6 +178,7 @@ def with_experts(seed: int, ways: int, layout: str) -> tuple[Any, Any]:
     return model, sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
+@pytest.mark.extensive("each pair", but=("2-4-*",))
 @multirank(4)
 @pytest.mark.parametrize(("ways", "then"), [(1, 2), (2, 4), (4, 1), (2, 2)])
 def test_experts_move_between_ranks(rank: int, world_size: int, ways: int, then: int, tmp_path: Path) -> None:

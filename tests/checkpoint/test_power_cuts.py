@@ -20,9 +20,9 @@ import pytest
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.checkpoint import places
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import places
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit_calls import recorded
 from tests.checkpoint.kit_disk import Disk, Script, check_every_cut, materialise, record
 from tests.checkpoint.kit_states import ALONE, saves, small_tensors_spread, state, step_of
@@ -84,7 +84,7 @@ def test_every_cut_of_a_save_of_two_ranks(rank: int, world_size: int, tmp_path: 
     ends = []
     with small_tensors_spread(), recorded(tmp_path / "saved") as calls:
         for step in (1, 2):
-            save_state(path, state(step), Ranks(), overwrite=True)
+            save_state(path, state(step), RankGroup(), overwrite=True)
             dist.barrier()
             ends.append(len(calls))
     everyones: list[Any] = [None] * world_size
@@ -124,6 +124,7 @@ print(json.dumps([[call.kind, call.path, call.other] for call in calls]))
 """
 
 
+@pytest.mark.extensive("programs under a tracer")
 def test_the_system_sees_the_same_calls(tmp_path: Path) -> None:
     """The record is made in Python; strace sees what a save really asks the system for."""
     if shutil.which("strace") is None:

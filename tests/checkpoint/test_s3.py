@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.loading import load_state, open_checkpoint
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit import trained
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 pytest.importorskip("s3fs", reason="needs s3fs")
 moto_server = pytest.importorskip("moto.moto_server.threaded_moto_server", reason="needs moto[server]")
-ALONE = Ranks(alone=True)
+ALONE = RankGroup(alone=True)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,7 @@ def test_a_checkpoint_returns_and_torch_reads_it(s3: Any) -> None:
         sw.save_checkpoint(url, model, overwrite=True)
 
 
+@pytest.mark.extensive("a server and a failure")
 def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "BLOCK", 5 << 20)  # the least that S3 takes
     tensor = torch.arange(3 << 20)
@@ -122,9 +123,9 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
 
 _KILLED = """
 import os, signal, torch, fsspec
-from shardwright.checkpoint import objects
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.collective import RankGroup
+from shardwright.checkpoint.save.saving import save_state
 
 objects.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")
@@ -136,10 +137,11 @@ def dies_at_the_second_part(self, method, *args, **options):
     return original(self, method, *args, **options)
 
 kind.call_s3 = dies_at_the_second_part
-save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, Ranks(alone=True))
+save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, RankGroup(alone=True))
 """
 
 
+@pytest.mark.extensive("a server and a program to kill")
 def test_a_killed_save_leaves_no_checkpoint_and_is_replaced_if_asked(s3: Any) -> None:
     url, tensor = "s3://runs/killed", torch.ones(5)
     killed = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, timeout=120)
@@ -207,6 +209,7 @@ def test_what_is_missing_is_one_line(
     kind.clear_instance_cache()
 
 
+@pytest.mark.extensive("a server and three numbers of ranks")
 @pytest.mark.filterwarnings("ignore:The checkpoint was saved by")
 @multirank(3)
 def test_two_ranks_save_one_loads_and_saves_and_three_load(rank: int, world_size: int, address: str) -> None:
@@ -228,6 +231,7 @@ def test_two_ranks_save_one_loads_and_saves_and_three_load(rank: int, world_size
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 
 
+@pytest.mark.extensive("a server and a writer")
 @multirank(2)
 def test_an_asynchronous_save_appears(rank: int, world_size: int, address: str) -> None:
     files = system(address)
@@ -236,7 +240,7 @@ def test_an_asynchronous_save_appears(rank: int, world_size: int, address: str) 
         for step in (1, 2):
             checkpoints.save_state(f"s3://runs/step-{step}", mine)
     read = {f"t{rank}": torch.zeros(1000)}
-    load_state("s3://runs/step-2", read, Ranks())
+    load_state("s3://runs/step-2", read, RankGroup())
     assert torch.equal(read[f"t{rank}"], mine[f"t{rank}"])
     stored = files.find("runs/step-1", refresh=True)
     assert len(stored) == 5 and not any("note" in name or "begun" in name for name in stored)

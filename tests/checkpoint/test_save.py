@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.checkpoint import Joined, Slice, Stacked, Transposed, save
-from shardwright.checkpoint.files import open_stored
+from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
+from shardwright.checkpoint.pretrained import save
+from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.engine.tensors.ragged import RaggedTensor
 from tests.checkpoint.kit import LAYOUTS, source_model
 from tests.engine.kit.models import build, shard

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwright.checkpoint import places
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import places
+from shardwright.collective import RankGroup
 from tests.checkpoint.kit_calls import Call, recorded
 from tests.checkpoint.kit_disk import Script, check_every_cut
 from tests.checkpoint.kit_states import ALONE, small_tensors_spread, state, step_of
@@ -67,6 +67,7 @@ def check_the_next_save(path: Path) -> None:
     assert step_of(path) == 3
 
 
+@pytest.mark.extensive("each call with each error", but=("first-*",))
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 def test_any_call_may_fail(tmp_path: Path, older: bool, reason: int) -> None:
     number, failures, happened = 0, 0, True
@@ -88,6 +89,7 @@ def test_any_call_may_fail(tmp_path: Path, older: bool, reason: int) -> None:
     assert failures > 12
 
 
+@pytest.mark.extensive("each call", but=("first-*",))
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> None:
     number, happened = 0, True
@@ -108,6 +110,7 @@ def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> Non
     assert number > 12
 
 
+@pytest.mark.extensive("each call", but=("first-*",))
 @pytest.mark.parametrize("onwards", [False, True], ids=["once", "from_then_on"])
 def test_a_cut_of_power_after_a_failure(tmp_path: Path, older: bool, onwards: bool) -> None:
     """What the clean-up after a failure removes must not be what a cut would bring back."""
@@ -205,6 +208,7 @@ def test_a_file_system_that_cannot_be_written(tmp_path: Path) -> None:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each error", but=("EIO-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "interrupt"]
@@ -214,12 +218,12 @@ def test_ranks_raise_one_error(rank: int, world_size: int, tmp_path: Path, error
         number, happened = 0, True
         while happened:
             path = tmp_path / f"{failing}-{number}" / "c"
-            save_state(path, state(1), Ranks())
+            save_state(path, state(1), RankGroup())
             fault = Fault(number if rank == failing else -1, error)
             message: str | None = None
             with small_tensors_spread(), recorded(path.parent, before=fault):
                 try:
-                    save_state(path, state(2), Ranks(), overwrite=True)
+                    save_state(path, state(2), RankGroup(), overwrite=True)
                 except KeyboardInterrupt:
                     assert rank == failing and isinstance(error, KeyboardInterrupt)
                     message = f"rank {failing}: KeyboardInterrupt"
@@ -259,7 +263,7 @@ def save_and_die(rank: int, folder: Path, dying: int, number: int) -> None:
     )
     with small_tensors_spread(), recorded(folder / "saved", before=die):
         try:
-            save_state(folder / "saved" / "c", state(2), Ranks(), overwrite=True)
+            save_state(folder / "saved" / "c", state(2), RankGroup(), overwrite=True)
         except Exception as error:
             (folder / f"error-of-{rank}").write_text(str(error))
             os._exit(3)

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from shardwright.checkpoint.files import open_stored
+from shardwright.checkpoint.pretrained.files import open_stored
 from tests.checkpoint.kit import LAYOUTS, source_model
 from tests.engine.kit import tensor_parallel
 from tests.engine.kit.models import build, loss_of, shard, tokens
@@ -74,6 +74,10 @@ CASES = [
 ]
 
 
+@pytest.mark.extensive(
+    "each layout at each place",
+    but=("hsdp@2x2-row-*", "zero3@3-per_parameter-*", "zero1@2-*", "ddp@2-*", "zero2@2-element*"),
+)
 @on_meshes(CASES, timeout=60)
 def test_a_stream_has_the_bits_of_the_saved_files(
     rank: int, world_size: int, at: On, layout: str, dtype: torch.dtype | None, tmp_path: Path
@@ -201,6 +205,7 @@ class Layer(nn.Module):
         self.other = nn.Parameter(torch.randn(width, rows))
 
 
+@pytest.mark.extensive("each layout with each dtype", but=("per_parameter-float32-*", "row-bfloat16-*"))
 @multirank(4)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))

@@ -60,6 +60,7 @@ def consume(model: Any, buckets: Iterator[Weights]) -> int:
     return count
 
 
+@pytest.mark.extensive("every architecture of transformers")
 def test_every_model_of_transformers_is_saved_under_its_stored_names(tmp_path: Path) -> None:
     """As its own ``save_pretrained`` writes them: from_pretrained of transformers reads what is written here."""
     pytest.importorskip("transformers")
@@ -78,6 +79,7 @@ def test_every_model_of_transformers_is_saved_under_its_stored_names(tmp_path: P
         assert again.keys() == expected.keys(), name
 
 
+@pytest.mark.extensive("transformers", but=("llama-share-*",))
 @multirank(3, timeout=90)
 @pytest.mark.parametrize("way", ["group", "share"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

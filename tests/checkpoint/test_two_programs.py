@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import loading, places
-from shardwright.checkpoint.training import load_checkpoint, save_checkpoint
+from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
 
 
 def model(value: float) -> torch.nn.Module:
@@ -97,7 +98,7 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
 
 def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are opened when they are read are compared again."""
-    monkeypatch.setattr("shardwright.checkpoint.unreplaced.HELD", 0)
+    monkeypatch.setattr("shardwright.checkpoint.load.unreplaced.HELD", 0)
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     check_holds(path, 1)

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import loading, objects
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.loading import load_state
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load.loading import load_state
+from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.storage import objects
+from shardwright.collective import RankGroup
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.fake_store import FakeStore  # noqa: E402
 
-ALONE = Ranks(alone=True)
+ALONE = RankGroup(alone=True)
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +80,7 @@ def take_turns(url: str, overwrite: bool, pauses: tuple[int, int]) -> tuple[Save
     return saves
 
 
+@pytest.mark.extensive("programs of their own", but=("False-False",))
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("conditional", [True, False])
 def test_at_most_one_of_two_saves_succeeds_and_it_is_whole(

@@ -15,6 +15,8 @@ from shardwright.comm.streams import DeviceStreams
 from tests.support import multirank
 from tests.support.stand_in import stand_in_device
 
+pytestmark = pytest.mark.central("ranks in the middle, and parts that differ in size")
+
 
 def communicator() -> Communicator:
     return Communicator(dist.group.WORLD, torch.device("cpu"))

@@ -26,6 +26,8 @@ from tests.support import multirank
 
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.central("a rank between others, with parts that differ in size", ranks=3)
+
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """Whose ranks have found each other's pages."""
@@ -459,6 +461,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.extensive("each moment kills a process", but=("begun",))
 @pytest.mark.parametrize("when", ["agreed", "begun"])
 def test_a_rank_that_is_killed_is_named_at_once(when: str, tmp_path: Path) -> None:
     """After the ranks have agreed on a collective, before and after it has begun. What it has posted is still read."""

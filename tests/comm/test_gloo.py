@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright._torch import backend_for
-from shardwright.train.world import join_world
+from shardwright.train.parallel.world import join_world
 from tests.support import multirank
 from tests.train.jobs import tiny
 
@@ -65,6 +65,7 @@ atexit.register(lambda: (dist.destroy_process_group(), print("destroyed")))
 """
 
 
+@pytest.mark.extensive("a race, looked for in many programs")
 def test_workers_come_to_rest_before_the_interpreter_ends() -> None:
     """One that still gives tensors back would abort the process, in some of many runs on a busy machine."""
     done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 import shardwright
@@ -38,6 +39,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.extensive("programs of their own")
 def test_the_exception_by_which_a_rank_has_left_or_ended_reaches_the_others() -> None:
     # The store outlives the ranks, as the store of torchrun does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""Run the tests of each defect with the defect in place: ``python -m tests.defects [WORD ...]``.
+"""Run the tests of each defect that `make test` has, with the defect in place: ``python -m tests.defects [WORD ...]``.
 
 With words, those whose seam or description has one of them. Prints one line for each; the status is 1 if one was not
 found. Wrong orders of streams (tests/engine/kit/wrong_streams.py, seam "streams") are put into both
@@ -41,6 +41,8 @@ def found_by(defect: Defect, folder: Path) -> str | None:
         "-p",
         "no:cacheprovider",
         "--show-capture=no",
+        "--tier",
+        "change",
         *tests,
     ]
     try:

@@ -75,6 +75,7 @@ def loss_of(model: Any, name: str, rank: int, dtype: torch.dtype) -> torch.Tenso
     return LOSSES[name](model, model(x), y)
 
 
+@pytest.mark.extensive("each strategy", but=("zero3-*",))
 @multirank(2, 3)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 def test_losses_after_the_roots_forward(rank: int, world_size: int, strategy: str) -> None:

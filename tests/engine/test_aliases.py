@@ -111,6 +111,7 @@ def train_and_check(model: nn.Module, plain: nn.Module, folder: Path, what: str)
     check(plain, model, folder, what)
 
 
+@pytest.mark.extensive("each strategy", but=("ddp-*",))
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_trains_is_what_state_dicts_show(
@@ -129,6 +130,7 @@ def test_what_trains_is_what_state_dicts_show(
         train_and_check(model, plain, tmp_path / f"{number}{how}", f"{layout}, {how}")
 
 
+@pytest.mark.extensive("on a mesh")
 @multirank(4, timeout=120)
 def test_what_trains_is_what_state_dicts_show_on_two_axes(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = world_mesh(2, 2, names=("replicate", "shard"))

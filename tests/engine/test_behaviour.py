@@ -19,6 +19,8 @@ from tests.engine.kit.averaged import backward, check_gradients, expected_gradie
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.support import multirank, world_mesh
 
+pytestmark = pytest.mark.central("shards that differ in size", ranks=3)
+
 
 @multirank(2)
 def test_class_is_swapped_in_place(rank: int, world_size: int) -> None:

@@ -129,6 +129,7 @@ def run_row(rank: int, world_size: int, name: str, row: Row) -> None:
     run(CASES[name], rank, world_size, *row)
 
 
+@pytest.mark.extensive("it tests the cases, not the engine")
 @pytest.mark.parametrize("name", CASES)
 def test_the_cases_themselves(name: str) -> None:
     """A plain model in the place of the sharded one passes: a failure above is the engine's."""

@@ -92,6 +92,7 @@ def train(plain: nn.Module, model: nn.Module, rank: int, ranks: int, precise: bo
             torch.testing.assert_close(full(value), plain.state_dict()[key], **near)
 
 
+@pytest.mark.extensive("each dimension")
 @multirank(2, 3)
 def test_shards_of_other_dimensions_are_contiguous(rank: int, world_size: int) -> None:
     settings: list[dict[str, Any]] = [
@@ -108,6 +109,7 @@ def test_shards_of_other_dimensions_are_contiguous(rank: int, world_size: int) -
         train(plain, model, rank, world_size, "mp_policy" not in options)
 
 
+@pytest.mark.extensive("each dimension on a mesh")
 @multirank(4)
 def test_shards_of_other_dimensions_beside_replicas(rank: int, world_size: int) -> None:
     plain = Net()

@@ -58,6 +58,7 @@ def step(model: Model, rank: int, number: int) -> list[torch.Tensor]:
     return [full(p).detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.extensive("both strategies", but=("zero3-*",))
 @multirank(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_copy_goes_on_as_its_original_would(rank: int, world_size: int, strategy: str) -> None:

@@ -46,6 +46,7 @@ def replicas_agree(local: torch.Tensor, columns: int) -> bool:
     return all(torch.equal(each, everyone[i % columns]) for i, each in enumerate(everyone))
 
 
+@pytest.mark.extensive("each way of drawing")
 @multirank(4, timeout=120)
 def test_replicas_are_drawn_equal_or_not_at_all(rank: int, world_size: int) -> None:
     for strategy, shape in REPLICATED:

@@ -127,6 +127,7 @@ def test_reading_data_beside_a_loss_of_the_local_shards(rank: int, world_size: i
     check_same(plain, model)
 
 
+@pytest.mark.extensive("both ways", but=("*-True-*",))
 @multirank(2)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("touch", ["read", "multiply data", "multiply", "multiply alias", "set data"])
@@ -417,6 +418,7 @@ class Scaled(nn.Module):
         return x + self.down(torch.tanh(self.up(x))) * self.scale
 
 
+@pytest.mark.extensive("compiled graphs", but=("in place after-*",))
 @multirank(2)
 @pytest.mark.parametrize("how", ["wrapped before", "in place before", "in place after"])
 def test_a_unit_with_parameters_of_its_own_is_compiled(rank: int, world_size: int, how: str) -> None:

@@ -115,6 +115,7 @@ def check(edit: str, name: str) -> None:
         model(x).sum().backward()
 
 
+@pytest.mark.extensive("each way of editing")
 @multirank(2, timeout=120)
 def test_edits_of_different_values_are_refused_on_every_rank(rank: int, world_size: int) -> None:
     for edit, name in itertools.product(EDITS, (n for n, (_, shape) in SETTINGS.items() if len(shape) == 1)):
@@ -125,6 +126,7 @@ def test_edits_of_different_values_are_refused_on_every_rank(rank: int, world_si
             raise
 
 
+@pytest.mark.extensive("each way of editing")
 @multirank(4, timeout=120)
 def test_replicas_are_compared_too(rank: int, world_size: int) -> None:
     for edit, name in itertools.product(EDITS, (n for n, (_, shape) in SETTINGS.items() if len(shape) == 2)):

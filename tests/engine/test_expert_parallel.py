@@ -66,6 +66,7 @@ class Spmd(nn.Module):
         return out.full_tensor() if isinstance(out, DTensor) else out
 
 
+@pytest.mark.extensive("each arrangement", but=("several-row-*", "both-element-*", "shard-per*"))
 @multirank(4)
 @pytest.mark.parametrize(
     ("dims", "layout"), [*((dims, "per_parameter") for dims in DIMS), ("both", "element"), ("several", "row")]
@@ -289,6 +290,7 @@ BOTH = {
 }
 
 
+@pytest.mark.extensive("each arrangement", but=("shard-per*", "replicas-*", "dense*"))
 @multirank(4)
 @pytest.mark.parametrize(
     ("both", "layout"),

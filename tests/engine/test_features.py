@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import pytest
 
 from tests.engine.features import AXES, REFUSED, Row, Rule, excluded, train
 from tests.support import CaseFailed, CaseSkipped, WorkerPools
-from tests.support.matrix import generate
+from tests.support.matrix import generate, level
 
-if os.environ.get("SHARDWRIGHT_MATRIX", "pairs") == "pairs":
+if level() in ("values", "pairs"):
     ROWS = [Row(**row) for row in generate(AXES, excluded, 2, more=2)]
 else:
     ROWS = [Row(**row) for row in generate(AXES, excluded, 3, tries=1)]

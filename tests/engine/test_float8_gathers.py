@@ -107,6 +107,7 @@ CASES = select(
 )
 
 
+@pytest.mark.extensive("each place", but=("zero3@2-*", "hsdp@2x2-*", "zero1@2-*"))
 @on_meshes(CASES)
 def test_bits_of_the_whole_tensor(rank: int, world_size: int, at: On, precision: str, place: str) -> None:
     for way in WAYS:

@@ -197,6 +197,7 @@ def test_frozen_weights_go_when_gradients_have_passed(rank: int, world_size: int
     assert "gradients" in most and most["gradients"] <= 4 * (2 * 2 * WIDTH + WIDTH * RANK) // 2 + 16
 
 
+@pytest.mark.extensive("an example trains")
 @multirank(2)
 def test_the_example_of_adapters(rank: int, world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("pydantic", reason="needs the extra train")

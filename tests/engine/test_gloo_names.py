@@ -76,6 +76,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.extensive("all of training, on a mesh")
 @pytest.mark.skipif(not subclasses_dispatch, reason="there gradients are plain DTensors, which torch gathers")
 @multirank(4)
 def test_no_long_name_in_training_gathering_and_state_dicts(rank: int, world_size: int) -> None:

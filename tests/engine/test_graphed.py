@@ -94,6 +94,7 @@ def both(rank: int, **options: Any) -> tuple[Run, Run]:
     return Run(False, rank, **options), Run(True, rank, **options)
 
 
+@pytest.mark.extensive("each place", but=("zero3@1-dynamic-*", "zero3@2-arena-*"))
 @on_meshes(CASES)
 def test_no_bit_changes(rank: int, world_size: int, at: On, memory: str, setting: int) -> None:
     plain, graphed = both(rank, mesh=at.mesh, strategy=at.strategy, memory=memory, **SETTINGS[setting])
@@ -103,6 +104,7 @@ def test_no_bit_changes(rank: int, world_size: int, at: On, memory: str, setting
     assert graphed.step.captured
 
 
+@pytest.mark.extensive("each way of keeping")
 @multirank(4)
 @pytest.mark.parametrize("reshard", [2, True, False])
 def test_what_is_kept_between_steps_is_gathered_in_the_graph(
@@ -161,6 +163,7 @@ def compress(model: Model) -> None:
     model.set_gradient_comm_hook(sw.comm_hooks.Compressed(sw.comm_hooks.Cast(torch.bfloat16)))
 
 
+@pytest.mark.extensive("each change is another graph", but=("compress-True-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     "change, again",

@@ -82,6 +82,7 @@ def gradients(engine: Any, plain: nn.Module, row: Row, rank: int, **options: Any
     return [whole(p.grad) for p in model.parameters()]
 
 
+@pytest.mark.extensive("a row after another")
 @multirank(2, 4)
 def test_held_sums_have_the_bits_of_fsdp2(rank: int, world_size: int) -> None:
     """Two ranks to a sum, so that neither its order nor its division rounds differently."""

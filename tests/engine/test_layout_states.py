@@ -80,6 +80,7 @@ def trained(on: On, layout: str, rank: int, world_size: int) -> tuple[Any, Any, 
     return model, optimizer, plain, expected
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2-*", "zero2@3-*"))
 @on_meshes(STATES)
 def test_full_state_dicts(rank: int, world_size: int, on: On, layout: str) -> None:
     model, optimizer, plain, expected = trained(on, layout, rank, world_size)
@@ -98,6 +99,7 @@ def test_full_state_dicts(rank: int, world_size: int, on: On, layout: str) -> No
             torch.testing.assert_close(states[name][key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.extensive("each place", but=("zero3@2-*", "hsdp@2x2-*"))
 @on_meshes(STATES)
 def test_checkpoints_load_into_other_layouts(
     rank: int, world_size: int, on: On, layout: str, tmp_path: Path
@@ -129,6 +131,7 @@ def test_checkpoints_load_into_other_layouts(
         check_parameters(model, plain)
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2-*", "hfsdp@2x2-blocks", "zero3@2-*"))
 @on_meshes(STATES)
 def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, layout: str) -> None:
     model, _, plain, _ = trained(on, layout, rank, world_size)
@@ -153,6 +156,7 @@ def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, 
     step_both(model, other, rank, world_size)
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2-row", "zero3@2-row"))
 @on_meshes(STATES)
 def test_half_and_back(rank: int, world_size: int, on: On, layout: str) -> None:
     model, _, plain, _ = trained(on, layout, rank, world_size)
@@ -178,6 +182,7 @@ EDITED = [
 ]
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-row", "zero3@3-row"))
 @on_meshes(EDITED)
 def test_deep_copies_are_independent(rank: int, world_size: int, on: On, layout: str) -> None:
     plain = build()
@@ -214,6 +219,7 @@ def copy_whole(p: torch.Tensor) -> None:
 EDITS: list[Callable[[torch.Tensor], None]] = [scale_data, set_data, scale, copy_whole]
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-*", "zero3@3-row"))
 @on_meshes(EDITED)
 def test_edits_are_seen(rank: int, world_size: int, on: On, layout: str) -> None:
     """After a backward, which leaves what the strategy keeps until the optimizer's step."""
@@ -230,6 +236,7 @@ def test_edits_are_seen(rank: int, world_size: int, on: On, layout: str) -> None
     step_both(model, plain, rank, world_size)
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x2-*", "zero3@2-*"))
 @on_meshes(EDITED)
 def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: str) -> None:
     model, other = shard(build(), on, layout), build(1)
@@ -251,6 +258,7 @@ def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: s
         model.load_state_dict({**state, "blocks.0.up.weight": torch.ones(14, 7)}, strict=True)
 
 
+@pytest.mark.extensive("each place", but=("hfsdp@2x1-*", "zero3@3-row-*", "hfsdp@2x2-row-late"))
 @on_meshes(
     [
         (*place, way)
@@ -285,6 +293,7 @@ class Boom(Exception):
     pass
 
 
+@pytest.mark.extensive("each place", but=("2-3@2x2-*", "zero3@3-row"))
 @on_meshes(EDITED)
 def test_training_goes_on_after_an_exception_in_backward(
     rank: int, world_size: int, on: On, layout: str

@@ -206,6 +206,7 @@ def padding_of(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.extensive("each layout", but=("hsdp@2x2-per_parameter", "*-element"))
 @on_meshes(
     [
         (on, list(LAYOUTS)[j])
@@ -278,6 +279,7 @@ def built(scalars: str) -> Model:
     return plain
 
 
+@pytest.mark.extensive("each loop of torch's at each place", but=("hsdp@2x2-row-with*", "zero3@2-*"))
 @on_meshes(by_turns(OPTIMIZERS))
 def test_optimizers_of_torch(
     rank: int, world_size: int, on: On, layout: str, scalars: str, optimizer: str
@@ -296,6 +298,7 @@ def test_optimizers_of_torch(
         synchronise(model, plain)
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2-*", "zero3@2-*"))
 @on_meshes(by_turns([True, False]))
 def test_clipping_of_torch(
     rank: int, world_size: int, on: On, layout: str, scalars: str, foreach: bool

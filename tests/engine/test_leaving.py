@@ -176,6 +176,7 @@ def interrupted_at(n: int, part: str = "/shardwright/") -> Iterator[list[int]]:
         sys.settrace(before)
 
 
+@pytest.mark.extensive("each place of a step", but=("ddp-pages-2ranks",))
 @multirank(2, timeout=120.0)
 @pytest.mark.parametrize(("strategy", "way"), [("zero3", "gloo"), ("ddp", "pages")])
 def test_an_interrupt_anywhere_in_a_step_leaves_the_ranks_in_order(
@@ -216,6 +217,7 @@ def check_interrupts(rank: int, world_size: int, strategy: str) -> None:
         check_step(model, plain, rank, world_size, (n, where))
 
 
+@pytest.mark.extensive("each moment")
 @multirank(2, timeout=120.0)
 def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
     rank: int, world_size: int

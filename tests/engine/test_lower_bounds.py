@@ -129,6 +129,7 @@ def sent(
     return sum(c.sent for c in training.collectives), sum(c.sent for c in step.collectives)
 
 
+@pytest.mark.extensive("each strategy", but=("zero3_0", "zero2_0", "hsdp", "ddp0", "2-1"))
 @pytest.mark.usefixtures("eight_ranks")
 @pytest.mark.parametrize("bound", EVERY, ids=IDS)
 def test_bytes_sent_are_the_least(bound: Bound) -> None:

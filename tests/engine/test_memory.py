@@ -232,6 +232,9 @@ def changed_without_a_plan(
     return changed_for_two_steps("dynamic", change, rank)[1:]
 
 
+@pytest.mark.extensive(
+    "each kind of memory", but=("reversed_order-max_pool-*", "failing-max_pool-*", "skipped-max_pool-*")
+)
 @multirank(2)
 @pytest.mark.parametrize("memory", ["max_pool", "arena"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
 from shardwright.memory import Slab
-from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid
-from shardwright.train.models.llama import PRESETS, Llama
+from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid
+from shardwright.train.models.native.llama import PRESETS, Llama
 from tests.engine.kit.training import units_of
 from tests.support import multirank, world_mesh
 from tests.support.fake import fake_ranks
@@ -380,12 +380,14 @@ CASES = [
 ]
 
 
+@pytest.mark.extensive("models of real size", but=("linear-*", "llama-arena-zero3@2*"))
 @pytest.mark.parametrize(("program", "memory", "setting"), CASES, ids=str)
 def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: Setting) -> None:
     with fake_mesh(setting.ranks) as mesh:
         check(program, setting, memory, mesh)
 
 
+@pytest.mark.extensive("each model", but=("l*",))
 @pytest.mark.parametrize(
     ("program", "setting"),
     [
@@ -404,6 +406,7 @@ def test_with_an_arena_the_engine_allocates_once(program: Program, setting: Sett
     assert third == {}
 
 
+@pytest.mark.extensive("each model", but=("llama-*", "hybrid-*"))
 @pytest.mark.parametrize(
     ("program", "setting"),
     [
@@ -428,6 +431,7 @@ def test_the_arena_is_as_small_as_any_could_be(program: Program, setting: Settin
     assert plan.nbytes <= (1 if program.equal else 1.02) * plan.lower_bound
 
 
+@pytest.mark.extensive("each model")
 @multirank(2)
 @pytest.mark.parametrize(
     ("program", "memory", "setting"),

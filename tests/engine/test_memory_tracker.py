@@ -113,6 +113,7 @@ def local_bytes(model: nn.Module) -> int:
     return sum(local_of(p).nbytes for p in model.parameters())
 
 
+@pytest.mark.extensive("a row after another")
 @needs_handles
 @multirank(2, 4)
 def test_a_tracked_run_has_the_same_numbers(rank: int, world_size: int) -> None:

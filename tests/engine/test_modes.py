@@ -62,6 +62,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.extensive("each mode", but=("0-*", "2-*"))
 @multirank(2)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_steps_inside_modes_are_those_of_a_plain_model(rank: int, world_size: int, number: int) -> None:
@@ -177,6 +178,7 @@ FIRST: list[tuple[str, bool, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.extensive("each place of a call", but=("2-*",))
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("number", range(len(FIRST)))
 def test_a_first_call_that_fails_anywhere_leaves_a_model_that_trains(

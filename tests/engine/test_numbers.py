@@ -115,6 +115,7 @@ def check_numbers(
             assert value == expected, (what, name)
 
 
+@pytest.mark.extensive("each layout", but=("per_parameter-*", "ragged-1*"))
 @multirank(1, 2, 3)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged", "element"])
 def test_numbers_are_global(rank: int, world_size: int, layout: str) -> None:

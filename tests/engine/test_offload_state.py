@@ -164,6 +164,7 @@ def state_bytes(model: nn.Module, moments: int) -> list[int]:
     ]
 
 
+@pytest.mark.extensive("each setting", but=("1-*",))
 @multirank(2)
 @pytest.mark.parametrize("way", WRAPS)
 @pytest.mark.parametrize("buffers", [1, 3])
@@ -240,6 +241,7 @@ def test_the_next_units_state_comes_up_while_one_is_stepped(rank: int, world_siz
 # -- in and out ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each layout", but=("*-ragged-*",))
 @multirank(2)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 @pytest.mark.parametrize("way", WRAPS)

@@ -178,6 +178,17 @@ CASES: list[tuple[Run, str]] = [
 ]
 
 
+@pytest.mark.extensive(
+    "each event with each kind of offload",
+    but=(
+        "saved-all, in*",
+        "edited-state-*",
+        "evaluated-all-*",
+        "thin-state-*",
+        "pretrained-state-*",
+        "compressed-all-*",
+    ),
+)
 @multirank(2)
 @pytest.mark.parametrize(("run", "way"), CASES)
 def test_as_without_offload(rank: int, world_size: int, run: Run, way: str, tmp_path: Path) -> None:

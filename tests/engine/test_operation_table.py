@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.engine.operations.report import HERE
 
 
+@pytest.mark.extensive("a slice of torch's table")
 def test_operations_are_equal_or_refused() -> None:
     """In a process of its own, from which ranks are forked before it has threads."""
     command = [sys.executable, "-m", "tests.engine.operations", "--slice", str(HERE / "slice.txt")]

@@ -20,6 +20,7 @@ from tests.engine.programs import differences
 from tests.support import multirank
 
 
+@pytest.mark.extensive("each setting", but=("True-*",))
 @multirank(2, timeout=30.0)
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("hold", [False, True])

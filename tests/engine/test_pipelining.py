@@ -63,6 +63,7 @@ def reductions(modules: Iterable[nn.Module]) -> list[int]:
     return count
 
 
+@pytest.mark.extensive("each schedule in each layout", but=("1F1B-per_parameter-*",))
 @multirank(4)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -34,6 +34,7 @@ def seeded(test: object) -> object:
     return hypothesis.seed(int(SEED))(test) if SEED is not None else test
 
 
+@pytest.mark.extensive("50 random programs")
 @pytest.mark.multirank
 @seeded
 @draw_alike

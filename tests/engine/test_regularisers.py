@@ -78,6 +78,7 @@ def train(model: Any, optimizer: Any, ranks: range, penalty: Any, step: int) -> 
     return gradients
 
 
+@pytest.mark.extensive("each penalty in each layout")
 @pytest.mark.skipif(not subclasses_dispatch, reason="sums of sharded parameters are torch's own there")
 @multirank(2)
 def test_penalties_train_as_on_one_device(rank: int, world_size: int) -> None:

@@ -125,6 +125,7 @@ def compare(model: Any, plain: Any) -> None:
         torch.testing.assert_close(full(value), expected[name])
 
 
+@pytest.mark.extensive("each setting")
 @multirank(2)
 def test_training_goes_on_with_another_number_of_rows(rank: int, world_size: int) -> None:
     for number, setting in enumerate(SETTINGS):

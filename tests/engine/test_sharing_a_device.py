@@ -12,6 +12,7 @@ from tests.support import multirank
 from tests.support.stand_in import stand_in_device
 
 
+@pytest.mark.extensive("processes of their own")
 @multirank(2)
 def test_as_an_accelerator(rank: int, world_size: int) -> None:
     """The rehearsal: CPU tensors, and the engine's path for a device with streams."""

@@ -194,6 +194,7 @@ class Chain(nn.Module):
         return x.square().mean() + 0.3 * x.sum()
 
 
+@pytest.mark.extensive("each strategy", but=("zero3@*", "zero2@2-*", "zero1@2-*", "hsdp@2x2-*", "ddp@*"))
 @on_meshes(TWICE)
 def test_a_unit_reduced_twice_in_one_backward(
     rank: int, world_size: int, at: On, accumulation: str, buffers: int, units: int
@@ -233,6 +234,7 @@ def test_a_unit_reduced_twice_in_one_backward(
 # -- evaluation and edits --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each strategy", but=("zero3@2", "hsdp@2x2", "zero2@3", "zero1@2"))
 @on_meshes(some(0))
 def test_evaluation_after_training_twice_in_a_row(rank: int, world_size: int, at: On) -> None:
     """What a step keeps is neither stale nor of the wrong shape: between backward and the optimizer, and after it."""
@@ -272,6 +274,7 @@ def test_evaluation_after_training_twice_in_a_row(rank: int, world_size: int, at
     assert set(seen) == {plain.blocks[0].up.weight.shape}
 
 
+@pytest.mark.extensive("each strategy", but=("hsdp@2x2", "zero2@*", "zero1@2", "ddp@2"))
 @on_meshes(some(1))
 def test_edits_between_micro_batches_are_seen(rank: int, world_size: int, at: On) -> None:
     """Copies that are kept for a step are dropped when the weights change, however they change."""
@@ -330,6 +333,7 @@ def test_what_was_left_is_reduced_by_the_optimizers_step(rank: int, world_size: 
         check(name, p, q - 0.5 * g, 1e-5)
 
 
+@pytest.mark.extensive("each strategy", but=("zero2@*", "zero1@2", "hsdp@2x2"))
 @on_meshes(some(0))
 def test_zero_grad_forgets_what_was_left(rank: int, world_size: int, at: On) -> None:
     model = sharded(at)
@@ -382,6 +386,9 @@ def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_s
             assert torch.equal(local_of(value), before[name]) == (i > 1), (i, name)
 
 
+@pytest.mark.extensive(
+    "each strategy", but=("zero3@2", "hsdp@2x2", "zero2@3", "zero1@2", "3-1@2x2", "2-0@2x2")
+)
 @on_meshes(SOME + OTHERS)
 def test_state_dicts_are_dtensors_of_the_mesh(rank: int, world_size: int, at: On) -> None:
     model, plain = sharded(at), build()

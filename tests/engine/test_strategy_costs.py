@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -85,6 +86,9 @@ COLLECTIVES = [
 ]
 
 
+@pytest.mark.extensive(
+    "each strategy", but=("zero3@3-*", "hsdp@2x2-*", "ddp@*", "zero2@3-*", "zero1@*", "3-1@2x2-*")
+)
 @on_meshes(COLLECTIVES)
 def test_collectives_per_unit_and_step(
     rank: int, world_size: int, at: On, micros: str, gathers: int, scatters: int, reductions: int

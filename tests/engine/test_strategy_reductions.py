@@ -68,6 +68,7 @@ DIVISIONS = select(
 )
 
 
+@pytest.mark.extensive("each mesh", but=("*@2x2", "*@2", "*@3"))
 @on_meshes(EVERYWHERE)
 def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
     """Also where axes have one rank. Sums of these values are exact in every dtype; divisions round once or twice."""
@@ -170,6 +171,7 @@ def test_a_hook_that_clears_gradients_leaves_zeros(rank: int, world_size: int, a
         assert p.grad is not None and not p.grad.to_local().any(), name
 
 
+@pytest.mark.extensive("each strategy", but=("hsdp@2x2", "zero2@3", "zero3@2", "ddp@2"))
 @on_meshes(some(1))
 def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int, at: On) -> None:
     gradients = []
@@ -191,6 +193,7 @@ def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int,
 # -- exceptions, unused parameters, divergence -----------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each place", but=("zero3@2", "hsdp@2x2", "zero2@3", "ddp@2", "hfsdp@2x1", "zero1@2"))
 @on_meshes(some(2))
 def test_training_goes_on_after_an_exception(rank: int, world_size: int, at: On) -> None:
     """With sums held: a failed forward is repeated, a failed backward given up with its step."""

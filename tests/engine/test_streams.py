@@ -192,6 +192,7 @@ def pairwise() -> list[Case]:
 CASES = pairwise()
 
 
+@pytest.mark.extensive("every event at every place", but=("zero3@2-*", "ddp@2-*arena*"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_is_in_order(case: Case) -> None:
     simulator = run(case)

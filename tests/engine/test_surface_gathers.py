@@ -49,6 +49,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.extensive("each way of keeping", but=("default-*", "root*"))
 @multirank(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_units_are_gathered_no_more_often_than_by_fsdp2(rank: int, world_size: int, setting: str) -> None:

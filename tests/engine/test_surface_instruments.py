@@ -27,6 +27,7 @@ def test_comm_debug_mode_sees_operations_on_sharded_parameters(
     assert comm.get_total_counts() == 3
 
 
+@pytest.mark.extensive("each dtype", but=("None-*",))
 @multirank(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])

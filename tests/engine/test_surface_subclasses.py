@@ -41,6 +41,7 @@ from tests.engine.kit.surface import Boom, Collectives, Policy, averaged, both, 
 from tests.support import multirank, world_mesh
 
 
+@pytest.mark.extensive("both ways", but=("True-*",))
 @multirank(2)
 @both
 @pytest.mark.parametrize("kind", KINDS)

@@ -130,6 +130,7 @@ def test_training_equals_the_plain_model(
         close(p, q, tolerance, name)
 
 
+@pytest.mark.extensive("each mesh")
 @on_meshes([((2, 2),), ((1, 4),), ((2, 1, 2),)])
 def test_training_equals_torchs_own(rank: int, world_size: int, shape: Shape) -> None:
     """Placements, shards, losses, gradients and norms, bit by bit: the sums have the same order."""
@@ -166,6 +167,7 @@ def same_tensors(theirs: list[Any], ours: list[Any]) -> None:
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("each mesh", but=("2x2-*",))
 @on_meshes(
     [
         (shape, plan, layout)

@@ -117,6 +117,7 @@ def check_training(model: Any, plain: Tied, where: str, steps: int = 2) -> None:
         torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.extensive("each way of assigning")
 @multirank(2)
 def test_tied_weights_stay_tied_however_they_are_assigned(rank: int, world_size: int) -> None:
     units = ("", "embed", "embed middle", "middle head", "middle.1 middle embed head")
@@ -131,6 +132,7 @@ def test_tied_weights_stay_tied_however_they_are_assigned(rank: int, world_size:
         check_training(model, plain, where, steps=1)
 
 
+@pytest.mark.extensive("every strategy")
 @multirank(4)
 def test_tied_weights_stay_tied_with_every_strategy(rank: int, world_size: int) -> None:
     for strategy, shape in (

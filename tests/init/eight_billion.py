@@ -8,8 +8,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from shardwright.train.models.llama import Llama
-from shardwright.train.models.presets import PRESETS
+from shardwright.train.config.catalog.presets import PRESETS
+from shardwright.train.models.native.llama import Llama
 from tests.support.live_bytes import LiveBytes
 
 

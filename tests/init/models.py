@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train.models.hybrid import Hybrid
-from shardwright.train.models.llama import Llama
-from shardwright.train.models.presets import HybridConfig, LlamaConfig
+from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig
+from shardwright.train.models.native.hybrid import Hybrid
+from shardwright.train.models.native.llama import Llama
 
 LLAMA = LlamaConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=50, max_seq_len=32)
 HYBRID = HybridConfig(

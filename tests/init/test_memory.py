@@ -60,6 +60,7 @@ def test_stand_ins_of_a_meta_model_need_no_more(rank: int, world_size: int) -> N
     assert live.peak <= 1.1 * SIZE * SIZE * 4 + torch.get_rng_state().nbytes
 
 
+@pytest.mark.extensive("a model of 8 billion parameters")
 def test_8b_parameters_as_one_of_1024_ranks() -> None:
     # In a process of its own, since its process group is not that of the pool.
     command = [sys.executable, "-m", "tests.init.eight_billion"]

@@ -54,6 +54,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.extensive("the example in processes of its own")
 def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
     """One command: Fabric runs the script a second time for the second rank."""
     checkpoint = tmp_path / "checkpoint"
@@ -65,6 +66,7 @@ def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
     assert "step 41:" in run(*arguments, "--steps", "41", "--resume")
 
 
+@pytest.mark.extensive("processes of its own")
 def test_functions_run_in_forked_processes(tmp_path: Path) -> None:
     script = tmp_path / "forked.py"
     script.write_text(FORKED)

@@ -33,6 +33,7 @@ def printed(program: str, engine: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("sharded", "step", "saved"))]
 
 
+@pytest.mark.extensive("frameworks in processes of their own")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_engine_is_named_and_losses_are_those_of_fsdp2(program: str) -> None:
     package, ours, theirs = PROGRAMS[program]

@@ -137,6 +137,7 @@ def check(
             torch.testing.assert_close(logits(load(name), x), logits(model, x))
 
 
+@pytest.mark.extensive("transformers on every mesh")
 @multirank(2, 4, timeout=TIMEOUT)
 def test_a_model_of_every_mesh_trains_and_comes_back(rank: int, world_size: int, tmp_path: Path) -> None:
     with replaced() as transformers:

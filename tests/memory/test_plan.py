@@ -38,6 +38,7 @@ def check(plan: Plan, items: list[Item]) -> None:
             assert a + one.size <= b or b + two.size <= a, (one, two)
 
 
+@pytest.mark.extensive("a matrix of random leases")
 @given(traces())
 @settings(deadline=None, max_examples=50)
 def test_what_is_leased_together_does_not_overlap(items: list[Item]) -> None:
@@ -108,6 +109,9 @@ def test_llama_and_hybrid_shapes_are_within_2_percent() -> None:
             assert plan.nbytes <= 1.02 * plan.lower_bound, (pattern, depth, plan.nbytes / plan.lower_bound)
 
 
+@pytest.mark.extensive(
+    "plans of thousands of leases", but=("Llama 8B, zero3, bf16", "hybrid 9B, zero3, bf16, 2*")
+)
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_plans_of_real_steps_are_within_2_percent(step: Step) -> None:
     with fake_ranks(math.prod(step.ranks)):
@@ -137,6 +141,7 @@ def test_work_of_one_order_is_linear_in_the_units() -> None:
     assert pairs[400] / pairs[100] == pytest.approx(4, rel=0.1)
 
 
+@pytest.mark.extensive("a search of seconds")
 def test_the_search_ends() -> None:
     """Items of random sizes and times reach no bound."""
     random.seed(0)

@@ -174,6 +174,7 @@ assert memory.leases > 10
 """
 
 
+@pytest.mark.extensive("each kind of memory")
 @needs_compiler
 def test_every_kind_of_memory_trains_with_it(cache: Path) -> None:
     done = run(WITHOUT_TORCH_S + TRAINING, cache)
@@ -291,6 +292,7 @@ sw.fully_shard(model, memory="dynamic")
 """
 
 
+@pytest.mark.extensive("programs of their own")
 def test_without_a_compiler_every_kind_of_planned_memory_raises_before_it_shards(tmp_path: Path) -> None:
     done = run(WITHOUT_TORCH_S + REFUSALS, tmp_path, CXX="", PATH="/nowhere")
     assert done.returncode == 0, done.stderr

@@ -81,6 +81,7 @@ ROWS = [8, 12, 6]
 LAYOUTS = ["per_parameter", sw.Ragged("row"), sw.Ragged("element"), sw.Ragged(1), sw.Ragged(4)]
 
 
+@pytest.mark.extensive("each place", but=("zero3@?", "hfsdp@2x2"))
 @on_meshes(MESHES)
 def test_ranks_have_the_bits_of_one_device(rank: int, world_size: int, at: On) -> None:
     """On every layout that cuts no block: parameters, codes and scales. One that cuts a block is refused."""
@@ -124,6 +125,7 @@ def trained(model: nn.Module) -> list[Any]:
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
+@pytest.mark.extensive("each place", but=("hsdp@2x2",))
 @on_meshes(on("zero3", (3,)) + on("hsdp", (2, 2)) + on("hfsdp", (2, 2)))
 def test_state_dicts_by_torch(rank: int, world_size: int, at: On) -> None:
     """Full and sharded, from and to the plain optimizer, loaded before the first step; and steps after that."""
@@ -195,6 +197,7 @@ def load_state(model: Any, optimizer: Any, path: Path, **options: Any) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
 
 
+@pytest.mark.extensive("each pair")
 @pytest.mark.multirank
 def test_checkpoints_between_world_sizes_layouts_and_one_device(
     worker_pools: WorkerPools, tmp_path: Path

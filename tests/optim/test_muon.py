@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train.models.llama import Llama, LlamaConfig
+from shardwright.train.models.native.llama import Llama, LlamaConfig
 from tests.engine.kit.models import build
 
 

@@ -164,6 +164,7 @@ def folder_of(tmp_path: Path) -> str:
     return str(tmp_path / "state")
 
 
+@pytest.mark.extensive("each sharding at each moment", but=("before-per_parameter-*", "held-zero1-*"))
 @multirank(2, timeout=240)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("moment", ["before", "held", "after"])
@@ -222,6 +223,9 @@ def saved_rows() -> list[tuple[str, ...]]:
     return select(rows, lambda row, strength: [*together(strength, *row), ("state", row[0], row[1], row[3])])
 
 
+@pytest.mark.extensive(
+    "each sharding at each moment", but=("before-ragged-*", "after-per_parameter-*", "before-ddp-*")
+)
 @multirank(2, timeout=240)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("moment", ["before", "after"])

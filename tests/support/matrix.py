@@ -1,7 +1,8 @@
 """Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
 
-``SHARDWRIGHT_MATRIX=all make test`` runs whole products, some hours on two cores; ``triples`` runs what shows every
-three settings together; ``pairs`` is the default. The selection is the same in every run.
+``SHARDWRIGHT_MATRIX=all make test-all`` runs whole products, some hours on two cores; ``triples`` runs what shows every
+three settings together. ``pairs`` is the default and that of `make test-all`. ``values``, that of `make test`, runs
+those among them that show every setting. The selection is the same in every run.
 """
 
 from __future__ import annotations
@@ -17,21 +18,32 @@ __all__ = ["covering", "everything", "generate", "select", "together"]
 
 Row = TypeVar("Row")
 
-STRENGTHS = {"pairs": 2, "triples": 3, "all": None}
+STRENGTHS = {"values": 1, "pairs": 2, "triples": 3, "all": None}
+
+
+def level() -> str:
+    """What this run was asked for."""
+    found = os.environ.get("SHARDWRIGHT_MATRIX", "pairs")
+    if found not in STRENGTHS:
+        raise ValueError(f"SHARDWRIGHT_MATRIX: expected one of {', '.join(STRENGTHS)}, found {found!r}")
+    return found
 
 
 def everything() -> bool:
     """Whether this run leaves nothing out."""
-    return os.environ.get("SHARDWRIGHT_MATRIX") == "all"
+    return level() == "all"
 
 
 def select(rows: Iterable[Row], shows: Callable[[Row, int], Iterable[Hashable]]) -> list[Row]:
     """The rows of this run. ``shows(row, strength)`` is what a row shows; see `together`."""
-    level = os.environ.get("SHARDWRIGHT_MATRIX", "pairs")
-    if level not in STRENGTHS:
-        raise ValueError(f"SHARDWRIGHT_MATRIX: expected one of {', '.join(STRENGTHS)}, found {level!r}")
-    strength = STRENGTHS[level]
-    return list(rows) if strength is None else covering(list(rows), lambda row: shows(row, strength))
+    strength = STRENGTHS[level()]
+    if strength is None:
+        return list(rows)
+    rows = list(rows)
+    first: list[int] = []
+    for each in range(1, strength + 1):  # a larger selection has the rows of the smaller ones
+        first = chosen((shows(row, each) for row in rows), first)
+    return [rows[number] for number in first]
 
 
 def together(strength: int, *settings: Hashable) -> Iterable[Hashable]:
@@ -44,12 +56,20 @@ def covering(rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]]) ->
 
     Of those that add as much the first is taken.
     """
+    return [rows[number] for number in chosen(map(shows, rows))]
+
+
+def chosen(shown: Iterable[Iterable[Hashable]], first: Sequence[int] = ()) -> list[int]:
+    """The numbers of the rows that `covering` returns, by what each row shows; among them those of ``first``."""
     bits: dict[Hashable, int] = {}  # sets as numbers: some ten thousand rows take a moment, not seconds
-    masks = [0] * len(rows)
-    for number, row in enumerate(rows):
-        for what in shows(row):
-            masks[number] |= bits.setdefault(what, 1 << len(bits))
-    chosen, unseen = [], (1 << len(bits)) - 1
+    masks = []
+    for each in shown:
+        masks.append(0)
+        for what in each:
+            masks[-1] |= bits.setdefault(what, 1 << len(bits))
+    found, unseen = list(first), (1 << len(bits)) - 1
+    for number in first:
+        unseen &= ~masks[number]
     # What a row adds only falls, so the first one whose figure still holds is the best.
     adds = [(-mask.bit_count(), number) for number, mask in enumerate(masks)]
     heapq.heapify(adds)
@@ -57,11 +77,11 @@ def covering(rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]]) ->
         claimed, number = heapq.heappop(adds)
         added = (masks[number] & unseen).bit_count()
         if added == -claimed:
-            chosen.append(number)
+            found.append(number)
             unseen &= ~masks[number]
         elif added:
             heapq.heappush(adds, (-added, number))
-    return [rows[number] for number in sorted(chosen)]
+    return sorted(found)
 
 
 Value = tuple[str, int]  #: an axis and the place of a value on it
@@ -78,7 +98,8 @@ def generate(
 
     For axes whose product is far too large to be listed, which `covering` would need. ``excluded`` says of two axes,
     in their order, each with a value, that no row may have both. What no row can show is left out. ``more`` rows
-    follow that show as much as they can of what one value more makes with these.
+    follow that show as much as they can of what one value more makes with these. A run of ``values`` has few of the
+    rows for pairs, which show every value.
     """
     draw = random.Random(0)
     names = list(axes)
@@ -146,6 +167,8 @@ def generate(
 
     cover(strength, None)
     cover(strength + 1, more)
+    if strength == 2 and level() == "values":
+        rows = covering(rows, lambda row: row)
     return [
         {name: axes[name][place] for name, place in sorted(row, key=lambda v: names.index(v[0]))}
         for row in rows

@@ -30,7 +30,7 @@ for name in (
     "psutil",
     "pydantic",
     "rich.progress",
-    "shardwright.train.rank",
+    "shardwright.train.rank.process",
 ):
     with suppress(ImportError):
         importlib.import_module(name)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.checkpoint.digests import digest_of
-from shardwright.checkpoint.index import INDEX, StoredFile, index_text, parse_index
-from shardwright.train import checkpoint
-from shardwright.train.steps import Position
+from shardwright.checkpoint.format.digests import digest_of
+from shardwright.checkpoint.format.index import INDEX, StoredFile, index_text, parse_index
+from shardwright.train.run.position import Position
+from shardwright.train.step import checkpoint
 
 Damage = Callable[[Path, Path], None]
 """Damages the file at the first path. At the second is the file of that name of another step."""

@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.datasets import byte_dataset
 
 RANKS = 1024
@@ -37,8 +37,7 @@ def main() -> None:
     }
     config = Config.model_validate(sections)
     shape = config.model.shape()
-    mesh = make_mesh(config.parallel, "cpu", RANKS)
-    world = World(3, RANKS, torch.device("cpu"), mesh)
+    world = World.of(config.parallel, 3, RANKS, torch.device("cpu"))
     before = peak()
     trainer = Trainer(config, world, byte_dataset(config, bytes(4000), bytes(4000), "zeros"))
     grown = peak() - before

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
 from tests.support.pool import forkserver
 from tests.train.kit.parallel import dataset_of
 
@@ -83,8 +83,7 @@ HYBRID: dict[str, Any] = {
 
 def trainer(config: Config, rank: int, world_size: int, dataset: Dataset | None = None) -> Trainer:
     """The trainer of one rank of a test's own process group, on random bytes unless there is another dataset."""
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
+    world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
     return Trainer(config, world, dataset or dataset_of(config))
 
 

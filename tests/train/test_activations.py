@@ -11,12 +11,13 @@ import torch
 
 import shardwright as sw
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
-from shardwright.train import activations, metrics
-from shardwright.train.activations import prepare_blocks
 from shardwright.train.config import Config
 from shardwright.train.models.build import build_model
-from shardwright.train.models.llama import Rope
-from shardwright.train.parallel import parallelize
+from shardwright.train.models.native.llama import Rope
+from shardwright.train.parallel import activations
+from shardwright.train.parallel.activations import prepare_blocks
+from shardwright.train.parallel.recipe import parallelize
+from shardwright.train.report import jsonl
 from tests.engine.kit.counting import counted
 from tests.support import multirank, world_mesh
 from tests.support.storages import Storages
@@ -83,6 +84,7 @@ def trained(settings: Config, rank: int, world_size: int, steps: int = 3) -> dic
     return found
 
 
+@pytest.mark.extensive("each model", but=("llama-*",))
 @multirank(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_changes_and_nothing_more_is_gathered(rank: int, world_size: int, kind: str) -> None:
@@ -125,6 +127,7 @@ def test_what_is_kept() -> None:
     assert kept(one) == (3 * none + by_mode["full"]) // 4
 
 
+@pytest.mark.extensive("many compiled graphs", but=("llama-ops-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     ("kind", "mode", "memory"),
@@ -173,6 +176,7 @@ def test_recompiles_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count.later == 4
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_what_the_compiler_keeps_within_a_budget() -> None:
     torch._dynamo.reset()
     nbytes = []
@@ -200,6 +204,7 @@ def test_a_budget_is_that_of_one_job() -> None:
         assert functorch.activation_memory_budget == expected
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_a_compiled_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     run = ["--parallel.engine", "shardwright", "--train.steps", "5"]
@@ -208,12 +213,13 @@ def test_a_compiled_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run", *run, *options) == 0
     assert "compiled        2 graphs, 0 of them after step 3" in capsys.readouterr().out  # one for validation
     losses = [
-        [r["loss"] for r in metrics.read_records(tmp_path / d / "metrics.jsonl")] for d in ("plain", "run")
+        [r["loss"] for r in jsonl.read_records(tmp_path / d / "metrics.jsonl")] for d in ("plain", "run")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("each engine")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_other_engines_keep_their_losses(tmp_path: Path, engine: str) -> None:
     file = config_file(tmp_path)
@@ -223,7 +229,7 @@ def test_other_engines_keep_their_losses(tmp_path: Path, engine: str) -> None:
         arguments += ["--run.dir", tmp_path / mode, "--train.steps", "2", "--train.global_batch", "4"]
         done = ranks(2, *arguments)
         assert [status for status, _ in done] == [0, 0], done
-        losses.append([r["loss"] for r in metrics.read_records(tmp_path / mode / "metrics.jsonl")])
+        losses.append([r["loss"] for r in jsonl.read_records(tmp_path / mode / "metrics.jsonl")])
     assert losses[0] == losses[1]
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardwright.train import host_memory, parallel
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.models.kinds import kinds
+from shardwright.train.parallel import host_memory, recipe
 from tests.support.pool import multirank
 from tests.train.jobs import HYBRID, tiny, trainer
 
@@ -51,7 +51,7 @@ def check_values(rank: int, world_size: int, model: dict[str, Any], options: dic
     config = tiny(
         model={**model, **options.get("model", {})},
         train={"micro_batch": 1},
-        parallel={
+        recipe={
             "engine": "shardwright",
             **{key: value for key, value in options.items() if key != "model"},
         },
@@ -72,6 +72,7 @@ def check_values(rank: int, world_size: int, model: dict[str, Any], options: dic
         assert torch.equal(buffers[name], buffer), name
 
 
+@pytest.mark.extensive("each model", but=("llama-*",))
 @multirank(2)
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_values_are_those_of_one_process(rank: int, world_size: int, kind: str) -> None:
@@ -79,6 +80,7 @@ def test_values_are_those_of_one_process(rank: int, world_size: int, kind: str) 
         check_values(rank, world_size, {"n_kv_heads": 2} if kind == "llama" else HYBRID, options)
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4, timeout=120)
 def test_values_over_two_axes(rank: int, world_size: int) -> None:
     for options in FOUR_RANKS:
@@ -89,13 +91,14 @@ def test_values_over_two_axes(rank: int, world_size: int) -> None:
 def test_nothing_is_whole_before_it_is_sharded(rank: int, world_size: int) -> None:
     config = tiny(parallel={"engine": "shardwright"})
     torch.manual_seed(0)
-    model = parallel.build_for(config, 256)
-    assert all(parallel.has_no_values(parameter) for parameter in model.parameters())
+    model = recipe.build_for(config, 256)
+    assert all(recipe.has_no_values(parameter) for parameter in model.parameters())
     for engine in ("fsdp2", "fsdp1", "ddp"):  # torch's own engines need values
-        whole = parallel.build_for(tiny(parallel={"engine": engine}), 256)
-        assert not any(parallel.has_no_values(parameter) for parameter in whole.parameters())
+        whole = recipe.build_for(tiny(parallel={"engine": engine}), 256)
+        assert not any(recipe.has_no_values(parameter) for parameter in whole.parameters())
 
 
+@pytest.mark.extensive("a model of 8 billion parameters")
 def test_8b_parameters_as_one_of_1024_ranks() -> None:
     # In a process of its own: it does not use the pool's process group, and its peak is its own. Large pages save
     # most of the time in which the system clears memory.

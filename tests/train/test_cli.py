@@ -15,7 +15,7 @@ import pytest
 import shardwright
 from shardwright.cli import main
 from shardwright.train.config import Config
-from shardwright.train.keys import keys
+from shardwright.train.config.keys import keys
 
 Capture = pytest.CaptureFixture[str]
 NO_VALUE = "--train.steps: expected a value after it, found none; write --train.steps VALUE"

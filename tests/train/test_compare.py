@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.train import report
+from shardwright.train.report import plots
 from tests.train.jobs import config_file, ranks, records, train_here
 
 
@@ -61,7 +61,7 @@ def test_speed_is_that_of_timed_steps_of_equal_sessions() -> None:
     ]
 
     def timed(sessions: list[dict[str, Any]]) -> list[int]:
-        return [record["step"] for record in report.timed_steps(records, sessions)]
+        return [record["step"] for record in plots.timed_steps(records, sessions)]
 
     assert timed(sessions) == [*range(4, 9), *range(12, 16), *range(24, 31)]
     assert timed(sessions[:3]) == list(range(19, 31))

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from shardwright.train.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
+from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
+from shardwright.train.config.keys import OTHER_NAMES, keys, nearest_key
 from shardwright.train.errors import UserError
-from shardwright.train.keys import OTHER_NAMES, keys, nearest_key
-from shardwright.train.models.presets import PRESETS, RopeScaling
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
@@ -259,6 +259,7 @@ def test_values_that_do_not_fit_one_another_are_refused(tmp_path: Path, text: st
     assert part in refusal(tmp_path, text)
 
 
+@pytest.mark.extensive("every name of three other trainers")
 def test_names_of_other_trainers_lead_to_keys() -> None:
     paths = {key.path for key in keys()}
     for name, key in OTHER_NAMES.items():

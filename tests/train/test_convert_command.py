@@ -13,10 +13,10 @@ import torch
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.checkpoint.files import open_stored
-from shardwright.train.checkpoint import saved_steps, step_folder
-from shardwright.train.export import export
-from shardwright.train.runs import RunFolder
+from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.train.commands.export import export
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.checkpoint import saved_steps, step_folder
 
 
 def newest(run: Path) -> Path:
@@ -127,7 +127,7 @@ def test_a_full_disk_is_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     sw.save_checkpoint(tmp_path / "c", torch.nn.Linear(30, 30))
-    monkeypatch.setattr("shardwright.checkpoint.files.os.pwrite", full)
+    monkeypatch.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
     assert cli.main(["convert", str(tmp_path / "c"), str(tmp_path / "out"), "--to", "safetensors"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "cannot write: No space left on device" in error and "Free some space" in error

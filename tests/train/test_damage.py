@@ -18,18 +18,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
-from shardwright.checkpoint import places, saving
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.train import checkpoint, patience
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, what_is_missing
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.storage import places
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
-from shardwright.train.reporter import Reporter
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position, recovered_steps
-from shardwright.train.stored import examine
+from shardwright.train.launch import progress
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.position import Position, recovered_steps
+from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.step import checkpoint
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, what_is_missing
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, plant_beside, runs, saved_with
 from tests.train.damage import DAMAGES, Job, flipped, on_first_rank, restored, sealed_again
@@ -106,24 +108,24 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
             raise Damaged("no index.json file")
         return examine(folder)
 
-    def unreadable(stored: Any, *arguments: Any) -> None:
-        if stored.folder == newest:
+    def unreadable(opened: Any, *arguments: Any) -> None:
+        if opened.folder == newest:
             raise Damaged("__0_0.distcp cannot be read: Input/output error")
 
-    for name, stand_in, expected in (
-        ("examine", stale, "rank 1 reads another description of the checkpoint"),
-        ("examine", unseen, "rank 1: no index.json file"),
-        ("check_files", unreadable, "rank 1: __0_0.distcp cannot be read"),
+    for module, name, stand_in, expected in (
+        (checkpoint, "examine", stale, "rank 1 reads another description of the checkpoint"),
+        (checkpoint, "examine", unseen, "rank 1: no index.json file"),
+        (loading, "verify", unreadable, "rank 1: __0_0.distcp cannot be read"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(checkpoint, name, stand_in)
+                patch.setattr(module, name, stand_in)
             assert job.load().step == 1 and job.is_at(1)
             assert expected in job.said[0]
     for error, kind in ((OSError(5, "Input/output error"), None), (MemoryError("none left"), RuntimeError)):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(checkpoint, "read_state", _fails(checkpoint.read_state, newest, error))
+                patch.setattr(loading, "read_state", _fails(loading.read_state, newest, error))
             if kind is None:
                 assert job.load().step == 1 and job.is_at(1)
                 assert re.search(r"rank 1: __._0.distcp cannot be read: Input/output error", job.said[0])
@@ -136,11 +138,11 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
 def _fails(read_state: Any, folder: Path, error: Exception) -> Any:
     """Reading tensors of this checkpoint fails with this error of the system."""
 
-    def stand_in(stored: Any, *arguments: Any) -> Any:
+    def stand_in(opened: Any, *arguments: Any, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            if stored.folder == folder:
+            if opened.folder == folder:
                 patch.setattr(os, "preadv", _raises(error))
-            return read_state(stored, *arguments)
+            return read_state(opened, *arguments, **options)
 
     return stand_in
 
@@ -149,6 +151,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+@pytest.mark.extensive("each moment", but=("a new step",))
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
 def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, again: bool) -> None:
     """Stopped at each rename, sync and removal, also where the step is saved again over a folder that is there."""
@@ -167,7 +170,7 @@ def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
         recovered = recovered_steps(checkpoints)
         assert recovered and recovered[-1] >= 2, moment
         for step in recovered:
-            checkpoint.verified(checkpoints / f"step-{step}", Ranks(alone=True))
+            checkpoint.verified(checkpoints / f"step-{step}")
         # The next save finds nothing in its way, and takes away what is left.
         saves.save(weights, optimizer, Position(4, 4))
         assert [path.name for path in checkpoints.iterdir()] == ["step-4"]
@@ -266,13 +269,13 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
     for module, name, action, expected in (
         (saving, "write_parts", saved, "saving"),
         (saving, "open_together", saved, "saving"),
-        (checkpoint, "check_files", loaded, "comparing checksums of"),
-        (checkpoint, "read_state", loaded, "loading"),
+        (loading, "verify", loaded, "loading"),
+        (loading, "_read_tensors", loaded, "loading"),
     ):
         job.said.clear()
         spoken.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patience, "EVERY", 0.01)
+            patch.setattr(progress, "EVERY", 0.01)
             patch.setattr(module, name, slow(getattr(module, name)))
             action()
         assert any(said.startswith(f"{expected} {job.checkpoints}/step-2: ") for said in job.said), job.said
@@ -354,6 +357,7 @@ def test_code_that_torch_would_run_is_never_read(tmp_path: Path, plain_run: Path
     assert len(losses(folder)) == 9 and not evidence.exists()
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_damage_under_several_ranks_is_a_line_and_a_fall_back(tmp_path: Path, sharded_run: Path) -> None:
     """Through the command line, where rank 0 alone prints."""
     config, folder = config_file(tmp_path), tmp_path / "run"

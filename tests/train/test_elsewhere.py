@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from shardwright import cli
-from shardwright.train import checkpoint
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, step_folder
-from shardwright.train.reporter import Reporter
-from shardwright.train.restarts import Attempt, place_in_words
-from shardwright.train.runs import RunFolder, checkpoints_of
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.statuses import TRY_AGAIN, End, read_exit
-from shardwright.train.steps import Position
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.launch.restarts import Attempt, place_in_words
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.exits import TRY_AGAIN, End, read_exit
+from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.position import Position
+from shardwright.train.step import checkpoint
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, step_folder
+from shardwright.train.step.saves import Saves
 from tests.train.damage import flipped
 from tests.train.jobs import config_file, losses, ranks, tiny, train_here
 from tests.train.kit.faults import environment
@@ -67,6 +67,7 @@ def test_a_run_saves_goes_on_and_is_read_there(
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").rglob("*"))
 
 
+@pytest.mark.extensive("another writer for each rank")
 def test_several_ranks_write_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known_to_children(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -157,6 +158,7 @@ def test_a_store_that_fails_loses_nothing_and_the_run_goes_on(tmp_path: Path, nu
     checkpoint.load_weights(step_folder(job.url, 2), nn.Linear(3, 2))
 
 
+@pytest.mark.extensive("a job that is restarted")
 def test_restarts_behind_a_url(tmp_path: Path, plain_run: Path) -> None:
     config, run = config_file(tmp_path), tmp_path / "run"
     where = (
@@ -188,6 +190,6 @@ def test_a_restart_does_not_begin_again_if_the_store_is_silent(
     folder.config_file.write_text("")
     attempt, end = Attempt(1, 2, ("train", "job.toml")), End(TRY_AGAIN, "killed")
     assert attempt.after(end, 2, folder, began=True).arguments == ("train", str(folder.config_file))
-    monkeypatch.setattr("shardwright.train.restarts.newest_saved", silent)
+    monkeypatch.setattr("shardwright.train.launch.restarts.newest_saved", silent)
     assert attempt.after(end, 2, folder, began=True).arguments == ("train", "--resume", str(tmp_path))
     assert place_in_words(folder, 2) == "resuming on 2 ranks"

@@ -16,17 +16,18 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.checkpoint.files import open_stored
-from shardwright.train import byte_tokenizer, checkpoint, generation
-from shardwright.train import export as exporting
-from shardwright.train.data.tokenizers import open_tokenizer
+from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.train.commands import byte_tokenizer
+from shardwright.train.commands import export as exporting
+from shardwright.train.commands.export import export
+from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
-from shardwright.train.export import export
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.layers import Adapter
-from shardwright.train.models import hugging_face
+from shardwright.train.models import generation_settings, hugging_face
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import RunFolder
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step import checkpoint
 from tests.train.data.samples import save_tokenizer
 from tests.train.jobs import HYBRID, config_file, tiny, train_here
 from tests.train.kit.logs import heard
@@ -206,31 +207,18 @@ def test_a_failure_half_way_leaves_nothing(
 def test_a_tokenizer_of_another_model_is_refused(
     plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record of an older version has the number of ids alone."""
     run = tmp_path / "run"
     shutil.copytree(plain_run, run, ignore=shutil.ignore_patterns("checkpoints"))
     record = json.loads((run / "run.json").read_text())
-    assert record.pop("tokenizer") == {"name": "bytes", "fingerprint": "bytes"}
-    for recorded, tokenizer, message in (
-        (
-            300,
-            256,
-            "expected the tokenizer of .*, with 300 ids, found one with 256 at bytes; restore the files",
-        ),
-        (
-            300,
-            300,
-            "at most the model's 256 ids, found a tokenizer with 300; it does not belong to this model",
-        ),
-    ):
-        (run / "run.json").write_text(json.dumps({**record, "vocab_size": recorded}))
-        monkeypatch.setattr(
-            exporting,
-            "tokenizer_of",
-            lambda name, size=tokenizer: exporting.ExportedTokenizer(size, None, (), None, None, "bytes"),
-        )
-        with pytest.raises(UserError, match=message):
-            export(run, tmp_path / "new")
+    assert record["tokenizer"] == {"name": "bytes", "fingerprint": "bytes"}
+    monkeypatch.setattr(
+        exporting,
+        "tokenizer_of",
+        lambda name: exporting.ExportedTokenizer(300, None, (), None, None, "bytes"),
+    )
+    message = "at most the model's 256 ids, found a tokenizer with 300; it does not belong to this model"
+    with pytest.raises(UserError, match=message):
+        export(run, tmp_path / "new")
 
 
 @pytest.fixture
@@ -365,7 +353,7 @@ def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
     tokenizer = exporting.tokenizer_of(str(tmp_path / "mine.json"))
     assert tokenizer.file == tmp_path / "mine.json"
-    assert generation.special_ids(tokenizer) == {
+    assert generation_settings.special_ids(tokenizer) == {
         "bos_token_id": 1,
         "eos_token_id": [5, 0],
         "pad_token_id": None,

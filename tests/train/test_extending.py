@@ -20,20 +20,21 @@ from shardwright.extend import (
     memories,
     strategies,
 )
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
+from shardwright.train.config.catalog import kinds as kinds_module
+from shardwright.train.config.keys import keys
 from shardwright.train.errors import UserError
-from shardwright.train.extend import NamedOptimizer, kinds, optimizers, sinks
-from shardwright.train.keys import keys
-from shardwright.train.models import kinds as kinds_module
+from shardwright.train.extend import NamedOptimizer, hooks, kinds, optimizers, sinks
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import differences
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.run.folder import differences
 from tests.train.jobs import TINY, config_file, losses, ranks, train_here
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 EXAMPLES = {name: code for code, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
+HOOKS = [name for name, code in EXAMPLES.items() if "TrainerHook" in code]
 COMMANDS = [shlex.split(command) for command in re.findall(r"```sh\n(.*?)\n```", PAGE, re.DOTALL)]
-REGISTRIES: list[Registry[Any]] = [strategies, layouts, memories, optimizers, kinds, sinks]
+REGISTRIES: list[Registry[Any]] = [strategies, layouts, memories, optimizers, kinds, sinks, hooks]
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_page_has_one_short_example_of_each() -> None:
-    assert len(EXAMPLES) == len(REGISTRIES) == len(COMMANDS)
+    assert len(EXAMPLES) - len(HOOKS) + 1 == len(REGISTRIES) == len(COMMANDS)
     for name, code in EXAMPLES.items():
         assert sum(bool(line.strip()) for line in code.splitlines()) < 30, name
 
@@ -246,9 +247,3 @@ def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.
         strategies._values.clear()
         strategies._values.update(known)
         sys.modules.pop("theirs", None)
-
-
-def test_runs_of_version_0_1_have_tensorboard_in_their_configuration(tmp_path: Path) -> None:
-    for value, names in ((True, ("tensorboard",)), (False, ())):
-        config = Config.model_validate({"log": {"tensorboard": value}})
-        assert config.log.sinks == names and "tensorboard =" not in config.to_toml()

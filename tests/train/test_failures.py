@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.train.checkpoint import saved_steps, what_is_missing
-from shardwright.train.ending import Complaint, Ending, culprit
 from shardwright.train.errors import UserError
-from shardwright.train.record import RunRecord, repair_record
-from shardwright.train.runs import RunFolder
-from shardwright.train.statuses import read_exit
-from shardwright.train.steps import recorded_step
-from shardwright.train.trainer import Trainer
-from shardwright.train.writing import write_text
+from shardwright.train.launch.job_end import Complaint
+from shardwright.train.launch.judgement import Ending, culprit
+from shardwright.train.run.exits import read_exit
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import recorded_step
+from shardwright.train.run.record import RunRecord, repair_record
+from shardwright.train.run.writing import write_text
+from shardwright.train.step.checkpoint import saved_steps, what_is_missing
+from shardwright.train.step.trainer import Trainer
 from tests.train.jobs import (
     config_file,
     finish,
@@ -329,6 +330,7 @@ def test_the_rank_that_failed_first_is_found(
     assert found.rank == expected[0] and expected[1] in found.how
 
 
+@pytest.mark.extensive("it waits for a timeout")
 def test_silent_rank_is_named(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
@@ -341,6 +343,7 @@ def test_silent_rank_is_named(tmp_path: Path) -> None:
     assert status == 75 and err.startswith("error: rank 1 of 2 did not answer the other ranks and was killed")
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     import psutil
 

@@ -8,7 +8,8 @@ import time
 import tomllib
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,14 +17,17 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.cli.train import USUAL
 from shardwright.memory import Plan
-from shardwright.train import patience
 from shardwright.train.config import Config
-from shardwright.train.keys import keys
-from shardwright.train.loop import memory_since, report_memory
-from shardwright.train.notices import first_loss_in_words
-from shardwright.train.plan_picture import outside_in_words, plan_figure
-from shardwright.train.runs import RunFolder
-from shardwright.train.starting import Start
+from shardwright.train.config.catalog.records import StepRecord
+from shardwright.train.config.keys import keys
+from shardwright.train.launch import progress
+from shardwright.train.launch.progress import Start
+from shardwright.train.report.plan_picture import outside_in_words, plan_figure
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.reporting.memory_report import REPORTED, MemoryReport
+from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.support import multirank
 from tests.train.data.samples import save_tokenizer, write_jsonl
 from tests.train.jobs import config_file, tiny, train_here, trainer
@@ -90,7 +94,7 @@ def test_a_mistake_is_one_line_with_the_way_out(
 def test_lines_of_the_start_repeat_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    monkeypatch.setattr(patience, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "EVERY", 0.02)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     start = Start()
     start.begin("reading the data")
@@ -149,6 +153,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.extensive("each engine", but=("engine4-*",))
 @multirank(2)
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -168,7 +173,7 @@ def test_a_validation_keeps_to_the_plan(
             for step in range(1, 5):
                 take_steps(job, 1)
                 if step >= first:
-                    job.validate()
+                    validate(job)
         assert sw.memory_report(job.model).deviations == (), (engine, first)
         job.close()
 
@@ -185,7 +190,7 @@ def test_report_and_picture_name_the_same_leases(tmp_path: Path, monkeypatch: py
     class Job:
         config = tiny(parallel={"engine": "shardwright"})
         model = optimizer = None
-        reported_deviations = None
+        world = SimpleNamespace(is_first=True)
 
     report = sw.MemoryReport(
         rank=0, shards=1, rest=0, buffers=0, gradients=0, optimizer=0, memory="arena", leased={}, peak=4,
@@ -194,12 +199,20 @@ def test_report_and_picture_name_the_same_leases(tmp_path: Path, monkeypatch: py
     reports = [report, report, dataclasses.replace(report, deviations=deviations)]
     reports.append(reports[-1])
     monkeypatch.setattr(sw, "memory_report", lambda *arguments: reports.pop(0))
+    lines: list[str] = []
     job: Any = Job()
-    folder = RunFolder(tmp_path)
-    assert memory_since(job, folder) == ""
-    assert "outside" not in report_memory(job, folder)
-    assert memory_since(job, folder) == ""
-    assert words in memory_since(job, folder)
+    folder, reporter = RunFolder(tmp_path), Reporter([])
+    monkeypatch.setattr(reporter, "say", lines.append)
+    memory, record = MemoryReport(job, folder, reporter), cast(StepRecord, None)
+    memory.after_last_step()
+    assert not lines
+    for _ in range(REPORTED + 2):
+        memory.after_step(record)
+    assert len(lines) == 1 and "outside" not in lines[0]
+    memory.after_last_step()
+    assert len(lines) == 1
+    memory.after_last_step()
+    assert len(lines) == 2 and words in lines[1]
     assert (
         "Outside: parameters of unit 'layers.0', 3x: it is not in the plan." in folder.memory_file.read_text()
     )

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwright.train import checkpoint
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.float8 import check_float8
-from shardwright.train.trainer import Trainer
+from shardwright.train.parallel.float8 import check_float8
+from shardwright.train.step import checkpoint
+from shardwright.train.step.trainer import Trainer
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 from tests.train.kit.float8 import emulated
@@ -33,6 +33,7 @@ def weights(job: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in job.model.state_dict().items()}
 
 
+@pytest.mark.extensive("compiled graphs", but=("tensorwise-none-*",))
 @multirank(2)
 @pytest.mark.parametrize(
     ("recipe", "backend"), [("tensorwise", "none"), ("tensorwise", "aot_eager"), ("rowwise", "none")]

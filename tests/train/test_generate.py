@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.train.checkpoint import load_weights
+from shardwright.train.commands.generate import generate
 from shardwright.train.config import load_config
-from shardwright.train.data.tokenizers import Bytes, open_tokenizer
-from shardwright.train.generate import generate, sample
+from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.models.build import build_model
+from shardwright.train.models.sampling import sample
+from shardwright.train.step.checkpoint import load_weights
 from tests.train.data.samples import save_tokenizer, texts
 from tests.train.jobs import config_file, tiny, train_here
 

@@ -9,22 +9,27 @@ import pytest
 import torch
 
 from shardwright.comm import use_streams
-from shardwright.train import launch, loop, metrics, world
+from shardwright.train.commands import train
+from shardwright.train.parallel import world
+from shardwright.train.report import jsonl
+from shardwright.train.step.reporting import memory_report
+from shardwright.train.step.trainer import Trainer
 from tests.support.replay import CpuGraphs
 from tests.train.jobs import config_file, train_here
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (launch, world):
+    for module in (train, world):
         monkeypatch.setattr(module, "check_device", lambda config, kind: None)
 
 
 def losses(folder: Path) -> list[tuple[float, float, float | None]]:
-    records = metrics.read_records(folder / "metrics.jsonl")
+    records = jsonl.read_records(folder / "metrics.jsonl")
     return [(r["loss"], r["grad_norm"], r.get("validation_loss")) for r in records]
 
 
+@pytest.mark.extensive("both ways of accumulating", but=("communicate",))
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 def test_steps_in_a_graph_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: str
@@ -46,10 +51,11 @@ def test_steps_in_a_graph_are_the_same(
     assert losses(tmp_path / "graph") == losses(tmp_path / "plain")
 
 
+@pytest.mark.extensive("a large file is written and read")
 def test_memory_history_of_the_steps_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(loop, "record_memory_history", seen.append)
-    monkeypatch.setattr(loop, "dump_memory_history", lambda path: Path(path).write_text("history"))
+    monkeypatch.setattr(memory_report, "record_memory_history", seen.append)
+    monkeypatch.setattr(memory_report, "dump_memory_history", lambda path: Path(path).write_text("history"))
     run = tmp_path / "run"
     assert train_here(config_file(tmp_path), "--run.dir", run, "--train.memory_snapshot", "[2, 7]") == 0
     assert seen == [True, False, True, False]
@@ -58,13 +64,13 @@ def test_memory_history_of_the_steps_asked_for(tmp_path: Path, monkeypatch: pyte
 
 
 def test_memory_history_of_a_step_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "record_memory_history", lambda wanted: None)
-    monkeypatch.setattr(loop, "dump_memory_history", lambda path: Path(path).write_text("history"))
+    monkeypatch.setattr(memory_report, "record_memory_history", lambda wanted: None)
+    monkeypatch.setattr(memory_report, "dump_memory_history", lambda path: Path(path).write_text("history"))
 
-    def out_of_memory(self: loop.Trainer, stop: Any) -> None:
+    def out_of_memory(self: Trainer, *tensors: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(loop.Trainer, "train_step", out_of_memory)
+    monkeypatch.setattr(Trainer, "_work", out_of_memory)
     run = tmp_path / "run"
     status = train_here(config_file(tmp_path), "--run.dir", run, "--train.memory_snapshot", "[1]")
     assert status == 1 and (run / "memory_history" / "step_1_rank_0.pickle").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import board as boards
-from shardwright.train import plan_picture
+from shardwright.train.report import plan_picture
 from shardwright.watching.reading import Reader
 from tests.train.jobs import config_file, train_here
 from tests.train.kit import faults, stopped
@@ -67,6 +67,7 @@ def test_launcher_says_it_once_and_how_to_continue(tmp_path: Path) -> None:
     assert (end["status"], end["rank"]) == (75, 1)
 
 
+@pytest.mark.extensive("it waits for a timeout")
 def test_ranks_of_torchrun_name_a_rank_that_sleeps(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     environment = faults.environment(tmp_path / "faults", f"1 {STEPS} sleep")
@@ -87,6 +88,7 @@ def test_ranks_of_torchrun_name_a_rank_that_sleeps(tmp_path: Path) -> None:
     assert end["reason"].startswith("the job hung: rank 1: optimizer")
 
 
+@pytest.mark.extensive("it waits for a timeout")
 def test_one_rank_that_sleeps_in_a_validation_ends(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     status, _, err = launch(
@@ -107,11 +109,12 @@ STOPS = [(place, DRAW.randrange(2)) for place in stopped.PLACES]
 STOPPED = "tests.train.kit.stopped"
 
 
+@pytest.mark.extensive("each place waits for a timeout", but=("run_rank-1",))
 @pytest.mark.parametrize(("place", "rank"), STOPS)
 def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
     tmp_path: Path, place: str, rank: int
 ) -> None:
-    again = place == "_watched"
+    again = place == "watch"
     status, out, err = launch(
         tmp_path, "train", config_file(tmp_path), "--nproc", "2", *SHARDED, "--run.dir", tmp_path / "run",
         "--fault.stall_seconds", "300" if place == "join_world" else "2", "--train.steps", "2",
@@ -130,7 +133,8 @@ def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
     assert "has stopped the process." in err and "the job has ended" in err
 
 
-@pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("_watched", 0)])
+@pytest.mark.extensive("each place waits for a timeout")
+@pytest.mark.parametrize(("place", "rank"), [("import", 0), ("run_rank", 1), ("watch", 0)])
 def test_ranks_of_torchrun_end_one_that_is_stopped_at_the_start(
     tmp_path: Path, place: str, rank: int
 ) -> None:

@@ -69,6 +69,7 @@ def test_two_hosts_learn_what_one_learns(tmp_path: Path, two_hosts: Any, plain_r
     assert losses(tmp_path / "run") == pytest.approx(losses(plain_run), rel=1e-3)
 
 
+@pytest.mark.extensive("hosts of their own")
 @pytest.mark.parametrize(
     "how",
     ["lose", pytest.param("cut", marks=in_make_clusters), pytest.param("refuse", marks=in_make_clusters)],

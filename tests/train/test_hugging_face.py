@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.checkpoint.files import open_stored
-from shardwright.train.errors import UserError
-from shardwright.train.models import hugging_face
-from shardwright.train.models.build import model_of
-from shardwright.train.models.presets import (
+from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.train.config.catalog.presets import (
     HYBRID_PRESETS,
     PRESETS,
     HybridConfig,
     LlamaConfig,
     RopeScaling,
 )
+from shardwright.train.errors import UserError
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import model_of
 from tests.support import multirank, world_mesh
 
 LLAMA = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=64, max_seq_len=64)

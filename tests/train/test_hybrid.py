@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.train.config import Config, ModelConfig, load_config
 from shardwright.train.errors import UserError
-from shardwright.train.models.hybrid import HYBRID_PRESETS, Extras, Hybrid
+from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Extras, Hybrid
 from tests.train.kit.hybrid import TINY, tiny, tokens, whole_loss
 
 # ------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.train.models.hybrid import Block, MixtureOfExperts, imbalance
-from shardwright.train.models.scan import selective_scan
+from shardwright.train.models.native.hybrid import Block, MixtureOfExperts, imbalance
+from shardwright.train.models.native.scan import selective_scan
 from tests.train.kit.hybrid import TINY, tiny
 
 

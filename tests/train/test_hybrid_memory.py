@@ -187,6 +187,10 @@ def check_against_plain(case: Case, found: Trained, rank: int, world_size: int) 
 MEMORIES = ("max_pool", "arena")
 
 
+@pytest.mark.extensive(
+    "each order with each kind of memory",
+    but=("in order-*", "failing-*"),
+)
 @multirank(2)
 @pytest.mark.parametrize(
     ("case", "memory"), [(case, MEMORIES[i % 2]) for i, case in enumerate(CASES)], ids=str

@@ -14,17 +14,18 @@ import torch
 import shardwright as sw
 from shardwright._torch import MissingCompilerError
 from shardwright.engine.model import pools
-from shardwright.train import checkpoint, parallel
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import tensor_plan
 from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
-from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.kinds import tensor_plan
-from shardwright.train.models.styles import SummedParts, rows_of, spread_experts
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
+from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
+from shardwright.train.models.native.styles import SummedParts, rows_of, spread_experts
+from shardwright.train.parallel import recipe
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import checkpoint
+from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny
@@ -98,7 +99,7 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
-    with parallel.parallel_loss(mine.config.parallel):
+    with recipe.parallel_loss(mine.config.parallel):
         mine.work(*next_step(mine))
     found = {}
     for name, p in mine.model.named_parameters():
@@ -130,6 +131,7 @@ ROWS = select(
 )
 
 
+@pytest.mark.extensive("each mesh", but=("tensor 2, expert 2-*",))
 @multirank(4)
 @pytest.mark.parametrize(("ranks", "layout", "dtype", "accumulate"), ROWS, ids=name_of)
 def test_training_equals_the_plain_model(
@@ -155,6 +157,7 @@ def test_training_equals_the_plain_model(
         assert found == pytest.approx(wanted, rel=3e-2 if narrow else 2e-4)
 
 
+@pytest.mark.extensive("each strategy", but=("2-hsdp*",))
 @multirank(4)
 @pytest.mark.parametrize(
     "options",
@@ -175,6 +178,7 @@ def test_other_strategies(rank: int, world_size: int, options: dict[str, Any]) -
     check_gradients(trainer(config, rank, world_size), torch.float32, 2e-5)
 
 
+@pytest.mark.extensive("many compiled graphs")
 @multirank(2)
 def test_compiled_blocks(rank: int, world_size: int) -> None:
     """Parts of layers, exchanges of rows and groups that ranks share are in a block's one graph."""
@@ -192,6 +196,7 @@ def test_compiled_blocks(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("each pair of meshes")
 @multirank(4)
 @pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 1)), ((2, 2), (1, 4))], ids=name_of)
 def test_runs_go_on_with_other_ranks(

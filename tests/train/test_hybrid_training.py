@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.train.commands.layouts import alike, units_of
 from shardwright.train.config import Config
-from shardwright.train.layouts import alike, units_of
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
+from shardwright.train.parallel.world import World
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
 from tests.train import jobs
 from tests.train.kit.hybrid import tiny, tokens, whole_loss
@@ -85,8 +86,7 @@ def test_sharded_training_equals_the_plain_model(
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    world = World(rank, world_size, torch.device("cpu"), mesh)
+    world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
     return Trainer(config, world, dataset_of(config))
 
 
@@ -130,7 +130,7 @@ def test_trainer_trains_like_a_plain_model(rank: int, world_size: int, engine: s
         # Float32 in another order, amplified by steps at a high rate; routing near a tie may fall otherwise.
         assert whole == pytest.approx(loss.item(), rel=2e-5)
         assert found.grad_norm == pytest.approx(norm.item(), rel=5e-4)
-    assert job.validate() > 0
+    assert validate(job).loss > 0
 
 
 @multirank(2)

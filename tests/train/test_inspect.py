@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.checkpoint.index import INDEX, index_text, parse_index
+from shardwright.checkpoint.format.index import INDEX, index_text, parse_index
 from tests.support.payloads import code_of_the_system, plant_beside
 from tests.train.damage import flipped
-from tests.train.kit.earlier import rewrite_as_before, save_alone
 
 Inspect = Callable[..., tuple[int, str, str]]
 
@@ -58,6 +60,13 @@ def test_a_checkpoint_of_a_run(sharded_run: Path, inspect: Inspect) -> None:
     assert "compared" not in inspect(folder, "--quick")[1].partition("--quick")[2]
 
 
+def save_alone(state: dict[str, Any], folder: Path) -> None:
+    """Write a state with torch's writer in one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
 def test_a_run_and_its_damage(plain_run: Path, tmp_path: Path, inspect: Inspect) -> None:
     run = tmp_path / "run"
     shutil.copytree(plain_run, run)
@@ -83,7 +92,7 @@ def test_a_run_and_its_damage(plain_run: Path, tmp_path: Path, inspect: Inspect)
 
 
 def test_folders_of_other_writers(plain_run: Path, tmp_path: Path, inspect: Inspect) -> None:
-    """By torch's writer, by versions up to 0.2, and by `save_checkpoint` outside a run."""
+    """By torch's writer, and by `save_checkpoint` outside a run."""
     save_alone({"model": {"w": torch.zeros(3, 4)}, "rates": {"lr": 0.5}}, tmp_path / "dcp")
     status, out, err = inspect(tmp_path / "dcp")
     assert (status, err) == (0, "")
@@ -92,14 +101,6 @@ def test_folders_of_other_writers(plain_run: Path, tmp_path: Path, inspect: Insp
     os.truncate(tmp_path / "dcp" / "__0_0.distcp", 10)
     status, _, err = inspect(tmp_path / "dcp")
     assert status == 1 and "__0_0.distcp holds 10 bytes" in err
-
-    shutil.copytree(plain_run / "checkpoints" / "step-8", tmp_path / "step-8")
-    rewrite_as_before(tmp_path / "step-8")
-    status, out, _ = inspect(tmp_path / "step-8")
-    assert status == 0 and "of shardwright 0.2 and before" in out and "8, after 64 samples" in out
-    assert "compared with their SHA-256" in out
-    flipped(tmp_path / "step-8" / "__0_0.distcp", tmp_path)
-    assert inspect(tmp_path / "step-8")[0] == 1
 
     sw.save_checkpoint(tmp_path / "own", nn.Linear(2, 2), extra={"note": "x" * 300, "\x1b[31m": 1})
     status, out, _ = inspect(tmp_path / "own")

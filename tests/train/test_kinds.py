@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from shardwright.train.config.catalog import kinds
+from shardwright.train.config.catalog.presets import PRESETS, LlamaConfig
+from shardwright.train.config.sections.model import ModelConfig
 from shardwright.train.errors import UserError
-from shardwright.train.models import hugging_face, kinds
+from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
-from shardwright.train.models.presets import PRESETS, LlamaConfig
-from shardwright.train.sections.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import nn
 import shardwright as sw
 from shardwright.cli import main
 from shardwright.layout import Ragged, plan
-from shardwright.train.layouts import alike, units_of
-from shardwright.train.models.llama import Llama
-from shardwright.train.parallel import parallelize
+from shardwright.train.commands.layouts import alike, units_of
+from shardwright.train.models.native.llama import Llama
+from shardwright.train.parallel.recipe import parallelize
 from tests.train.jobs import TINY, config_file, tiny
 
 Capture = pytest.CaptureFixture[str]

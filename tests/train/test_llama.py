@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.models.llama import (
+from shardwright.train.models.native.llama import (
     PRESETS,
     Block,
     Llama,

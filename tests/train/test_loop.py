@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.train.checkpoint import load_weights, saved_steps
 from shardwright.train.config import OptimizerConfig, load_config
 from shardwright.train.models.build import build_model
-from shardwright.train.peaks import peak_flops
-from shardwright.train.runs import RunFolder
-from shardwright.train.trainer import learning_rate
+from shardwright.train.report.device_peaks import peak_flops
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.checkpoint import load_weights, saved_steps
+from shardwright.train.step.lr_schedule import learning_rate
 from tests.train.jobs import config_file, losses, records, train_here
 from tests.train.kit.text import batch, pydoc, text_of
 

@@ -12,10 +12,10 @@ import pytest
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import load_dataset
-from shardwright.train.data.tokenizers import Bytes, open_tokenizer
+from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.errors import UserError
-from shardwright.train.generation import generation_settings, with_ids
-from shardwright.train.notices import before_steps
+from shardwright.train.models.generation_settings import generation_settings, with_ids
+from shardwright.train.step.reporting.notices import before_steps
 from tests.train.data.samples import CHATML, chat, save_tokenizer
 from tests.train.jobs import config_file, tiny, train_here
 from tests.train.kit.architectures import folder_with
@@ -156,6 +156,6 @@ def test_the_base_of_an_export_may_be_on_the_hub(
         assert settings["transformers_version"]
     notices: list[str] = []
     shutil.rmtree(tmp_path / "cache" / "models--owner--base" / "snapshots")
-    monkeypatch.setattr("shardwright.train.hub.PAUSE", 0.0)
+    monkeypatch.setattr("shardwright.train.config.catalog.hub.PAUSE", 0.0)
     assert generation_settings(config, Bytes(), notices.append)["temperature"] == 0.8
     assert len(notices) == 1 and "does not answer" in notices[0]

@@ -30,6 +30,7 @@ def test_muon_learns_and_resumes_bit_for_bit_and_on_two_ranks(tmp_path: Path) ->
     assert losses(grown) == pytest.approx(losses(whole), rel=1e-2)  # Newton-Schulz is in bfloat16
 
 
+@pytest.mark.extensive("runs on several numbers of ranks")
 def test_adamw8bit_learns_as_adamw_and_resumes_bit_for_bit_on_other_ranks(tmp_path: Path) -> None:
     """Rows have 32 elements here, so that 8 of them are a block."""
     config, whole, cut, grown, adamw = (
@@ -90,6 +91,7 @@ def test_keys_of_another_optimizer_and_engines_without_whole_matrices_are_refuse
         tiny(optimizer={"name": "muon"}, parallel={"engine": "fsdp2"})
 
 
+@pytest.mark.extensive("runs in each setting")
 def test_in_backward_and_offload_change_no_loss(tmp_path: Path) -> None:
     """Two micro-batches a step, and a run that is resumed."""
     config, plain, whole, cut = (

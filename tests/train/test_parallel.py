@@ -15,15 +15,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 import shardwright as sw
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.batch import Batch
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.parallel.world import World
+from shardwright.train.step import checkpoint
+from shardwright.train.step.evaluation import sample_text, validate
+from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
@@ -35,8 +36,9 @@ STEPS = 3
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    return Trainer(config, World(rank, world_size, torch.device("cpu"), mesh), dataset_of(config))
+    return Trainer(
+        config, World.of(config.parallel, rank, world_size, torch.device("cpu")), dataset_of(config)
+    )
 
 
 @multirank(2, 3)
@@ -112,6 +114,7 @@ def test_the_wait_for_data_is_the_longest_of_the_ranks(rank: int, world_size: in
     assert found[0] == found[1]
 
 
+@pytest.mark.extensive("each dtype with each setting", but=("float32-default-*",))
 @multirank(2)
 @pytest.mark.parametrize("reshard", ["default", "always", "never"])
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
@@ -137,9 +140,9 @@ def test_validation_between_steps_changes_nothing(rank: int, world_size: int, en
     disturbed = []
     for number in range(STEPS):
         disturbed += take_steps(job, 1)
-        job.validate()
+        validate(job)
         if number == 0:  # 160 passes
-            job.sample()
+            sample_text(job)
     assert disturbed == undisturbed
 
 
@@ -155,7 +158,7 @@ def test_validation_counts_every_window_once(rank: int, world_size: int, batches
     inputs, targets = batch(random_text(), 0, 0, windows, 32, split="validation")
     with torch.no_grad():
         expected = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
-    assert job.validate() == pytest.approx(expected.item(), rel=1e-5)
+    assert validate(job).loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 #: Ours to each and from each, and the others in a ring: all of them write and read one format.
@@ -166,6 +169,7 @@ PASSED_ON = [
 ]
 
 
+@pytest.mark.extensive("each pair of engines", but=("shardwright-fsdp2-*", "ddp-shardwright-*"))
 @multirank(3)
 @pytest.mark.parametrize(("saver", "loader"), PASSED_ON)
 def test_checkpoint_passes_from_any_engine_to_any(
@@ -249,7 +253,7 @@ def test_validation_in_full_precision(rank: int, world_size: int) -> None:
         trainer(tiny(parallel=options), rank, world_size)
         for options in (engine, low, {**low, "full_precision_in_eval": True})
     ]
-    exact, rounded, full = [job.validate() for job in jobs]
+    exact, rounded, full = [validate(job).loss for job in jobs]
     assert full == exact != rounded
     assert take_steps(jobs[1], 2) == take_steps(jobs[2], 2)
     with pytest.raises(ValueError, match="only the engine shardwright supports other values"):

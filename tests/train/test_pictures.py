@@ -20,13 +20,15 @@ from rich.table import Table
 from shardwright import cli
 from shardwright.memory.packing import pack
 from shardwright.memory.plan import Item, Plan, slots
-from shardwright.train import compare, metrics, report
-from shardwright.train.loop import validation_lines
-from shardwright.train.notices import first_loss_in_words
-from shardwright.train.plan_picture import in_ranges, plan_figure, short_names
+from shardwright.train.commands import compare
+from shardwright.train.config.catalog import records
+from shardwright.train.report import console, plots
+from shardwright.train.report.plan_picture import in_ranges, plan_figure, short_names
+from shardwright.train.step.reporting.conclusion import validation_lines
+from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.train.jobs import config_file, tiny, train_here
 
-RECORD = metrics.StepRecord(
+RECORD = records.StepRecord(
     step=1, loss=5.9, grad_norm=1.25, lr=1e-3, samples=8, seconds=0.5, data_seconds=0.01, tokens_per_second=4096.0,
     flops_per_second=2e12, mfu=0.25, memory_active=2**30, memory_reserved=2**31, memory_total=2**34,
     validation_loss=3.5, balance_loss=1.0, mtp_loss=6.0,
@@ -152,11 +154,11 @@ def records_of(losses: list[float], validation: float | None = None) -> list[dic
 
 
 def test_loss_curve_shows_the_loss_of_equally_likely_tokens() -> None:
-    written = texts(report.loss_figure(records_of([5.9, 4.0, 3.0], 2.5), "job", 256))
+    written = texts(plots.loss_figure(records_of([5.9, 4.0, 3.0], 2.5), "job", 256))
     assert "ln(256) = 5.545: all tokens equally likely" in written
     assert any(text.startswith("training:") and "before its update" in text for text in written)
     assert any(text.startswith("validation:") and "after the update" in text for text in written)
-    assert not any("ln(" in text for text in texts(report.loss_figure(records_of([1.0, 0.9]), "job", 256)))
+    assert not any("ln(" in text for text in texts(plots.loss_figure(records_of([1.0, 0.9]), "job", 256)))
 
 
 def test_a_loss_above_and_one_below_are_explained() -> None:
@@ -188,47 +190,48 @@ def test_a_loss_above_and_one_below_are_explained() -> None:
 
 
 def test_every_figure_of_a_step_is_explained() -> None:
-    shown = "  ".join(metrics.figures_of(RECORD))
+    shown = "  ".join(console.figures_of(RECORD))
     assert "mem 1.00/2.00 GiB (6%/12%)" in shown and "data 2.0%" in shown and "MFU 25.0%" in shown
     for device in ("cpu", "cuda"):
-        key = metrics.explain_figures(
+        key = console.explain_figures(
             torch.device(device),
             validation=True,
             norm=True,
             mfu=True,
             auxiliary={"mtp": 0.3, "balance": 0.01},
             meanings={"balance": "load of the experts; 2: all equal"},
+            metrics={},
         )
         names = [line.split()[0] for line in key.splitlines()[1:]]
-        assert all(name in shown for name in names) and len(names) == len(metrics.figures_of(RECORD))
+        assert all(name in shown for name in names) and len(names) == len(console.figures_of(RECORD))
         assert max(map(len, key.splitlines())) <= 80
         assert "2: all equal" in key and "1: all equal" not in key
     bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, balance_loss=None, mtp_loss=None)
-    key = metrics.explain_figures(
-        torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={}, meanings={}
+    key = console.explain_figures(
+        torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={}, meanings={}, metrics={}
     )
-    assert len(key.splitlines()) - 1 == len(metrics.figures_of(bare)) == 5
-    assert "n/a" not in "".join(metrics.figures_of(bare))
+    assert len(key.splitlines()) - 1 == len(console.figures_of(bare)) == 5
+    assert "n/a" not in "".join(console.figures_of(bare))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_bar_labels_its_times_and_keeps_numbers_with_their_units(columns: int) -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=columns, height=30, color_system=None)
-    bar = metrics.Bar(100_000, 0, 1, console)
+    terminal = Console(file=file, force_terminal=True, width=columns, height=30, color_system=None)
+    bar = console.Bar(100_000, 0, 1, terminal)
     bar.step(replace(RECORD, step=50_000))
-    bar.close(metrics.RunEnd("finished", 50_000))
+    bar.close(records.RunEnd("finished", 50_000))
     shown = file.getvalue()
-    assert all(part in shown for part in metrics.figures_of(RECORD) if len(part) <= columns)
+    assert all(part in shown for part in console.figures_of(RECORD) if len(part) <= columns)
     if columns >= 80:
         line = next(line for line in shown.splitlines() if "50000/100000 steps" in line)
         assert line.index(" elapsed ") < line.index(" left")
 
 
 def test_lines_are_filled_and_parts_stay_whole() -> None:
-    assert metrics.lines_of(["aa", "bb", "cc"], 6) == ["aa  bb", "cc"]
-    assert metrics.lines_of(["longer", "b"], 3) == ["longer", "b"]
-    assert metrics.lines_of([], 80) == []
+    assert console.lines_of(["aa", "bb", "cc"], 6) == ["aa  bb", "cc"]
+    assert console.lines_of(["longer", "b"], 3) == ["longer", "b"]
+    assert console.lines_of([], 80) == []
 
 
 # ------------------------------------------------------------------------------
@@ -308,11 +311,11 @@ def test_names_tell_runs_apart(sharded_run: Path, tmp_path: Path) -> None:
 def test_comparison_picture_names_runs_with_their_settings() -> None:
     steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
     curves = [
-        report.Curve("ours", "memory arena", steps, {}, 1000.0, 1.0),
-        report.Curve("same", "memory dynamic", steps, dict.fromkeys(range(1, 5), 0.0), 900.0, 2.0),
-        report.Curve("apart", "strategy ddp", steps, dict.fromkeys(range(1, 5), 1e-07), 900.0, 2.0),
+        plots.Curve("ours", "memory arena", steps, {}, 1000.0, 1.0),
+        plots.Curve("same", "memory dynamic", steps, dict.fromkeys(range(1, 5), 0.0), 900.0, 2.0),
+        plots.Curve("apart", "strategy ddp", steps, dict.fromkeys(range(1, 5), 1e-07), 900.0, 2.0),
     ]
-    figure = report.comparison_figure(curves, "2 ranks, dtypes fp32", compare.BY_DEVICE)
+    figure = plots.comparison_figure(curves, "2 ranks, dtypes fp32", compare.BY_DEVICE)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["ours: memory arena", "same: memory dynamic", "apart: strategy ddp"]
     written = texts(figure)
@@ -323,16 +326,16 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     )
     colors = [line.get_color() for line in figure.axes[0].get_lines()]
     assert len(set(colors)) == 3
-    assert len({str(color) for color in report._colors(40)}) == 40
+    assert len({str(color) for color in plots._colors(40)}) == 40
 
 
 def test_equal_runs_have_no_scale_of_differences(tmp_path: Path) -> None:
     steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
     equal = dict.fromkeys(range(1, 5), 0.0)
     curves = [
-        report.Curve(name, "", steps, equal if name != "a" else {}, 1000.0, 1.0) for name in ("a", "b", "c")
+        plots.Curve(name, "", steps, equal if name != "a" else {}, 1000.0, 1.0) for name in ("a", "b", "c")
     ]
-    figure = report.comparison_figure(curves, "2 ranks", compare.BY_DEVICE)
+    figure = plots.comparison_figure(curves, "2 ranks", compare.BY_DEVICE)
     figure.draw_without_rendering()
     differences = figure.axes[1]
     assert "equal at every step: b, c" in texts(figure)
@@ -345,10 +348,10 @@ def test_long_names_are_numbered_and_nothing_leaves_the_picture(runs: int) -> No
     steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
     settings = "engine shardwright, strategy zero3, layout per_parameter, memory double_buffer, " * 2
     curves = [
-        report.Curve(f"llama-debug-20260101-1200{n:02}", settings, steps, {1: 0.0}, 1000.0, 1.0)
+        plots.Curve(f"llama-debug-20260101-1200{n:02}", settings, steps, {1: 0.0}, 1000.0, 1.0)
         for n in range(runs)
     ]
-    figure = report.comparison_figure(curves, settings, compare.BY_ENGINE)
+    figure = plots.comparison_figure(curves, settings, compare.BY_ENGINE)
     figure.draw_without_rendering()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[1].startswith("run 2, llama-debug-20260101-120001: engine shardwright")
@@ -365,5 +368,5 @@ def test_docs_explain_every_key_of_the_metrics_file() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reading_runs.md").read_text(encoding="utf-8")
     section = page.partition("## metrics.jsonl\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [
-        column.name for column in fields(metrics.StepRecord)
+        column.name for column in fields(records.StepRecord)
     ]

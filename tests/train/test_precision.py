@@ -17,6 +17,7 @@ from tests.train.kit.tensor_parallel import trainer
 LOW = {"engine": "shardwright", "param_dtype": "bfloat16"}
 
 
+@pytest.mark.extensive("each dtype", but=("1-2ranks",))
 @multirank(2)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_chosen_parameters_keep_float32(rank: int, world_size: int, tensor: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.relay import SECONDS_FOR_STATUS, relay
+from shardwright.train.launch.relay import SECONDS_FOR_STATUS, relay
 from tests.train.jobs import TINY, config_file, losses, run
 from tests.train.kit.hosts import in_make_clusters, plain_environment, reason_against, tool
 
@@ -30,7 +30,7 @@ def command(folder: Path, status: object, ends_with: int) -> list[str]:
 def test_the_status_of_the_run_replaces_that_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.train.relay.SECONDS_FOR_STATUS", 0.3)
+    monkeypatch.setattr("shardwright.train.launch.relay.SECONDS_FOR_STATUS", 0.3)
     assert relay(tmp_path, command(tmp_path, 75, 1)) == 75
     assert relay(tmp_path, command(tmp_path, 0, 1)) == 0
     assert relay(tmp_path, ["sh", "-c", "exit 3"]) == 3  # that exit.json is of the command before

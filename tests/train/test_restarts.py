@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwright import cli
-from shardwright.train.fresh_store import fresh_store
-from shardwright.train.launches import GivenUpError, Launch, record_end
-from shardwright.train.restarts import Attempt, Restarts, without_numbers
-from shardwright.train.runs import RunFolder
-from shardwright.train.sections.fault import FaultConfig
-from shardwright.train.statuses import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.launch.attempts import GivenUpError, Launch, record_end
+from shardwright.train.launch.restarts import Attempt, Restarts, without_numbers
+from shardwright.train.rank.rendezvous import fresh_store
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
+from shardwright.train.run.folder import RunFolder
 from tests.train.jobs import TINY, config_file, losses, records, run
 from tests.train.kit.faults import environment
 from tests.train.kit.forked import launch
@@ -52,6 +52,7 @@ def sessions(folder: Path) -> list[tuple[int, int, int, int, str]]:
     ]
 
 
+@pytest.mark.extensive("a job as long as a user's")
 def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> None:
     """Killed at step 5 after the save of step 3."""
     folder = tmp_path / "run"
@@ -144,6 +145,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {ranks: folder / "run" for ranks, folder in folders.items()}
 
 
+@pytest.mark.extensive("each number of ranks and launcher", but=("1-torchrun-*",))
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], case: Case) -> None:
     folder = tmp_path / "job"
@@ -163,6 +165,7 @@ def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], c
         assert out.count(f"step {step}/{STEPS}  loss") == 1
 
 
+@pytest.mark.extensive("a job that restarts three times")
 def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     tmp_path: Path, sharded_run: Path
 ) -> None:
@@ -186,6 +189,7 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     )
 
 
+@pytest.mark.extensive("torchrun, where the launcher is enough")
 def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     faults = environment(tmp_path / "faults", *["1 2 error"] * 4)
     options = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", "--max-restarts", "3")
@@ -206,6 +210,7 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     assert re.fullmatch(reason, content["reason"])
 
 
+@pytest.mark.extensive("each way of failing", but=("True-exit",))
 @pytest.mark.parametrize("kind", ["error", "exit", "SIGSEGV"])
 @pytest.mark.parametrize("later", [False, True])
 def test_the_step_of_the_failed_rank_decides(tmp_path: Path, kind: str, later: bool) -> None:
@@ -239,6 +244,7 @@ def test_the_step_of_the_failed_rank_is_recorded_for_torchrun(tmp_path: Path) ->
     assert json.loads(folder.launch_file.read_text())["ends"][-1]["step"] == 2
 
 
+@pytest.mark.extensive("another job that restarts")
 def test_a_mistake_in_a_job_that_goes_on_is_in_exit_json(tmp_path: Path) -> None:
     """As under torchrun or SLURM: the data are missing at the second start. A wrapper must not find the first end."""
     folder = tmp_path / "run"

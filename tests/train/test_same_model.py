@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright.train.errors import UserError
-from shardwright.train.same_model import check_same_model
+from shardwright.train.parallel.same_model import check_same_model
 from tests.support import multirank, world_mesh
 from tests.train.jobs import TINY, config_file, ranks
 from tests.train.kit.user_module import Module
@@ -50,6 +50,7 @@ def test_other_initial_values_on_one_rank_are_named(tmp_path: Path, engine: str)
     assert "own_model:build" in said and "layers.1.mix.bias' on rank 1" in said
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_other_code_of_a_model_on_one_host_is_named(tmp_path: Path) -> None:
     said = said_by(tmp_path, (OWN.format(change="pass"), OWN.format(change="pass # other")), "ddp")
     assert said.startswith("error: expected the same job on every rank, found the file of own_model: sha256 ")

@@ -27,20 +27,21 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.checkpoint import places, saving
-from shardwright.checkpoint.index import name_of, parse_index
-from shardwright.checkpoint.loading import load_state
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import nested
-from shardwright.checkpoint.writing import bytes_of
-from shardwright.train import checkpoint
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.checkpoint.format.index import name_of, parse_index
+from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint.load.loading import load_state
+from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.save.writing import bytes_of
+from shardwright.checkpoint.storage import places
+from shardwright.collective import RankGroup
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.models.build import build_model
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import Position
+from shardwright.train.step import checkpoint
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.train.damage import Job, flipped
 from tests.train.jobs import config_file, losses, ranks, tiny, train_here, trainer
@@ -143,7 +144,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     assert "read back after it was written, __0_0.distcp is not the file that was saved" in failure
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert (tmp_path / "step-1" / "index.json").read_bytes() == before
-    verified(tmp_path / "step-1", Ranks())
+    verified(tmp_path / "step-1")
     job.save(saves, 2)
     assert saved_steps(tmp_path) == [2]
 
@@ -258,7 +259,7 @@ def test_a_full_disk_keeps_what_is_on_it(
     (failure,) = job.reporter.failed_saves
     assert reason in failure and "Free some space" in failure
     assert [path.name for path in small_disk.iterdir()] == ["step-1"]
-    verified(small_disk / "step-1", Ranks())
+    verified(small_disk / "step-1")
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ def _digests(folder: Path) -> dict[str, str]:
         for name, each in index.tensors.items()
         if not name.startswith("generators.")
     }
-    load_state(folder, nested(tensors), Ranks(alone=True))
+    load_state(folder, nested(tensors), RankGroup(alone=True))
     return {
         name_of(path): hashlib.sha256(bytes(bytes_of(tensor)[0])).hexdigest()
         for path, tensor in tensors.items()
@@ -354,25 +355,25 @@ def test_generators_go_on_at_the_same_number_of_ranks(rank: int, world_size: int
     folder = checkpoint.save(tmp_path, job.model, job.optimizer, job.position)
     expected = _draws()
     loaded = checkpoint.load(folder, job.model, job.optimizer, job.shapes)
-    assert checkpoint.continue_generators(loaded, 5, Ranks()) is None
+    assert checkpoint.continue_generators(loaded, 5, RankGroup()) is None
     assert _draws() == expected
     # As of another number of ranks: a seed of each rank, the same whenever it is loaded.
     other = replace(loaded, ranks=3, generators=None)
-    line = checkpoint.continue_generators(other, 5, Ranks())
+    line = checkpoint.continue_generators(other, 5, RankGroup())
     assert line == (
         "the checkpoint of step 1 was saved by 3 ranks and is loaded by 2 ranks: random generators do not go on where "
         "they were; each rank has a seed derived from run.seed, the step and the rank"
     )
     drawn = _draws()
-    checkpoint.continue_generators(other, 5, Ranks())
+    checkpoint.continue_generators(other, 5, RankGroup())
     assert _draws() == drawn
     everyones: list[Any] = [None] * world_size
     dist.all_gather_object(everyones, drawn)
     assert everyones[0] != everyones[1]
-    checkpoint.continue_generators(other, 6, Ranks())
+    checkpoint.continue_generators(other, 6, RankGroup())
     assert _draws() != drawn
     foreign = replace(loaded, generators={"torch": torch.zeros(3, dtype=torch.uint8)})
-    assert "that cannot be restored" in (checkpoint.continue_generators(foreign, 5, Ranks()) or "")
+    assert "that cannot be restored" in (checkpoint.continue_generators(foreign, 5, RankGroup()) or "")
     assert _draws() == drawn
 
 

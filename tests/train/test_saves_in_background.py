@@ -14,17 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.index import parse_index
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.saving import read_back
-from shardwright.checkpoint.writing import PartToWrite, write_parts
-from shardwright.train.checkpoint import SaveFailedError, saved_steps, verified
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position
-from shardwright.train.stop import StopRequest
+from shardwright.checkpoint.format.index import parse_index
+from shardwright.checkpoint.save.saving import read_back
+from shardwright.checkpoint.save.writing import PartToWrite, write_parts
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import Position
+from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saves import Saves
 from tests.support import multirank
 from tests.train.damage import Job, flipped
 from tests.train.jobs import (
@@ -57,11 +56,12 @@ def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path,
     checkpoints = folder / "checkpoints"
     assert saved_steps(checkpoints) == [8, 6] and len(list(checkpoints.iterdir())) == 2
     for step in (8, 6):
-        verified(checkpoints / f"step-{step}", Ranks())
+        verified(checkpoints / f"step-{step}")
         assert digests(checkpoints / f"step-{step}") == digests(sharded_run / "checkpoints" / f"step-{step}")
     assert losses(folder) == losses(sharded_run)
 
 
+@pytest.mark.extensive("another run")
 def test_a_run_goes_on_without_room_for_a_copy_but_for_the_last_checkpoint(tmp_path: Path) -> None:
     """Where no file may be so large, neither in memory nor on the disk."""
     folder = tmp_path / "run"
@@ -77,6 +77,7 @@ def test_a_run_goes_on_without_room_for_a_copy_but_for_the_last_checkpoint(tmp_p
     assert list((folder / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2, timeout=120)  # processes that import torch start in it
 def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
     rank: int, world_size: int, tmp_path: Path
@@ -131,6 +132,7 @@ def _save(job: Job, saves: Saves, step: int, last: bool = False) -> None:
     job.at(77)  # what is written is a copy
 
 
+@pytest.mark.extensive("another writer")
 def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
@@ -142,12 +144,11 @@ def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     status, out, err = finish(job, timeout=60)
     assert (status, err) == (143, "") and "stopped by SIGTERM" in out
     steps = saved_steps(folder / "checkpoints")
-    assert len(steps) == 2 and all(
-        verified(folder / "checkpoints" / f"step-{step}", Ranks()) for step in steps
-    )
+    assert len(steps) == 2 and all(verified(folder / "checkpoints" / f"step-{step}") for step in steps)
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2, timeout=120)  # processes that import torch start in it
 def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     job, reporter = Job(tmp_path), Reporter([])

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.train import sink_thread
+from shardwright.train.config.catalog.sinks import sinks
 from shardwright.train.errors import UserError
 from shardwright.train.extend import RunEnd, RunSite, StepRecord
-from shardwright.train.services.service import ServiceSink, Stored, project_of, settings_of
-from shardwright.train.sinks import sinks
+from shardwright.train.report import sink_thread
+from shardwright.train.report.sinks.service import ServiceSink, Stored, project_of, settings_of
 from tests.train.jobs import TINY, config_file, records, run, tiny
 
 PACKAGES = ("wandb", "mlflow", "trackio")
@@ -250,6 +250,7 @@ def items(values: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in values}
 
 
+@pytest.mark.extensive("a service that takes half a minute to import and to end")
 @needs("wandb")
 def test_weights_and_biases(folder: Path) -> None:
     found = list(wandb_records(folder / "run"))
@@ -275,6 +276,7 @@ def test_weights_and_biases(folder: Path) -> None:
     assert not kinds & {"output", "output_raw"}  # the terminal
 
 
+@pytest.mark.extensive("a service that takes long to import")
 @needs("mlflow")
 def test_mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -321,6 +323,7 @@ FAILING = {
 """Servers that do not answer. For trackio there is no token either: without a network it keeps its metrics here."""
 
 
+@pytest.mark.extensive("services fail after timeouts")
 @pytest.mark.skipif(not INSTALLED, reason=f"none of the packages {', '.join(PACKAGES)} is installed")
 def test_a_run_goes_on_without_services_that_fail(tmp_path: Path) -> None:
     job = config_file(tmp_path, TINY.replace("steps = 8", "steps = 3"))
@@ -334,6 +337,7 @@ def test_a_run_goes_on_without_services_that_fail(tmp_path: Path) -> None:
     assert len(records(tmp_path / "run")) == 3
 
 
+@pytest.mark.extensive("each service is imported")
 @pytest.mark.parametrize(
     ("name", "environment", "message"),
     [

@@ -22,20 +22,22 @@ import pytest
 from shardwright import cli
 from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
-from shardwright.train import answers, rank, saves
-from shardwright.train.checkpoint import what_is_missing
 from shardwright.train.config import load_config
-from shardwright.train.ending import Complaint, Ending, conclude, judge
-from shardwright.train.environment import FOLDER_VARIABLE
-from shardwright.train.lock import claim
-from shardwright.train.record import RunRecord, close_session
-from shardwright.train.runs import RunFolder
-from shardwright.train.sections.fault import FaultConfig
-from shardwright.train.statuses import End, is_saved, read_exit, remove_exit, write_exit
-from shardwright.train.steps import recorded_step
-from shardwright.train.stop import SIGNALS, StopRequest, restore_handlers, status_of_signal
-from shardwright.train.trainer import Trainer
-from tests.train.jobs import config_file, ranks, records, train_here
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.launch import job_end
+from shardwright.train.launch.environment import FOLDER_VARIABLE
+from shardwright.train.launch.job_end import Complaint, JobEnd
+from shardwright.train.launch.judgement import Ending, conclude, judge
+from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
+from shardwright.train.rank import process
+from shardwright.train.run.exits import End, is_saved, read_exit, remove_exit
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import recorded_step
+from shardwright.train.run.record import RunRecord, close_session
+from shardwright.train.step import saves, signal_answers
+from shardwright.train.step.checkpoint import what_is_missing
+from shardwright.train.step.trainer import Trainer
+from tests.train.jobs import config_file, records, train_here
 from tests.train.kit.faults import environment
 from tests.train.kit.forked import launch
 
@@ -99,7 +101,7 @@ def ends_in_thread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         statuses.append(status)
         raise Left
 
-    monkeypatch.setattr(answers.os, "_exit", leave)
+    monkeypatch.setattr(signal_answers.os, "_exit", leave)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     return statuses
 
@@ -137,7 +139,7 @@ def test_a_second_signal_ends_at_once(
     folder, config = tmp_path / "run", config_file(tmp_path)
     assert train_here(config, "--run.dir", folder, "--train.steps", "3") == 0
     capsys.readouterr()
-    monkeypatch.setattr("shardwright.train.stop.TWICE", 0.1)
+    monkeypatch.setattr("shardwright.train.launch.signals.TWICE", 0.1)
     statuses = ends_in_thread(monkeypatch)
     slow_last_save(monkeypatch, statuses)
     with signals_at(5, signal.SIGUSR1, signal.SIGUSR1, pause=0.3):
@@ -154,7 +156,9 @@ def test_a_second_signal_ends_at_once(
 def test_a_rank_leaves_also_if_its_terminal_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = ends_in_thread(monkeypatch)
     world: Any = SimpleNamespace(is_first=True, size=1)
-    answering = answers.Answers(load_config(config_file(tmp_path), []), RunFolder(tmp_path / "run"), world, 1)
+    answering = signal_answers.SignalAnswers(
+        load_config(config_file(tmp_path), []), JobEnd(RunFolder(tmp_path / "run"), 1), world
+    )
     terminal = io.StringIO()
     terminal.close()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -170,11 +174,11 @@ def test_a_rank_leaves_without_its_launcher_also_if_it_cannot_write(
         raise RuntimeError("a store")
 
     statuses = ends_in_thread(monkeypatch)
-    monkeypatch.setattr(rank, "write_exit", fail)
+    monkeypatch.setattr(job_end, "write_exit", fail)
     for name, value in (("RANK", "0"), (FOLDER_VARIABLE, str(tmp_path))):
         monkeypatch.setenv(name, value)
     with pytest.raises(Left):
-        rank._leave_with(launcher=-1)
+        process.leave_with(launcher=-1)
     assert statuses == [75]
 
 
@@ -262,6 +266,7 @@ def test_a_long_error_is_one_line_of_limited_length() -> None:
     assert len(complaint.in_short) < 500
 
 
+@pytest.mark.extensive("each launcher")
 @pytest.mark.parametrize(
     "torchrun", [None, ("--standalone", "--nproc-per-node", "2")], ids=["launcher", "torchrun"]
 )
@@ -335,10 +340,10 @@ def test_a_second_signal_after_the_save_of_the_last_step(tmp_path: Path, plain_r
 
 def test_exit_json(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    write_exit(folder, End(1, "early"), 1)
+    JobEnd(folder, 1).record(End(1, "early"))
     assert not folder.exit_file.exists()  # no run began
     saved_run(tmp_path, step=7, saved=5)
-    write_exit(folder, End(75, "rank 1 was killed", 1, lost=True), 3)
+    JobEnd(folder, 3).record(End(75, "rank 1 was killed", 1, lost=True))
     content = read_exit(folder)
     assert content is not None and content.pop("time")
     assert content == {
@@ -350,34 +355,6 @@ def test_exit_json(tmp_path: Path) -> None:
     remove_exit(folder)
     remove_exit(folder)
     assert not folder.exit_file.exists()
-
-
-def test_a_mistake_at_a_resume_is_in_exit_json(
-    tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(plain_run, folder)
-    assert cli.main(["train", "--resume", str(folder), "--train.steps", "8"]) == 2
-    content = read_exit(RunFolder(folder))
-    assert content is not None and (content["status"], content["rank"]) == (2, None)
-    assert content["reason"] in capsys.readouterr().err
-
-
-def test_a_mistake_at_a_resume_of_ranks_is_in_exit_json(tmp_path: Path, plain_run: Path) -> None:
-    """torchrun hides their status 2, and a script must not take the exit.json of the session before for this one's."""
-    folder = tmp_path / "run"
-    shutil.copytree(plain_run, folder)
-    write_exit(RunFolder(folder), End(75, "killed"), 1)
-    for mistake in (("--model.dim", "33"), ("--model.n_layers", "3"), ("--train.steps", "8")):
-        (status, err), *_ = ranks(1, "train", "--resume", folder, *mistake)
-        content = read_exit(RunFolder(folder))
-        assert status == 2 and content is not None and content["status"] == 2
-        assert content["reason"] in err
-        write_exit(RunFolder(folder), End(75, "killed"), 1)
-    with claim(folder):  # another job runs there
-        (status, _), *_ = ranks(1, "train", "--resume", folder, "--model.dim", "33")
-    content = read_exit(RunFolder(folder))
-    assert status == 2 and content is not None and content["status"] == 75
 
 
 def test_a_run_that_was_killed_after_its_last_step_ends_well(

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from shardwright.train import sink_thread
+from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedSink, RunEnd, RunSite
-from shardwright.train.reporter import Reporter
-from shardwright.train.sink_thread import SinkThread, SlowSink
-from shardwright.train.sinks import check_packages
+from shardwright.train.report import sink_thread
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from tests.train.jobs import TINY, config_file, finish, ranks, records, start, tiny, train_here
 
 SHORT = TINY.replace("steps = 8", "steps = 3")
@@ -30,7 +30,7 @@ import atexit
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from shardwright.train import sink_thread
+from shardwright.train.report import sink_thread
 from shardwright.train.extend import NamedSink
 
 sink_thread.CLOSE_SECONDS = 0.5
@@ -233,6 +233,7 @@ def test_sinks_get_the_results_of_a_run(folder: Path) -> None:
     assert float(loss) > 0 and Path(picture) == folder / "run" / "loss.png" and Path(picture).exists()
 
 
+@pytest.mark.extensive("it waits for a timeout")
 def test_a_sink_that_hangs_at_its_end_does_not_hang_the_job(folder: Path) -> None:
     """Also if its package has a thread and a function for which Python waits when a process ends."""
     job = config_file(folder, SHORT)
@@ -274,7 +275,7 @@ def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     known = {
         name: NamedSink(name, "", lambda site: None, needs=name) for name in ("only_a_folder", "with_a_file")
     }  # type: ignore[arg-type,return-value]
-    monkeypatch.setattr("shardwright.train.sinks.sinks", known)
+    monkeypatch.setattr("shardwright.train.config.catalog.sinks.sinks", known)
     check_packages(["with_a_file"])
     with pytest.raises(UserError, match="needs the package only_a_folder"):
         check_packages(["only_a_folder"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwright.train.errors import UserError
-from shardwright.train.slurm import first_host, tasks_per_node, variables_of_task
+from shardwright.train.launch.slurm import first_host, tasks_per_node, variables_of_task
 from tests.train.jobs import config_file, losses, wait_for, wait_for_steps
 from tests.train.kit.hosts import in_make_clusters, plain_environment, reason_against, tool
 

@@ -19,15 +19,18 @@ import pytest
 import torch.distributed as dist
 
 from shardwright import cli
-from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.format.digests import Damaged
 from shardwright.cli import program
-from shardwright.train import agreement, lock, patience
-from shardwright.train.agreement import Statement, agree, facts_of, first_of_host, is_to_report
-from shardwright.train.ending import Complaint, Ending, conclude, judge
-from shardwright.train.environment import collective_timeout
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder
-from shardwright.train.starting import Start
+from shardwright.train.launch import progress
+from shardwright.train.launch.environment import collective_timeout
+from shardwright.train.launch.job_end import Complaint
+from shardwright.train.launch.judgement import Ending, conclude, judge
+from shardwright.train.launch.progress import Start
+from shardwright.train.rank import startup_check
+from shardwright.train.rank.startup_check import Statement, agree, facts_of, first_of_host, is_to_report
+from shardwright.train.run import lock
+from shardwright.train.run.folder import RunFolder
 from tests.train.jobs import TINY, config_file, losses, ranks, run, tiny, train_here
 
 
@@ -97,7 +100,7 @@ def test_a_mistake_of_one_rank_reaches_all() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(startup_check, "PATIENCE", timedelta(seconds=0.2))
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
     answer = answers(stated(), None, status=UserError.PASSING)[0]
     assert answer.startswith("expected 2 ranks to start, got no answer from rank 1;")
@@ -105,15 +108,16 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert answers(mistake, None)[0] == f"rank 0: {mistake.mistake}"  # another start would end like this
 
 
+@pytest.mark.extensive("both ranks wait", but=("1",))
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_wait_as_long_as_another_one_makes_progress(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
     """Twelve times the timeout: the first rank waits for another host, or others for the first rank."""
-    monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.25))
-    monkeypatch.setattr(agreement, "SECONDS_OF_A_SIGN", 0.0)
+    monkeypatch.setattr(startup_check, "PATIENCE", timedelta(seconds=0.25))
+    monkeypatch.setattr(startup_check, "SECONDS_OF_A_SIGN", 0.0)
     store, ended = dist.HashStore(), {}
 
     def start(rank: int) -> None:
-        sign = agreement.signs_of_progress(store)
+        sign = startup_check.signs_of_progress(store)
         for _ in range(60 if rank == slow else 0):
             time.sleep(0.05)
             sign()
@@ -133,7 +137,7 @@ def test_ranks_wait_as_long_as_another_one_makes_progress(monkeypatch: pytest.Mo
 
 def test_a_mistake_counts_before_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the others is short then: they may be at work for long."""
-    monkeypatch.setattr(agreement, "SECONDS_TO_JOIN", 0.2)
+    monkeypatch.setattr(startup_check, "SECONDS_TO_JOIN", 0.2)
     mistake = Statement({}, "data.source: expected a file, found nothing at a.txt")
     began = time.monotonic()
     assert answers(stated(), mistake, None)[:2] == [f"rank 1: {mistake.mistake}"] * 2
@@ -196,7 +200,7 @@ def test_a_mistake_of_the_first_rank_of_a_host_ends_the_wait(
 
 
 def test_a_rank_without_a_first_one_on_its_host_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(startup_check, "PATIENCE", timedelta(seconds=0.2))
     host = Host()
     host.read(1, 1, lambda: "one", monkeypatch).join()
     assert host.got == {1: "one"}
@@ -210,6 +214,7 @@ def test_a_verdict_ends_the_wait_for_the_first_rank_of_a_host(monkeypatch: pytes
     assert host.got == {1: "UserError: rank 0: wrong"} and not host.began
 
 
+@pytest.mark.extensive("each number of ranks", but=("False-2",))
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("launched", [True, False])
 def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, launched: bool) -> None:
@@ -243,7 +248,7 @@ def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, la
 
 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "SECONDS_TO_REPORT", 0.1)
+    monkeypatch.setattr(startup_check, "SECONDS_TO_REPORT", 0.1)
     store = dist.HashStore()
     assert is_to_report(store, 0, "one") and not is_to_report(store, 1, "one")
     assert is_to_report(store, 1, "two") and not is_to_report(store, 0, "two")
@@ -279,9 +284,10 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
     before = (folder / "run.json").read_bytes()
     # Another process has it, and is killed: nothing of its lock is left.
-    script = "import sys, pathlib; from shardwright.train.lock import claim; held = claim(pathlib.Path(sys.argv[1]))"
+    script = "import sys, pathlib; from shardwright.train.run.lock import claim; "
+    script += "held = claim(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"{script}; print('held', flush=True); sys.stdin.read()", str(folder)],
+        [sys.executable, "-c", script, str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -293,6 +299,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["train", "--resume", str(folder), "--train.steps", "3"]) == 0
 
 
+@pytest.mark.extensive("a job for each module")
 def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
     """A random.py in the working folder would take the place of Python's, for the launcher and for each rank."""
     config_file(tmp_path)
@@ -303,8 +310,9 @@ def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
     assert (status, err) == (0, "") and len(losses(tmp_path / "run")) == 1
 
 
+@pytest.mark.extensive("a process of its own")
 def test_the_launcher_imports_no_engine() -> None:
-    code = "import sys, shardwright.train.launch; print(*sys.modules)"
+    code = "import sys, shardwright.train.commands.train; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {
@@ -356,13 +364,13 @@ def test_a_file_in_place_of_a_package_is_named(
 def test_a_start_that_takes_long_says_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(patience, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
     start = Start()
     start.begin("reading the text")
     seen = ""
     while "reading the text (0 s)" not in seen:
         seen += capsys.readouterr().out
-    monkeypatch.setattr(patience, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     start.doing("building the model")
     assert "building the model (" in capsys.readouterr().out  # what begins in a slow start is said at once
     start.end()

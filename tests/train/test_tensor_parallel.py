@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.generate import sample
 from shardwright.train.models.build import build_model
+from shardwright.train.models.sampling import sample
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import checkpoint
+from shardwright.train.step.evaluation import validate
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 from tests.train.kit.parallel import plain_steps, take_steps
@@ -32,6 +33,7 @@ def job(tensor: int = 2, model: dict[str, Any] | None = None, **options: Any) ->
     )
 
 
+@pytest.mark.extensive("each engine and layout", but=("hsdp-*",))
 @multirank(4)
 @pytest.mark.parametrize(
     "options",
@@ -51,6 +53,7 @@ def test_steps_equal_plain_ones(rank: int, world_size: int, options: dict[str, A
         assert found == pytest.approx(wanted, rel=2e-4)
 
 
+@pytest.mark.extensive("many compiled graphs")
 @multirank(2)
 def test_compiled_blocks(rank: int, world_size: int) -> None:
     """Nothing changes but the order of sums, and one graph does for blocks that keep activations and for others."""
@@ -70,6 +73,7 @@ def test_compiled_blocks(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("a training of many steps")
 @multirank(4)
 def test_bf16_stays_near_float32(rank: int, world_size: int) -> None:
     wide = trainer(job(), rank, world_size)
@@ -90,7 +94,7 @@ def test_validation_counts_every_window_once(rank: int, world_size: int, vocab_s
     inputs, targets = batch(random_text(), 0, 0, windows, config.train.seq_len, split="validation")
     with torch.no_grad():
         wanted = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
-    assert trainer(config, rank, world_size).validate() == pytest.approx(wanted.item(), rel=1e-5)
+    assert validate(trainer(config, rank, world_size)).loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
 @multirank(4)
@@ -105,6 +109,7 @@ def test_samples_equal_those_of_the_plain_model(rank: int, world_size: int) -> N
     assert sample(mine.model, prompt, device=torch.device("cpu"), multiple=2, **options) == wanted
 
 
+@pytest.mark.extensive("both ways")
 @multirank(4)
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_runs_go_on_with_another_tensor(

@@ -18,6 +18,7 @@ TEXT = "wie schön, 5 € für ein ☕ — naïve\n" * 300
 JOB = ("--train.steps", "2", "--validation.every", "0", "--parallel.engine", "shardwright")
 
 
+@pytest.mark.extensive("each terminal")
 @pytest.mark.parametrize(("encoding", "columns"), [("ascii", 20), ("latin-1", 200)])
 def test_commands_print_on_any_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, columns: int
@@ -60,6 +61,7 @@ for is_end, arguments in itertools.groupby(sys.argv[1:], ";".__eq__):
 """
 
 
+@pytest.mark.extensive("a process of its own")
 def test_a_locale_without_utf8(tmp_path: Path) -> None:
     """In a process that starts with it: Python decides then how it names files."""
     config = config_file(tmp_path, TINY)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.train.stop import StopRequest
+from shardwright.train.launch.signals import StopRequest
 from tests.support import multirank
 from tests.support.effects import HOST_WAITS
 from tests.train.jobs import HYBRID, tiny, trainer

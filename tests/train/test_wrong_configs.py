@@ -23,7 +23,7 @@ pytest.importorskip("pyarrow", reason="needs pyarrow")
 pytest.importorskip("jinja2", reason="needs jinja2")
 
 from shardwright import cli
-from shardwright.train.data import lines
+from shardwright.train.data.sources import lines
 from tests.train.jobs import TINY, ranks, run
 from tests.train.kit.architectures import folder_with
 from tests.train.kit.foreign import JOB
@@ -810,6 +810,7 @@ ADVICE: list[tuple[str, str]] = [
 ]
 
 
+@pytest.mark.extensive("each piece of advice trains", but=("[0-5]",))
 @pytest.mark.parametrize(("command", "advice"), ADVICE, ids=[f"{n}" for n in range(len(ADVICE))])
 def test_the_advice_of_an_error_works(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str, advice: str
@@ -841,6 +842,7 @@ def test_a_process_ends_with_status_2(folder: Path) -> None:
     assert state_of(folder) == before
 
 
+@pytest.mark.extensive("jobs of several ranks; one mistake of all ranks is in test_failures")
 def test_several_ranks_say_it_once(folder: Path) -> None:
     """A model that fails when it runs: after the ranks have met."""
     before = state_of(folder)
@@ -851,6 +853,7 @@ def test_several_ranks_say_it_once(folder: Path) -> None:
     assert shown.count("shy") == 1 and state_of(folder) == before
 
 
+@pytest.mark.extensive("another job of two ranks")
 def test_what_one_rank_alone_finds_names_the_rank(folder: Path, tmp_path: Path) -> None:
     for rank, source in enumerate(("sound", "cut")):
         (tmp_path / f"{rank}").mkdir()

@@ -13,9 +13,9 @@ from shardwright import cli
 from shardwright.extend import ExtensionError, NamedLayout, NamedMemory
 from shardwright.memory import Item, Plan
 from shardwright.train.config import Config
+from shardwright.train.config.catalog import kinds as kinds_module
 from shardwright.train.errors import UserError
 from shardwright.train.extend import Kind, NamedOptimizer, NamedSink, Offers, kinds, optimizers
-from shardwright.train.models import kinds as kinds_module
 from shardwright.train.models.build import build_model
 from tests.train.jobs import TINY, config_file, ranks, records, train_here
 
@@ -44,7 +44,7 @@ class Failing:
     def say(self, text):
         pass
 
-    def close(self):
+    def close(self, end):
         self.calls.append("close")
 
 
@@ -54,8 +54,13 @@ class Unclosable(Failing):
     def step(self, record):
         self.calls.append(record.step)
 
-    def close(self):
+    def close(self, end):
         raise OSError("no end")
+
+
+class Endless(Failing):
+    def close(self):
+        pass
 
 
 class Mute:
@@ -82,6 +87,7 @@ class Wrong:
 FAILING = NamedSink("failing", "", Failing)
 UNCLOSABLE = NamedSink("unclosable", "", Unclosable)
 MUTE = NamedSink("mute", "", lambda site: Mute())
+ENDLESS = NamedSink("endless", "", Endless)
 CLOSED = NamedSink("closed", "", lambda site: open("nowhere/losses.csv"))
 RANKED = NamedLayout("ranked", lambda shape: 1 + 999 * int(os.environ.get("RANK", 0)), "")
 BROKEN = NamedLayout("broken", lambda shape: shape[3], "")
@@ -189,6 +195,7 @@ def test_a_sink_that_raises_on_the_first_of_two_ranks(folder: Path) -> None:
     ("key", "value", "message"),
     [
         ("log.sinks", '["mine:MUTE"]', r"open of sink 'mute' returned .*expected an object with the methods step"),
+        ("log.sinks", '["mine:ENDLESS"]', r"open of sink 'endless' returned a Endless with close\(\); expected close"),
         ("log.sinks", '["mine:CLOSED"]', r"open of sink 'closed' raised FileNotFoundError: .* \(mine.py, line"),
         ("log.sinks", '["mine:MUTE", "mine:MUTE"]', r"log.sinks: found 'mine:MUTE' twice.* Name each sink once"),
         ("parallel.layout", "mine:BROKEN", r"Layout 'mine:BROKEN', for parameter .* raised IndexError: tuple index"),
@@ -268,6 +275,7 @@ def test_a_layout_that_differs_between_ranks_is_named(folder: Path) -> None:
     assert re.search(r"'attention.wq.weight' of shape \(32, 32\): 1 on rank 0, 1000 on rank 1", error), error
 
 
+@pytest.mark.extensive("runs of several ranks")
 def test_all_losses_of_a_model_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one rank and on two, in other micro-batches, they are the same means over the step's tokens."""
     job = config_file(folder, KINDLESS)

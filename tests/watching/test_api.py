@@ -77,6 +77,7 @@ def test_a_closed_watch_leaves_nothing(rank: int, world_size: int) -> None:
     step(model, optimizer)
 
 
+@pytest.mark.extensive("it waits for a timeout")
 @multirank(2)
 def test_on_stall_gets_the_message_and_the_job_goes_on(rank: int, world_size: int, tmp_path: Path) -> None:
     model = sharded(2)

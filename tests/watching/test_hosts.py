@@ -83,6 +83,7 @@ def test_only_a_rank_that_leads_calls_the_store(monkeypatch: pytest.MonkeyPatch)
         courier._thread.join()
 
 
+@pytest.mark.extensive("it waits for timeouts")
 @multirank(2)
 def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
     rank: int, world_size: int, tmp_path: Path

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-import shardwright.train.rank  # noqa: F401  # the ranks are forked, and need not import it
+import shardwright.train.rank.process  # noqa: F401  # the ranks are forked, and need not import it
 from tools.faults.campaign import Campaign
 from tools.faults.checker import Verdict, check
 from tools.faults.commands import KILLS, SETTINGS, Command

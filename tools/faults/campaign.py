@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX, parse_index
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX, parse_index
 from tools.faults.history import History, Place, read
 from tools.faults.jobs import Job, run_attempt
 from tools.faults.points import Fault

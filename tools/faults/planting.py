@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.train import loop, parallel
-from shardwright.train.data.loader import Loader
-from shardwright.train.saves import Saves
-from shardwright.train.trainer import Trainer
+from shardwright.train.data.samples.loader import Loader
+from shardwright.train.parallel import recipe
+from shardwright.train.step import loop, session
+from shardwright.train.step import trainer as trainer_module
+from shardwright.train.step.saves import Saves
+from shardwright.train.step.trainer import Trainer
 from tools.faults.points import Fault, Plan, count_calls
 
 INSIDE = Path(__file__).parent / "inside"
@@ -69,13 +71,13 @@ class _Planting:
         _wrap(Trainer, "__init__", self._built)
         _wrap(Trainer, "load", self._load)
         _wrap(Trainer, "train_step", self._train_step)
-        _wrap(Trainer, "_agree", self._before("reduce"))
-        _wrap(Trainer, "validate", self._before("validate"))
+        _wrap(trainer_module, "agree", self._before("reduce"))
+        _wrap(loop, "validate", self._before("validate"))
         _wrap(Loader, "__next__", self._data)
-        _wrap(parallel, "clip_gradients", self._before("clip"))
+        _wrap(recipe, "clip_gradients", self._before("clip"))
         _wrap(Saves, "save", self._save)
         _wrap(Saves, "_saved", self._saved)
-        _wrap(loop, "conclude", self._before("conclude"))
+        _wrap(session, "conclude", self._before("conclude"))
         register_optimizer_step_pre_hook(lambda *rest: self.plan.at("optimizer", self.step))
         count_calls(self._call, lambda: self.saving)
 

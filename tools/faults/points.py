@@ -113,7 +113,7 @@ def count_calls(before: Callable[[int], None], counts: Callable[[], bool]) -> No
 
     The functions of ``os`` are replaced, and the exchange of two names, which Python does not have.
     """
-    from shardwright.checkpoint import places
+    from shardwright.checkpoint.storage import places
 
     done = 0
 

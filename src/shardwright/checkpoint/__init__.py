@@ -1,11 +1,17 @@
-"""Pretrained weights in and out: safetensors, and files of ``torch.save``, straight into shards and out of them.
+"""Checkpoints of training, pretrained weights, and weights that travel to other processes.
 
-    sw.load_pretrained(model, "llama-3-8b/", key_map=hugging_face.key_map(model.config))
-    sw.save_pretrained(model, "tuned/", key_map=hugging_face.key_map(model.config))
+    sw.save_checkpoint("step-100", model, optimizer, extra={"step": 100})                    # docs/checkpoints.md
+    extra = sw.load_checkpoint("step-100", model, optimizer)
+    sw.load_pretrained(model, "llama-3-8b/", key_map=hugging_face.key_map(model.config))     # docs/pretrained.md
 
-Each rank reads only its part of a file; no rank ever holds the model. In a key map :class:`Transposed`,
-:class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are stored in another form.
-docs/pretrained.md.
+Each rank reads and writes only its part; no rank ever holds the model. Programs that look into checkpoints find here
+:func:`open_checkpoint`, :class:`Damaged` and the random generators; the trainer and the Fabric strategy use nothing
+else. In a key map :class:`Transposed`, :class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are
+stored in another form.
+
+``training`` has the state of a run, and ``asynchronous`` writes it in the background. Both use ``save`` and ``load``.
+These use ``format``, the form of files, and ``storage``, the places of files: folders and URLs. ``dcp`` reads folders
+of torch's distributed checkpoint. ``pretrained``, ``stream`` and ``convert`` are the other ways in and out.
 
 Names are imported at first use, so that reading a token cache or a digest does not import the engine.
 """
@@ -16,44 +22,78 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.asynchronous import AsyncCheckpoint
-    from shardwright.checkpoint.load import Loaded, load_pretrained
-    from shardwright.checkpoint.names import Joined, KeyMap, Slice, Stacked, Transposed
-    from shardwright.checkpoint.receiving import receive_weights
-    from shardwright.checkpoint.save import save_pretrained
-    from shardwright.checkpoint.streaming import stream_weights
-    from shardwright.checkpoint.training import load_checkpoint, save_checkpoint
+    from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
+    from shardwright.checkpoint.format.digests import Damaged
+    from shardwright.checkpoint.format.index import UnknownVersion
+    from shardwright.checkpoint.format.nested import nested
+    from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
+    from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
+    from shardwright.checkpoint.pretrained.save import save_pretrained
+    from shardwright.checkpoint.storage.keeping import list_checkpoints, remove_checkpoint
+    from shardwright.checkpoint.stream.receive import receive_weights
+    from shardwright.checkpoint.stream.send import stream_weights
+    from shardwright.checkpoint.training.generators import (
+        generator_states,
+        seed_generators,
+        set_generator_states,
+    )
+    from shardwright.checkpoint.training.opened import StoredCheckpoint, StoredForm, open_checkpoint
+    from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint, save_state
 
 __all__ = [
     "AsyncCheckpoint",
+    "Damaged",
     "Joined",
     "KeyMap",
     "Loaded",
     "Slice",
     "Stacked",
+    "StoredCheckpoint",
+    "StoredForm",
     "Transposed",
+    "UnknownVersion",
+    "generator_states",
+    "list_checkpoints",
     "load_checkpoint",
     "load_pretrained",
+    "nested",
+    "open_checkpoint",
     "receive_weights",
+    "remove_checkpoint",
     "save_checkpoint",
     "save_pretrained",
+    "save_state",
+    "seed_generators",
+    "set_generator_states",
     "stream_weights",
 ]
 
 _HOMES = {
-    "AsyncCheckpoint": "asynchronous",
-    "Joined": "names",
-    "KeyMap": "names",
-    "Loaded": "load",
-    "Slice": "names",
-    "Stacked": "names",
-    "Transposed": "names",
-    "load_checkpoint": "training",
-    "load_pretrained": "load",
-    "receive_weights": "receiving",
-    "save_checkpoint": "training",
-    "save_pretrained": "save",
-    "stream_weights": "streaming",
+    "AsyncCheckpoint": "asynchronous.saves",
+    "Damaged": "format.digests",
+    "Joined": "pretrained.names",
+    "KeyMap": "pretrained.names",
+    "Loaded": "pretrained.load",
+    "Slice": "pretrained.names",
+    "Stacked": "pretrained.names",
+    "Transposed": "pretrained.names",
+    "StoredCheckpoint": "training.opened",
+    "StoredForm": "training.opened",
+    "UnknownVersion": "format.index",
+    "generator_states": "training.generators",
+    "list_checkpoints": "storage.keeping",
+    "remove_checkpoint": "storage.keeping",
+    "load_checkpoint": "training.save_load",
+    "open_checkpoint": "training.opened",
+    "save_state": "training.save_load",
+    "seed_generators": "training.generators",
+    "set_generator_states": "training.generators",
+    "load_pretrained": "pretrained.load",
+    "nested": "format.nested",
+    "receive_weights": "stream.receive",
+    "save_checkpoint": "training.save_load",
+    "save_pretrained": "pretrained.save",
+    "stream_weights": "stream.send",
 }
 
 

@@ -1,4 +1,4 @@
-"""What a command of the command line is."""
+"""The interface of a command of the command line."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from shardwright.train.errors import UserError
 def _run(call: Call) -> int:
     if len(call.options.runs) < 2:
         raise UserError(f"compare: expected two runs or more, found {len(call.options.runs)}")
-    from shardwright.train.compare import compare
+    from shardwright.train.commands.compare import compare
 
     return compare(
         [Path(run) for run in call.options.runs], Path(call.options.out) if call.options.out else None

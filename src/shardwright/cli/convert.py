@@ -11,7 +11,7 @@ from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, wants_traceback
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.renaming import Rule
+    from shardwright.checkpoint.pretrained.renaming import Rule
 
 FORMS = ("shardwright", "safetensors", "dcp", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -21,8 +21,8 @@ _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".
 def _run(call: Call) -> int:
     import torch
 
-    from shardwright.checkpoint.convert import convert
-    from shardwright.checkpoint.digests import Damaged
+    from shardwright.checkpoint.convert.convert import convert
+    from shardwright.checkpoint.format.digests import Damaged
     from shardwright.train.errors import UserError, counted
 
     options = call.options
@@ -63,7 +63,7 @@ def _run(call: Call) -> int:
 
 
 def _failure(error: OSError, source: str, destination: str) -> str:
-    from shardwright.train.writing import unwritable
+    from shardwright.train.run.writing import unwritable
 
     if error.errno is None:  # of our own
         return str(error)
@@ -73,7 +73,7 @@ def _failure(error: OSError, source: str, destination: str) -> str:
 
 
 def _abbreviated(keys: Any) -> str:
-    from shardwright.checkpoint.files import abbreviated
+    from shardwright.checkpoint.pretrained.files import abbreviated
 
     # A name in a file can hold characters that change the terminal.
     return abbreviated([key if key.isprintable() else ascii(key) for key in keys])
@@ -125,7 +125,7 @@ def _check_options(options: Any, to: str) -> None:
 
 
 def _rule(text: str) -> Rule:
-    from shardwright.checkpoint.renaming import Rule
+    from shardwright.checkpoint.pretrained.renaming import Rule
     from shardwright.train.errors import UserError
 
     old, equals, new = text.partition("=")
@@ -138,7 +138,7 @@ def _rule(text: str) -> Rule:
 
 def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
     """The key map and the content of config.json."""
-    from shardwright.train.converting import names_of_run
+    from shardwright.train.commands.convert import names_of_run
 
     if to != "safetensors" or options.stored_names or options.key not in (None, "model"):
         return None, None
@@ -151,7 +151,7 @@ def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
 
 
 def _reader(to: str, destination: str, config: dict[str, Any] | None) -> str:
-    """How the result is read."""
+    """The call that reads the result, for a message."""
     text = repr(destination)
     if to == "shardwright":
         return f"shardwright.load_checkpoint({text}, model) reads it"

@@ -10,8 +10,8 @@ from shardwright.cli.parsing import Parser, integer
 
 
 def _run(call: Call) -> int:
+    from shardwright.train.commands.export import export, export_adapters, in_words
     from shardwright.train.errors import UserError
-    from shardwright.train.export import export, export_adapters, in_words
 
     run, folder = Path(call.options.run), Path(call.options.folder)
     step, dtype, size = call.options.step, call.options.dtype, call.options.max_shard_size

@@ -7,7 +7,7 @@ from shardwright.cli.parsing import Parser, width_of_terminal
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.listing import listing
+    from shardwright.train.commands.extensions import listing
 
     print(listing(call.options.names, width_of_terminal()))
     return 0

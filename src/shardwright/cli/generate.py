@@ -9,7 +9,7 @@ from shardwright.cli.parsing import Parser, integer, number
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.generate import generate
+    from shardwright.train.commands.generate import generate
 
     text = generate(
         Path(call.options.run),

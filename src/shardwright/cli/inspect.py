@@ -9,7 +9,7 @@ from shardwright.cli.parsing import Parser
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.inspecting import inspect
+    from shardwright.train.commands.inspect import inspect
 
     damage = inspect(
         call.options.path,

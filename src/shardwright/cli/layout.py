@@ -22,7 +22,7 @@ def _run(call: Call) -> int:
 
     config = load_config(Path(call.options.config), call.overrides)
 
-    from shardwright.train.layouts import layout
+    from shardwright.train.commands.layouts import layout
 
     return layout(config, call.options.world_size)
 

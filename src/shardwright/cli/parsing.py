@@ -111,7 +111,7 @@ def unknown_argument(argument: str, parser: Parser) -> str:
     ]
     near = next(iter(difflib.get_close_matches(name.lstrip("-"), options, 1, cutoff=0.7)), None)
     if near is None and parser.keys_help:
-        from shardwright.train.keys import nearest_key
+        from shardwright.train.config.keys import nearest_key
 
         near = nearest_key(name.lstrip("-"))
     return f"unknown option {name}; " + (f"did you mean --{near}?" if near else f"see {parser.prog} --help")

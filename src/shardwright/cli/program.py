@@ -33,9 +33,9 @@ from shardwright.cli.parsing import (
     wants_traceback,
     width_of_terminal,
 )
-from shardwright.train.errors import UserError
-from shardwright.train.relay import note_mistake
-from shardwright.train.stop import restore_handlers
+from shardwright.train.errors import JobError, UserError
+from shardwright.train.launch.relay import note_mistake
+from shardwright.train.launch.signals import restore_handlers
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         restore_handlers()
     note_mistake(status)
-    if argv is None and (sink_thread := sys.modules.get("shardwright.train.sink_thread")):
+    if argv is None and (sink_thread := sys.modules.get("shardwright.train.report.sink_thread")):
         sink_thread.leave_if_stuck(status)
     return status
 
@@ -83,7 +83,7 @@ def _status_of(arguments: list[str]) -> int:
             return _run(arguments)
         finally:
             sys.stdout.flush()  # Inside the try, so that it catches the error of a closed pipe.
-    except UserError as error:
+    except JobError as error:
         return _failed(str(error), error.status, arguments)
     except KeyboardInterrupt:
         return _failed("interrupted", STATUS_INTERRUPTED, arguments)

@@ -16,7 +16,7 @@ def _run(call: Call) -> int:
     if not command:
         raise UserError("relay: expected a command after RUN and --, found none")
 
-    from shardwright.train.relay import relay
+    from shardwright.train.launch.relay import relay
 
     return relay(Path(call.options.run), command)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.slurm import variables_of_task
-    from shardwright.train.starting import START
+    from shardwright.train.launch.progress import START
+    from shardwright.train.launch.slurm import variables_of_task
 
     os.environ.update(variables_of_task(os.environ))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -28,17 +28,17 @@ def _run(call: Call) -> int:
     try:
         try:
             config, resume = _job_of(call.options, _with_restarts(call))
-            from shardwright.train.vocabulary import with_vocabulary
+            from shardwright.train.models.vocabulary import with_vocabulary
 
             config = with_vocabulary(config)
         except UserError as error:
-            if not launched:
+            if not launched and not call.options.resume:
                 raise
-            from shardwright.train.launch import refuse_config
+            from shardwright.train.commands.train import refuse_config
 
             return refuse_config(error, call.options.resume, wants_traceback(call.arguments))
 
-        from shardwright.train.launch import run_train
+        from shardwright.train.commands.train import run_train
 
         return run_train(config, nproc=call.options.nproc, resume=resume, argv=call.arguments)
     finally:
@@ -87,7 +87,7 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         )
     config = load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None)
     if resume is not None:
-        from shardwright.train.runs import as_saved
+        from shardwright.train.run.folder import as_saved
 
         config = as_saved(config, resume)
     return config, resume
@@ -96,7 +96,7 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
 def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str]:
     """The configuration of a job that begins or goes on in its `run.dir`."""
     from shardwright.train.config import load_config
-    from shardwright.train.runs import CONTINUE, as_saved
+    from shardwright.train.run.folder import CONTINUE, as_saved
 
     if options.config is None or options.resume is not None:
         raise UserError(
@@ -129,7 +129,7 @@ USUAL = {
 def _keys_help(width: int) -> str:
     """The usual keys, then every key of the configuration, wrapped to `width` columns."""
     from shardwright.train.config import Config
-    from shardwright.train.keys import keys
+    from shardwright.train.config.keys import keys
 
     def wrapped(text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
@@ -161,7 +161,7 @@ def _section_help(section: str, width: int) -> str:
 
 def _described(width: int, only: str = "") -> list[str]:
     """Lines with type, default and description of every key, or of those of one section."""
-    from shardwright.train.keys import keys, section_summary
+    from shardwright.train.config.keys import keys, section_summary
 
     blocks: list[str] = []
     section = ""

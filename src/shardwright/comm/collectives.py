@@ -321,8 +321,8 @@ class Communicator:
     ) -> Pending:
         """Begin a collective: one that ``prepare`` makes through shared memory, or one on gloo.
 
-        On gloo it goes also if a rank has modes that count collectives: they are to see it. That is known only after
-        the ranks agree.
+        On gloo it goes also if a rank has modes that count collectives: they are to see it. Ranks know this only after
+        they agree.
         """
         if prepare is not None:
             return self._begin_exchange(announce, on_gloo, prepare, on_done)
@@ -377,7 +377,7 @@ def in_turn(first: Callable[[], None], second: Callable[[], None] | None) -> Non
 
 
 def _nothing() -> None:
-    """What is announced where the ranks have agreed before."""
+    """The announcement of ranks that have agreed before: nothing."""
 
 
 #: By group and by streams.

@@ -28,7 +28,7 @@ _SMALLEST = 1 << 12  #: bytes of a segment
 
 
 class Place(NamedTuple):
-    """Where the data of one rank is."""
+    """The place of one rank's data."""
 
     page: Page | OtherPage
     offset: int
@@ -283,7 +283,7 @@ class Copies:
         return self._exchange([(0, tensor.data_ptr(), tensor.nbytes)], tensor.nbytes, read)
 
     def _exchange(self, sends: list[Send], nbytes: int, read: Reader) -> Exchange:
-        """Of ``nbytes`` in a segment.
+        """An exchange of ``nbytes`` in a segment.
 
         Raises:
             MemoryError: there is no room for the data.

@@ -1,4 +1,4 @@
-"""How a sum over ranks is divided, and sums that a rank makes of all ranks' data itself."""
+"""Division of sums over ranks, and sums that a rank makes of all ranks' data itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Division:
-    """How a sum over ranks is divided: by ``average`` in the collective, or by ``before`` and ``after`` around a sum.
+    """Division of a sum over ranks: by ``average`` in the collective, or by ``before`` and ``after`` around a sum.
 
     A factor of 1 runs no operation. In total the gradient is divided by ``before * after``.
     """

@@ -39,7 +39,7 @@ class HostFlag:
             self.set_on_stream(condition)
 
     def set_on_stream(self, condition: torch.Tensor) -> None:
-        """Set the flag if ``condition``, one bool of the side stream, is true. That stream must be current."""
+        """Set the flag if ``condition``, one bool of the side stream, is true. The side stream must be current."""
         self._value.logical_or_(condition)
         self._copy.copy_(self._value, non_blocking=True)
         if not self._streams.capturing:

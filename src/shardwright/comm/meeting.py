@@ -57,7 +57,7 @@ class Begun:
         self.works: list[Any] = []
 
     def _waits(self) -> list[Any]:
-        """What there is to wait for, of what beginning it has returned."""
+        """Works to wait for, among those that the exchange returned when it began."""
         return [work for work in self.works if hasattr(work, "wait")]
 
     def wait(self) -> None:

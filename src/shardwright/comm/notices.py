@@ -93,7 +93,7 @@ _meetings: list[Callable[[], dict[str, int]]] = []
 
 
 def numbers() -> dict[str, int]:
-    """How often each group has met. With it a reader recognises an old notice."""
+    """Number of meetings of each group. With it a reader recognises an old notice."""
     return {group: number for meetings in _meetings for group, number in meetings().items()}
 
 

@@ -331,7 +331,7 @@ class OtherRing:
 
     @property
     def marked(self) -> int:
-        """How far that process has read the others' data."""
+        """Number of the last record whose data that process has read."""
         number: int = _MARK.unpack_from(self.page.memory, self._offset + 8)[0]
         return number
 

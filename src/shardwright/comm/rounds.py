@@ -25,7 +25,7 @@ from shardwright.comm.hall import RECORD, Hall, Missing, packed, unpacked
 from shardwright.comm.pages import NOWHERE, Address
 
 LEFT = -1  #: first integer of the record of a rank that has left
-#: How long a rank that has left keeps its connections open. Then the connections of the others fail.
+#: Time that a rank that has left keeps its connections open. Then the connections of the others fail.
 REACHABLE = timedelta(seconds=60)
 
 
@@ -56,7 +56,7 @@ class Round(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the record on pages; the same one on every rank."""
+        """Number of the record on pages; the same number on every rank."""
 
     @property
     def begun(self) -> bool:

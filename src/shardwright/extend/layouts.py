@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedLayout:
-    """Where parameters are cut.
+    """A layout with a name: the places where parameters are cut.
 
     Attributes:
         name: by which ``fully_shard`` and configurations know it.
@@ -57,7 +57,7 @@ layouts: Registry[NamedLayout] = Registry(
 
 
 def layout_of(layout: str | NamedLayout | Ragged) -> Ragged | None:
-    """What ``fully_shard(layout=...)`` asks for; None: ``per_parameter``.
+    """The layout that ``fully_shard(layout=...)`` asks for; None: ``per_parameter``.
 
     Raises:
         ValueError: no such name, or no layout.

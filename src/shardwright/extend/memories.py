@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedMemory:
-    """Where the memory of a step comes from.
+    """A source of a step's memory, with a name.
 
     Attributes:
         name: by which ``fully_shard`` and configurations know it.

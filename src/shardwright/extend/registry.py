@@ -22,11 +22,11 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """By which configurations and arguments know it."""
+        """The name by which configurations and arguments know the value."""
 
     @property
     def summary(self) -> str:
-        """What it does, in a sentence for the help and the docs."""
+        """A sentence for the help and the docs: what the value does."""
 
 
 class ExtensionError(ValueError):
@@ -117,6 +117,10 @@ class Registry(Generic[T]):
             self.add(value)
         self._builtin = frozenset(self._values)
 
+    def is_value(self, value: object) -> bool:
+        """Whether this is a value of the registry's kind."""
+        return isinstance(value, self.kind)
+
     def add(self, value: T) -> T:
         """Make ``value`` known by its name, and return it.
 
@@ -124,7 +128,7 @@ class Registry(Generic[T]):
             TypeError: not a value of this kind.
             ValueError: another value has this name, or the name has a colon, as import paths have.
         """
-        if not isinstance(value, self.kind):
+        if not self.is_value(value):
             raise TypeError(
                 f"Only a {self.kind.__name__} can be added as a {self.what}, got {type(value).__name__}"
             )
@@ -192,7 +196,7 @@ class Registry(Generic[T]):
 
     def _imported(self, name: str, point: EntryPoint) -> T:
         value = _load(f"{self.what} {name!r}", point)
-        if not isinstance(value, self.kind):
+        if not self.is_value(value):
             raise ValueError(
                 f"{self.what} {name!r}: expected a {self.kind.__name__} at {point.value}, found "
                 f"{type(value).__name__}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedStrategy:
-    """What is sharded over each axis of a mesh.
+    """A strategy with a name: the state that is sharded over each axis of a mesh.
 
     Attributes:
         name: by which ``fully_shard`` and configurations know it.
@@ -36,7 +36,7 @@ class NamedStrategy:
 
     @property
     def axes(self) -> int | None:
-        """How many axes its mesh must have; None: any number."""
+        """Number of axes that its mesh must have; None: any number."""
         return len(self.stages) if len(self.stages) > 1 else None
 
     @property

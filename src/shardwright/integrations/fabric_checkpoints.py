@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwright.checkpoint import load_pretrained
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.integrations import named_files, named_loading
 from shardwright.integrations.fabric_models import Forward
@@ -72,5 +72,5 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
         load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
         return
     weights: list[Any] = []
-    Ranks().together(lambda: weights.append(named_files.read_file(path, weights_only)))
+    RankGroup().run_on_all(lambda: weights.append(named_files.read_file(path, weights_only)))
     model.load_state_dict(weights[0], strict=strict)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.comm.noted import noted
+from shardwright.collective import RankGroup, ranks_in_words
 from shardwright.engine import FSDPModule
 from shardwright.engine.front.wrap import as_policy
 
@@ -150,13 +150,11 @@ class GeneratorStates:
             ValueError: ranks began from different states.
         """
         mine, self._states = b"".join(self._states), []
-        states: list[Any] = [None] * dist.get_world_size()
-        with noted("all-gather of states", None):
-            dist.all_gather_object(states, mine)
+        states = RankGroup().all_gather(mine, "states")
         different = [rank for rank, state in enumerate(states) if state != states[0]]
         if different:
             raise ValueError(
-                f"Rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} began to initialise the model "
+                f"{ranks_in_words(different).capitalize()} began to initialise the model "
                 "from another state of the random generators than rank 0, so the ranks build different models. Call "
                 "fabric.seed_everything(seed), with one seed for all ranks, before you build the model."
             )

@@ -1,7 +1,8 @@
 """Files of checkpoints of named states: one file by ``torch.save``, and folders of other writers than ours.
 
-A file is written beside its place and renamed. Reading runs no code of a file. Folders with ``meta.pt`` are by
-Lightning's own strategies, and by this one before it had ``index.json``; that one also wrote ``checksums.json``.
+A file is written beside its place and renamed, with the functions that give folders of checkpoints their names, since
+either kind may replace the other. Reading runs no code of a file. Folders with ``meta.pt`` are by Lightning's own
+strategies.
 """
 
 from __future__ import annotations
@@ -13,24 +14,14 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import (
-    Damaged,
-    check_digest,
-    from_json,
-    open_regular,
-    read_regular,
-    share,
-    unsealed,
-)
-from shardwright.checkpoint.folders import check_sizes, not_plain
-from shardwright.checkpoint.index import INDEX, METADATA
-from shardwright.checkpoint.loading import Checkpoint
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.stores import sync
+from shardwright.checkpoint import Damaged
+from shardwright.checkpoint.dcp.folders import not_plain
+from shardwright.checkpoint.format.digests import open_regular
+from shardwright.checkpoint.format.index import INDEX, METADATA
+from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage.stores import sync
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
-CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all others
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -45,7 +36,7 @@ def check_target(path: Path) -> None:
 
 
 def write_file(values: dict[str, Any], path: Path) -> None:
-    """Write a file of ``torch.save``. What was at ``path`` stays until the new file is on disk.
+    """Write a file of ``torch.save``. Anything at ``path`` stays until the new file is on disk.
 
     Raises:
         OSError: it cannot be written. The message names the file.
@@ -75,11 +66,13 @@ def write_file(values: dict[str, Any], path: Path) -> None:
 
 
 def is_sharded(path: Path) -> bool:
+    """Whether a folder of a checkpoint is there, after one that was being replaced got its name back."""
+    places.recover(path)
     return path.is_dir() and places.is_checkpoint(path)
 
 
 def read_file(path: Path, weights_only: bool | None) -> Any:
-    """What ``torch.save`` has written, mapped into memory, on the host.
+    """The content of a file of ``torch.save``, mapped into memory, on the host.
 
     No code of the file runs, whatever torch's own default is, unless ``weights_only`` is False.
 
@@ -116,22 +109,3 @@ def other_values(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """The content of ``meta.pt``. A folder that torch's own writer has left has none."""
     file = folder / OTHER_VALUES
     return dict_in(file, weights_only) if file.is_file() else {}
-
-
-def compare(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Compare the sizes of a foreign folder's files, and this rank's share with ``checksums.json`` if it has one.
-
-    Raises:
-        Damaged: names the first file that differs.
-    """
-    folder = checkpoint.folder
-    check_sizes(folder, checkpoint.files(), links=True)
-    if not (folder / CHECKSUMS).exists():
-        return
-    content = unsealed(read_regular(folder / CHECKSUMS, links=True), CHECKSUMS)
-    digests = from_json(content.get("files"), CHECKSUMS)
-    for name in {*checkpoint.files(), METADATA, OTHER_VALUES} - digests.keys():
-        raise Damaged(f"{CHECKSUMS} has no digest of {name}")
-    sizes = {name: digest.nbytes for name, digest in digests.items()}
-    for name in {METADATA, OTHER_VALUES, *share(sizes, ranks.rank, ranks.size)}:
-        check_digest(folder / name, digests[name], links=True)

@@ -7,7 +7,6 @@ here, and no code of a checkpoint runs.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,23 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import folders, places
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX
-from shardwright.checkpoint.index import Path as Keys
-from shardwright.checkpoint.loading import Checkpoint, open_checkpoint, open_together, read_tensors
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import nested
+from shardwright.checkpoint import Damaged, StoredCheckpoint, StoredForm, nested, open_checkpoint
+from shardwright.collective import RankGroup
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.integrations.named_files import compare, dict_in, is_sharded, other_values
+from shardwright.integrations.named_files import dict_in, is_sharded, other_values
 from shardwright.integrations.named_state import KINDS, VALUE, Parts, agreed_parts, has_state
 from shardwright.optim.companion import ShardedCompanion
 from shardwright.optim.whole_state import mapped
+
+#: The keys of an entry in the nested state of a checkpoint.
+Keys = tuple[Any, ...]
 
 
 def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -46,14 +42,10 @@ def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | N
         KeyError: ``strict``, and a key of ``state`` is not stored.
         RuntimeError: lists all names or shapes of a model's tensors that do not fit.
     """
-    ranks = Ranks()
+    ranks = RankGroup()
     parts = agreed_parts(state, ranks)
 
-    def look() -> bool:
-        places.recover(path)
-        return is_sharded(path)
-
-    if ranks.by_first(look):
+    if ranks.run_on_first(lambda: is_sharded(path)):
         return _load_sharded(path, parts, state, ranks, strict, weights_only)
     stored: dict[str, Any] = {}
 
@@ -63,7 +55,7 @@ def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | N
         for key in parts.optimizers.keys() & stored.keys():
             _check_optimizer(parts, key, stored[key])
 
-    ranks.together(examine)
+    ranks.run_on_all(examine)
     for key in parts.models.keys() & stored.keys():
         parts.models[key].load_state_dict(stored.pop(key), strict=strict)
     for key in parts.optimizers.keys() & stored.keys():
@@ -189,29 +181,16 @@ def _shown(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _StoredTensor:
-    """A tensor of a folder. In a nested state it stands for the tensor until that is read."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def room(self) -> Tensor:
-        """What to load it into, whole."""
-        return torch.empty(self.shape, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
 class _Folder:
     """A folder that every rank has found whole.
 
     Attributes:
-        entries: all that a rank needs to know before it reads: by keys, a value or a :class:`_StoredTensor`.
+        entries: all that a rank needs to know before it reads: by keys, a value or a :class:`StoredForm`.
         others: the keys of what is neither model nor optimizer.
         beside: the values of ``meta.pt``.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: StoredCheckpoint
     entries: dict[Keys, Any]
     others: set[str]
     beside: dict[str, Any]
@@ -224,27 +203,25 @@ class _Folder:
         return {keys[1:]: each for keys, each in self.entries.items() if keys[0] == key}
 
 
-def _opened(path: Path, parts: Parts, ranks: Ranks, weights_only: bool | None) -> _Folder:
+def _opened(path: Path, parts: Parts, ranks: RankGroup, weights_only: bool | None) -> _Folder:
     """Verify a folder and read the values in it that are no tensors. Every rank must call it."""
-    if ranks.by_first(lambda: os.path.lexists(path / INDEX)):
-        checkpoint = open_together(path, ranks, lambda checkpoint: None)
-        index = checkpoint.index
-        assert index is not None
-        entries: dict[Keys, Any] = {each.path: each.value for each in index.values.values()}
-        for name, each in index.tensors.items():
-            entries[each.path] = _StoredTensor(name, each.dtype, each.shape)
-        return _Folder(checkpoint, entries, _others_of(index.about, entries, parts), {})
     beside: dict[str, Any] = {}
-    opened: list[Checkpoint] = []
+    opened: list[StoredCheckpoint] = []
+    entries: dict[Keys, Any] = {}
 
     def examine() -> None:
         opened.append(open_checkpoint(path, links=True))  # model hubs keep files behind links
-        compare(opened[0], ranks)
-        beside.update(other_values(path, weights_only))
+        opened[0].check_lengths()
+        entries.update(opened[0].entries)
+        if not opened[0].has_digests:
+            beside.update(other_values(path, weights_only))
+            entries.update(opened[0].pickled_values({*parts.kinds()}, weights_only=weights_only is not False))
 
-    ranks.together(examine)
+    ranks.run_on_all(examine)
     checkpoint = opened[0]
-    entries = _entries_of_torch(checkpoint, {*parts.kinds()}, ranks, weights_only)
+    checkpoint.verify()
+    if checkpoint.has_digests:
+        return _Folder(checkpoint, entries, _others_of(checkpoint.about, entries, parts), {})
     others = parts.others.keys() | beside.keys()
     return _Folder(checkpoint, entries, others - parts.models.keys() - parts.optimizers.keys(), beside)
 
@@ -257,52 +234,27 @@ def _others_of(about: Mapping[str, str], entries: Mapping[Keys, Any], parts: Par
             kinds = json.loads(about[KINDS])
             others = {key for key in keys if kinds[key] == VALUE}
         except (ValueError, LookupError, TypeError):
-            raise Damaged(f"{INDEX} does not say what the keys of the state are") from None
+            raise Damaged("index.json does not say what the keys of the state are") from None
     else:
-        others = keys - {str(each[0]) for each, value in entries.items() if isinstance(value, _StoredTensor)}
+        others = keys - {str(each[0]) for each, value in entries.items() if isinstance(value, StoredForm)}
     return (others | (parts.others.keys() & keys)) - parts.models.keys() - parts.optimizers.keys()
 
 
-def _entries_of_torch(
-    checkpoint: Checkpoint, keys: set[str], ranks: Ranks, weights_only: bool | None
-) -> dict[Keys, Any]:
-    """What a folder by torch's writer holds. Values are read only below ``keys``; others are None."""
-    metadata = checkpoint.metadata
-    assert metadata is not None
-    paths = metadata.planner_data or {}
-    shapes = checkpoint.shapes()
-    entries: dict[Keys, Any] = {}
-    values: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        path: Keys = paths.get(name, (name,))
-        entries[path] = None
-        if name in shapes:
-            entries[path] = _StoredTensor(name, *shapes[name])
-        elif isinstance(entry, BytesStorageMetadata) and path[0] in keys:
-            values[name] = None
-    if values:
-        folders.load(
-            checkpoint.folder, values, metadata, alone=ranks.alone, weights_only=weights_only is not False
-        )
-    entries.update({paths.get(name, (name,)): value for name, value in values.items()})
-    return entries
-
-
 def _load_sharded(
-    path: Path, parts: Parts, state: dict[str, Any], ranks: Ranks, strict: bool, weights_only: bool | None
+    path: Path, parts: Parts, state: dict[str, Any], ranks: RankGroup, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     try:
         folder = _opened(path, parts, ranks, weights_only)
         contents: dict[str, dict[Keys, Any]] = {}
         rooms: dict[str, Tensor] = {}
-        ranks.together(lambda: contents.update(_fitted(path, folder, parts, state, strict, rooms)))
-        read_tensors(folder.checkpoint, rooms, ranks)
+        ranks.run_on_all(lambda: contents.update(_fitted(path, folder, parts, state, strict, rooms)))
+        folder.checkpoint.read(rooms)
     except Damaged as problem:
         raise ValueError(f"The checkpoint {path} cannot be read: {problem}.") from problem
 
     def whole(entries: Mapping[Keys, Any]) -> Any:
         return nested(
-            {keys: rooms[v.name] if isinstance(v, _StoredTensor) else v for keys, v in entries.items()}
+            {keys: rooms[v.name] if isinstance(v, StoredForm) else v for keys, v in entries.items()}
         )
 
     for key in parts.models.keys() & contents.keys():
@@ -366,16 +318,21 @@ def _fitting(
     for name, value in mine.items():
         for keys, each in stored.get(name, {}).items():
             if not isinstance(value, Tensor):
-                if isinstance(each, _StoredTensor):
-                    rooms[each.name] = each.room()
-            elif isinstance(each, _StoredTensor) and len(keys) == 1 and each.shape == tuple(value.shape):
+                if isinstance(each, StoredForm):
+                    rooms[each.name] = _room(each)
+            elif isinstance(each, StoredForm) and len(keys) == 1 and each.shape == tuple(value.shape):
                 rooms[each.name] = value
             else:
-                shape = each.shape if isinstance(each, _StoredTensor) else "no tensor"
+                shape = each.shape if isinstance(each, StoredForm) else "no tensor"
                 problems.append(f"{name!r} is {tuple(value.shape)} here and {shape} in the checkpoint")
     if problems:
         raise RuntimeError(f"The checkpoint {path} does not fit state[{key!r}]: {'; '.join(problems)}.")
     return {keys: each for name in mine for keys, each in stored.get(name, {}).items()}
+
+
+def _room(each: StoredForm) -> Tensor:
+    """A tensor to load a stored one into, whole."""
+    return torch.empty(each.shape, dtype=each.dtype)
 
 
 def _names_in_words(names: list[str]) -> str:
@@ -383,9 +340,9 @@ def _names_in_words(names: list[str]) -> str:
     return f"{text} and {len(names) - 10} more" if len(names) > 10 else text
 
 
-def _stored_tensors(entries: Mapping[Keys, Any]) -> Iterator[tuple[Keys, _StoredTensor]]:
+def _stored_tensors(entries: Mapping[Keys, Any]) -> Iterator[tuple[Keys, StoredForm]]:
     for keys, each in entries.items():
-        if isinstance(each, _StoredTensor):
+        if isinstance(each, StoredForm):
             yield keys, each
 
 
@@ -402,7 +359,7 @@ def _rooms_for(parts: Parts, key: str, entries: Mapping[Keys, Any]) -> dict[str,
             managed = unit.managed(p)
             rooms[each.name] = _shown(managed.cut.wrap(torch.empty_like(managed.local, dtype=each.dtype)))
         else:
-            rooms[each.name] = each.room()
+            rooms[each.name] = _room(each)
     return rooms
 
 
@@ -417,5 +374,5 @@ def _rooms_like(example: Any, entries: Mapping[Keys, Any]) -> dict[str, Tensor]:
             except (LookupError, TypeError):
                 value = None
         like = isinstance(value, DTensor) and tuple(value.shape) == each.shape and value.dtype == each.dtype
-        rooms[each.name] = value.detach().clone() if like else each.room()
+        rooms[each.name] = value.detach().clone() if like else _room(each)
     return rooms

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import saving
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint import save_state
+from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.integrations.named_files import check_target, write_file
 from shardwright.optim.whole_state import mapped
@@ -87,7 +87,7 @@ class Parts:
         return names
 
     def kinds(self) -> dict[str, str]:
-        """What each key of the state holds."""
+        """The kind of value of each key of the state."""
         return {
             **dict.fromkeys(self.models, MODEL),
             **dict.fromkeys(self.optimizers, OPTIMIZER),
@@ -95,11 +95,11 @@ class Parts:
         }
 
     def values_of_others(self) -> dict[str, Any]:
-        """What to write of them: the state dict of those that have one."""
+        """Values to write for the other keys: the state dict of each object that has one."""
         return {k: v.state_dict() if has_state(v) else v for k, v in self.others.items()}
 
 
-def agreed_parts(state: Mapping[str, Any], ranks: Ranks) -> Parts:
+def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> Parts:
     """A state that has the same keys on every rank. Every rank must call it.
 
     Raises:
@@ -111,7 +111,7 @@ def agreed_parts(state: Mapping[str, Any], ranks: Ranks) -> Parts:
         sorted_parts.append(Parts.of(state))
         return sorted_parts[0].kinds()
 
-    everyones = ranks.together(sort)
+    everyones = ranks.run_on_all(sort)
     for rank, kinds in enumerate(everyones):
         for key in sorted(kinds.keys() | everyones[0].keys(), key=str):
             if kinds.get(key) != everyones[0].get(key):
@@ -131,7 +131,7 @@ def has_state(value: Any) -> bool:
 
 
 def _filtered(key: str, values: Any, filter: Filter) -> Any:
-    """What the filter keeps of a dict; other values have no names to filter by."""
+    """The entries of a dict that the filter keeps; other values have no names to filter by."""
     keep = filter.get(key)
     if keep is None or not isinstance(values, dict):
         return values
@@ -148,12 +148,12 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
 
     Raises:
         IsADirectoryError: ``path`` is a folder that is no checkpoint.
-        OSError: on every rank: the file cannot be written. What was there before is left as it was.
+        OSError: on every rank: the file cannot be written. Anything there is unchanged.
     """
-    ranks = Ranks()
+    ranks = RankGroup()
     parts = agreed_parts(state, ranks)
     keep = ranks.is_first
-    ranks.by_first(lambda: check_target(path))
+    ranks.run_on_first(lambda: check_target(path))
     whole: dict[str, Any] = {}
     for key, model in parts.models.items():
         whole[key] = _filtered(key, _gathered(model.state_dict(), keep), filter)
@@ -165,20 +165,20 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
         whole.update({key: _filtered(key, value, filter) for key, value in others.items()})
         write_file(whole, path)
 
-    ranks.by_first(write)
+    ranks.run_on_first(write)
 
 
 def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
     """Write a folder to which every rank adds its part. Readable at any number of ranks, and in any layout.
 
-    Every rank must call it. Of what is not sharded, the first rank's values are stored.
+    Every rank must call it. Values that are not sharded are the first rank's.
 
     Raises:
         ValueError: on every rank: a value is neither a tensor nor plain. Nothing was written.
         FileExistsError: on every rank: something else than a checkpoint is at ``path``.
-        OSError: on every rank: the folder cannot be written. What was there before is left as it was.
+        OSError: on every rank: the folder cannot be written. Anything there is unchanged.
     """
-    ranks = Ranks()
+    ranks = RankGroup()
     parts = agreed_parts(state, ranks)
     contents: dict[str, Any] = {}
 
@@ -194,10 +194,10 @@ def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
         for key, value in parts.values_of_others().items():
             contents[key] = _filtered(key, value, filter)
 
-    ranks.together(collect)
+    ranks.run_on_all(collect)
     if not ranks.is_first:
         contents = mapped(contents, lambda value: value if hasattr(value, "to_local") else None)
-    saving.save_state(path, contents, ranks, overwrite=True, notes={KINDS: json.dumps(parts.kinds())})
+    save_state(path, contents, overwrite=True, notes={KINDS: json.dumps(parts.kinds())})
 
 
 def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:

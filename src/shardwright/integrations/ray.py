@@ -25,15 +25,15 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from shardwright.train.config import load_config
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder
-from shardwright.train.steps import last_record, step_folder
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import last_record, step_folder
 
 RUN = "run"
 """The run's folder in Ray's folder of the experiment."""
 REPORTED = "reported"
 """Beside it: the checkpoints that Ray knows, as hard links. Ray deletes some of these, the run deletes its own."""
 SECONDS_TO_ANSWER = 30.0
-"""How long a worker waits for Ray's list of checkpoints, at most."""
+"""The longest time that a worker waits for Ray's list of checkpoints."""
 
 
 def trainer(
@@ -97,8 +97,8 @@ def _text(value: Any) -> str:
 
 
 def _train(values: dict[str, Any]) -> None:
-    """What each worker runs."""
-    from shardwright.train.hosted import train_in_group
+    """The function that each worker runs."""
+    from shardwright.train.rank.hosted import train_in_group
 
     if ray.train.get_context().get_world_rank() == 0:
         _remove_unknown()

@@ -42,7 +42,7 @@ class Part:
 
     @cached_property
     def own_shape(self) -> tuple[int, ...]:
-        """Its shape in the parameter's own order of dimensions."""
+        """The block's shape in the parameter's own order of dimensions."""
         return tuple(self.shape[d] for d in self.inverse)
 
     @cached_property

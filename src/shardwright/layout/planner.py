@@ -93,7 +93,7 @@ class Member:
 
     @property
     def stop(self) -> int:
-        """Its end in the segment, in elements."""
+        """The member's end in the segment, in elements."""
         return self.offset + self.numel
 
 
@@ -239,7 +239,7 @@ def plan(
     """Lay out the parameters of one unit over the ranks. The same arguments give the same layout on every rank.
 
     Args:
-        shapes: one per parameter, as it lies in memory: outermost dimension first.
+        shapes: one per parameter, in memory order: outermost dimension first.
         world_size: ranks among which every parameter is divided.
         layout: ``"per_parameter"`` (whole slices of the first dimension, as ``Shard(0)``), ``"ragged"`` (short for
             ``Ragged("row")``) or a :class:`Ragged`.

@@ -62,7 +62,7 @@ class TensorSpec:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row of the sharded dimension, as it lies in memory."""
+        """Shape of one row of the sharded dimension, in memory order."""
         return tuple(self.shape[d] for d in self.order[1:])
 
     @property

@@ -1,6 +1,6 @@
-"""What is sharded over which axis of a data-parallel mesh: parameters, gradients, optimizer state.
+"""Strategies: which axes of a data-parallel mesh shard parameters, gradients and optimizer state.
 
-Pure: nothing here knows ranks. How a strategy becomes process groups is in ``engine/tensors/ranks.py``.
+Pure: nothing here knows ranks. ``engine/tensors/ranks.py`` makes process groups of a strategy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KINDS = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded and what is replicated, for each axis of the data-parallel mesh, the outermost first.
+    """The state that is sharded or replicated over each axis of the data-parallel mesh, the outermost first.
 
         sw.Strategy(parameters="shard", gradients="shard", optimizer="shard")                      # zero3, one axis
         sw.Strategy(parameters=("replicate", "shard"), gradients=("replicate", "shard"),

@@ -21,7 +21,7 @@ from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec, alignmen
 class Run:
     """Segments of one storage dtype and one compute dtype, which one call casts; or segments of extended parameters.
 
-    Element offsets count from the start of the run, which lies at ``slab_bytes`` in the slab. A run that is
+    Element offsets count from the start of the run, which begins at ``slab_bytes`` in the slab. A run that is
     ``in_place`` has no place there, because its full parameters are the shard itself.
     """
 

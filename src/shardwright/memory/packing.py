@@ -161,7 +161,7 @@ class _Search:
             return max(sum(stop - start for start, stop in self._items[i].spans) for i in group)
 
         def fullest(group: Group) -> int:
-            """In twentieths of the bound."""
+            """The largest fullness of the group, in twentieths of the bound."""
             return round(20 * max(self._fullest[i] for i in group) / self.bound)
 
         keys = (

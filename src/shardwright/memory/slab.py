@@ -68,7 +68,7 @@ class Observer(Protocol):
         that the engine frees."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """It has its new size."""
+        """A storage has its new size."""
 
 
 observers: list[Observer] = []  #: entered by :func:`observe`

@@ -25,7 +25,7 @@ from shardwright.optim.updates import Updates
 
 @dataclass
 class BackwardSteps:
-    """How an optimizer steps in backward.
+    """Settings and state of an optimizer that steps in backward.
 
     Attributes:
         kind: the optimizer's class without our subclass.

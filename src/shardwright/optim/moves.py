@@ -68,7 +68,7 @@ class World:
 
 
 class Parts:
-    """Which part of a sharded parameter each rank of its mesh holds."""
+    """The part of a sharded parameter that each rank of its mesh holds."""
 
     def __init__(self, p: DTensor | RaggedTensor, world: World) -> None:
         shape = world.mesh.shape

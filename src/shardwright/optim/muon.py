@@ -148,7 +148,7 @@ class Muon(Optimizer):
         )
 
     def shard_updates(self, p: torch.Tensor) -> Updates | None:
-        """How the step on a matrix is divided, so that only its update travels. None: it is stepped whole."""
+        """Functions that divide the step on a matrix, so that only its update travels. None: the step is whole."""
         return muon_updates(p) if self.shard_needs(p) == "tensor" else None
 
     def shard_cost(self, p: torch.Tensor) -> float:

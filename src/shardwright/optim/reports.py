@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.collective import RankGroup
 from shardwright.comm import Communicator
 from shardwright.comm.noted import noted
 from shardwright.optim import whole_state
@@ -28,9 +29,7 @@ def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: C
     indices = [each.index for each in active]
     if not comm.exchanges or comm.exchange((len(indices), zlib.crc32(repr(indices).encode()))) is None:
         return
-    everyone: list[Any] = [None] * world.size
-    with noted("all-gather of optimizer state", world.group):
-        dist.all_gather_object(everyone, indices, group=world.group)
+    everyone = RankGroup(world.group).all_gather(indices, "optimizer state")
     ranks = dist.get_process_group_ranks(world.group)
     differing = set().union(*everyone).difference(set(everyone[0]).intersection(*everyone))
     first = owned[min(differing)]
@@ -74,10 +73,7 @@ def report(
             )
             for each in mine
         }
-        gathered: list[Any] = [None] * world.size
-        with noted("all-gather of optimizer state", world.group):
-            dist.all_gather_object(gathered, entries, group=world.group)
-        for part in gathered:
+        for part in RankGroup(world.group).all_gather(entries, "optimizer state"):
             for index, (description, numbers) in part.items():
                 owned[index].adopt(description, numbers, world, outer, device)
     else:

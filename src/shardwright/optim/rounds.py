@@ -44,7 +44,8 @@ class RankRound:
         return self._there.start(pieces, device)
 
     def assemble(self, coming: Moving | None, locals_: Locals, device: torch.device) -> Locals:
-        """The whole tensors of this rank with their gradients, by index. Of items that send updates: the gradients."""
+        """The whole tensors of this rank with their gradients, by index. Items that send updates have
+        gradients in place of the tensors."""
         gradients: Locals = {}
         values: Locals = {}
         for item in self.mine:

@@ -19,7 +19,7 @@ from shardwright._torch import alone, muon_functions, step_without_hooks
 
 @dataclass(frozen=True)
 class Updates:
-    """How an optimizer's step on a whole tensor is divided. Both functions see the options of the tensor's group.
+    """Functions that divide an optimizer's step on a whole tensor. Both see the options of the tensor's group.
 
     Attributes:
         dtype: the dtype of every update.

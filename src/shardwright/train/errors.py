@@ -1,12 +1,18 @@
-"""The one exception that stands for a mistake the user can correct, and words for its messages.
+"""Errors whose message says all that the user needs, and words for messages.
 
-Errors of the program itself must never be raised as this class: it is printed without a traceback.
+They are printed as one line without a traceback. Errors of the program itself must never be raised as these classes.
 """
 
 from __future__ import annotations
 
 
-class UserError(Exception):
+class JobError(Exception):
+    """An error that all ranks of a job meet alike, with the job's exit `status`."""
+
+    status = 1
+
+
+class UserError(JobError):
     """A mistake in what the user gave: one line that says what was expected, what was found and what to do.
 
     The command line prints it as ``error: ...`` and exits with its ``status``; the traceback appears only with

@@ -1,14 +1,17 @@
-"""Names for values of the trainer: optimizers, kinds of models, places for metrics. See docs/extending.md."""
+"""Names for values of the trainer: optimizers, kinds of models, places for metrics, hooks. See docs/extending.md."""
 
-from shardwright.train.metrics import RunEnd, Sink, StepRecord
-from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.kinds import Kind, Offers, kinds
+from shardwright.train.config.catalog.hooks import Fault, Job, StepInProgress, TrainerHook, hooks
+from shardwright.train.config.catalog.kinds import Kind, Offers, kinds
+from shardwright.train.config.catalog.optimizers import NamedOptimizer, OptimizerSettings, optimizers
+from shardwright.train.config.catalog.records import RunEnd, Sink, StepRecord
+from shardwright.train.config.catalog.sinks import NamedSink, RunConfiguration, RunSite, sinks
 from shardwright.train.models.language_model import LanguageModel
-from shardwright.train.optimizers import NamedOptimizer, OptimizerSettings, optimizers
-from shardwright.train.sinks import NamedSink, RunConfiguration, RunSite, sinks
+from shardwright.train.models.native.decoder import Decoder
 
 __all__ = [
     "Decoder",
+    "Fault",
+    "Job",
     "Kind",
     "LanguageModel",
     "NamedOptimizer",
@@ -19,7 +22,10 @@ __all__ = [
     "RunEnd",
     "RunSite",
     "Sink",
+    "StepInProgress",
     "StepRecord",
+    "TrainerHook",
+    "hooks",
     "kinds",
     "optimizers",
     "sinks",

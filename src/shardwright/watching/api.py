@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwright import board as boards
 from shardwright._torch import another_client, default_store
+from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.watching import evidence
 from shardwright.watching.hosts import Courier
@@ -83,7 +84,7 @@ def watch(
         raise TypeError(f"on_stall must be a function that takes a text, got {on_stall!r}.")
     _check_process()
     place = Path(folder) if folder is not None else _default_folder()
-    _together(dist.get_world_size(), lambda: evidence.check_folder(place), "sw.watch: {}".format)
+    _together(lambda: evidence.check_folder(place), "sw.watch: {}".format)
     return start(Settings(float(stall_seconds), place, say=on_stall))
 
 
@@ -151,9 +152,9 @@ def start(settings: Settings, host: str | None = None) -> Watch:
                     raise OSError(f"the board of rank {other} has been replaced by another process")
 
     try:
-        places = _together(size, open_own, _no_room)
+        places = _together(open_own, _no_room)
         # After this each rank has opened the files, so one that leaves at once may remove its own.
-        _together(size, open_others, _no_room)
+        _together(open_others, _no_room)
     except OSError:
         boards.close_board()
         raise
@@ -165,7 +166,7 @@ def start(settings: Settings, host: str | None = None) -> Watch:
 
 
 class Place(NamedTuple):
-    """Where a rank is: a key of its host, the host's name, its process, and when its board began."""
+    """The place of a rank: a key of its host, the host's name, its process, and when its board began."""
 
     host: str
     name: str
@@ -180,8 +181,8 @@ def _no_room(problem: str) -> str:
     )
 
 
-def _together(size: int, action: Callable[[], T], message: Callable[[str], str]) -> list[T]:
-    """What this action returns on each rank. Raises OSError on all ranks if it does on one.
+def _together(action: Callable[[], T], message: Callable[[str], str]) -> list[T]:
+    """Run ``action`` on every rank and return the results of all. Raises OSError on all ranks if it does on one.
 
     ``message``: makes that error's message of the rank and the error.
     """
@@ -190,8 +191,7 @@ def _together(size: int, action: Callable[[], T], message: Callable[[str], str])
         value = action()
     except OSError as failure:
         error = f"rank {dist.get_rank()}: {failure}"
-    outcomes: list[Any] = [None] * size
-    dist.all_gather_object(outcomes, (value, error))
+    outcomes: list[Any] = RankGroup().all_gather((value, error))
     for _, problem in outcomes:
         if problem:
             raise OSError(message(problem))
@@ -202,7 +202,7 @@ def _courier(places: Sequence[Place], mine: Place) -> Courier:
     hosts = list(dict.fromkeys(each.host for each in places))
     ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
     names = [next(each.name for each in places if each.host == host) for host in hosts]
-    # Of this watch alone: an earlier one may have left a verdict.
+    # Only this watch's verdict counts: an earlier watch may have left one.
     prefix = f"shardwright-watch/{places[0].began}"
     store = dist.PrefixStore(prefix, another_client(default_store()))
     return Courier(store, hosts.index(mine.host), ranks, names)

@@ -1,4 +1,4 @@
-"""Why no rank goes on: a verdict from what was seen of each rank. All functions here are pure."""
+"""Verdicts on ranks that do not go on, from what was seen of each rank. All functions here are pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwright.watching.reading import (
     step_in_words,
 )
 
-#: How much longer than others a phase may last that reads or writes files, or compiles.
+#: Factor by which a phase that reads or writes files, or compiles, may last longer than others.
 PATIENCE = 10
 #: Kinds of verdicts.
 BEHIND, OUTSIDE, ALONE, JOINED, MIXED = (
@@ -58,7 +58,7 @@ _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job does not go on.
+    """The reason why the job does not go on.
 
     Attributes:
         kind: BEHIND, OUTSIDE, ALONE (outside any collective, and no rank waits for it), JOINED or MIXED.
@@ -177,7 +177,7 @@ def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bo
 
 
 def _with_flight(seen: Seen) -> Seen:
-    """What torch's flight recorder adds: a rank that seems to be outside waits in a collective that no board has."""
+    """Add the collective of torch's flight recorder, if a rank that seems to be outside waits in one."""
     if seen.collective or not seen.flights or seen.is_stuck or seen.phase not in _WITHOUT_NOTES:
         return seen
     name, group, count, _ = seen.flights[0]

@@ -52,7 +52,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Files:
-    """What was written about a hang.
+    """The files written about a hang.
 
     Attributes:
         folder: of the files.

@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of this process: collectives that nobody has noted on the board, such as a user's
+"""Entries of torch's flight recorder of this process: collectives that nobody has noted on the board, such as a user's
 own barrier. Only the process itself can read its recorder, so a thread of it copies this to the board."""
 
 from __future__ import annotations

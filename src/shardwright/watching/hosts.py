@@ -1,4 +1,4 @@
-"""What the hosts of a job exchange through the store at which the ranks have met.
+"""The exchange between the hosts of a job, through the store at which the ranks have met.
 
 One rank of each host publishes what it sees of the ranks there, but only while some rank waits: a job of many hosts
 must not load the store. A store that does not answer blocks its caller, so all calls are in a thread of their own.

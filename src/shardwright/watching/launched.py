@@ -1,4 +1,4 @@
-"""What a launcher sees of the ranks that it has started on this host: their boards, and the verdict on them."""
+"""A launcher's view of the ranks that it has started on this host: their boards, and the verdict on them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
 #: Phases between two steps.
 BETWEEN_STEPS = (boards.VALIDATION, boards.SAMPLE, boards.SAVE)
-#: What the system says of a process: letters of /proc/PID/stat.
+#: States of a process, by their letters in /proc/PID/stat.
 _STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
 
 
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank at one moment. It travels between hosts as JSON.
+    """The state of a rank at one moment. It travels between hosts as JSON.
 
     Attributes:
         process: RUNS, STOPPED, DISK (uninterruptible, as when a disk does not answer), ENDED (without a word), LEFT (in
@@ -179,7 +179,7 @@ class Reader:
 
     @property
     def message(self) -> str:
-        """What the process has said last."""
+        """The last message of the process."""
         length = self._word(boards.MESSAGE_LENGTH_AT)
         return self._memory[boards.MESSAGE_AT : boards.MESSAGE_AT + length].decode(errors="replace")
 
@@ -247,7 +247,7 @@ class Reader:
         return self._after(self._entry(newest))
 
     def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
-        """How many collectives it has begun in each group, and those of the flight recorder."""
+        """Number of collectives that the rank has begun in each group, and the collectives of the flight recorder."""
         last = min(self._word(boards.NAME_COUNT_AT), boards.COUNTED - 1)
         numbers = struct.unpack_from(f"{last + 1}q", self._memory, boards.COUNTS_AT)
         counts = {self._name(number): count for number, count in enumerate(numbers) if count}
@@ -265,7 +265,7 @@ def _phase(bits: int) -> int:
 
 
 def place_in_words(phase: int, unit: str, around: int) -> str:
-    """Where a process is: "forward of layers.7 in the validation"."""
+    """The work of a process, in words: "forward of layers.7 in the validation"."""
     inside = "" if around in (boards.OUTSIDE, phase) else f" in the {boards.PHASES[around]}"
     return boards.PHASES[phase] + (f" of {unit}" if unit else "") + inside
 
@@ -275,7 +275,7 @@ def outer_phase(phase: int, around: int) -> int:
 
 
 def step_in_words(step: int, phase: int, around: int) -> str:
-    """Where a process is: "step 5" or "after step 4"."""
+    """The step of a process, in words: "step 5" or "after step 4"."""
     return f"after step {step - 1}" if outer_phase(phase, around) in BETWEEN_STEPS else f"step {step}"
 
 

@@ -39,7 +39,7 @@ TO_SAY = 1.5
 
 @dataclass(frozen=True)
 class Settings:
-    """How a rank watches.
+    """Settings of a rank's watch.
 
     Attributes:
         stall_seconds: how long a rank may wait.

@@ -83,7 +83,7 @@ class On(NamedTuple):
         have several ranks, since elsewhere there is but one: each strategy, and with each kind of it all the others."""
         inner = len(self.shape), self.stages[-1]
         yield from together(strength, self.stages[:-1], inner, self.shape, *others)
-        if min(self.shape) > 1:
+        if strength > 1 and min(self.shape) > 1:
             yield self.stages
             yield from ((self.reductions, other) for other in others)
 

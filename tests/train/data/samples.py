@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.data.documents import Document, Source, documents
+from shardwright.train.data.sources.documents import Document, Source, documents
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 from pydoc_data.topics import topics  # noqa: E402

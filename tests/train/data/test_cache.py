@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.train import patience
-from shardwright.train.data import cache as cache_module
-from shardwright.train.data.cache import content_digest, tokenised
-from shardwright.train.data.documents import Source
-from shardwright.train.data.places import Place
-from shardwright.train.data.tokenizers import Bytes, FromFile
-from shardwright.train.data.tokens import IDS, Tokens
+from shardwright.train.data.sources.documents import Source
+from shardwright.train.data.sources.places import Place
+from shardwright.train.data.tokens import cache as cache_module
+from shardwright.train.data.tokens.cache import content_digest, tokenised
+from shardwright.train.data.tokens.tokenizers import Bytes, FromFile
+from shardwright.train.data.tokens.tokens import IDS, Tokens
 from shardwright.train.errors import UserError
+from shardwright.train.launch import progress
 from tests.train.data.samples import CHATML, chat, save_tokenizer, texts, write_jsonl
 from tests.train.kit.text import joined, pydoc
 
@@ -116,6 +116,7 @@ def test_bytes_of_large_files_are_their_text(tmp_path: Path) -> None:
     assert tokens.documents == 6002
 
 
+@pytest.mark.extensive("processes of their own")
 def test_the_number_of_processes_changes_nothing(
     tmp_path: Path, tokenizer: FromFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +285,8 @@ def program(tmp_path: Path, path: Path, workers: int, before: str = "") -> list[
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "from pathlib import Path\n"
         "from shardwright.train.data import cache\n"
-        "from shardwright.train.data.documents import Source\n"
-        "from shardwright.train.data.tokenizers import open_tokenizer\n"
+        "from shardwright.train.data.sources.documents import Source\n"
+        "from shardwright.train.data.tokens.tokenizers import open_tokenizer\n"
         f"{before}\n"
         "print('made' if not list(Path(sys.argv[1]).glob('[0-9a-f]*')) else 'there', flush=True)\n"
         "tokenizer = open_tokenizer(sys.argv[3])\n"
@@ -319,6 +320,7 @@ def alive(parent: int) -> list[int]:
     return found
 
 
+@pytest.mark.extensive("processes of their own")
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 def test_a_killed_process_leaves_no_half_of_a_cache(tmp_path: Path, tokenizer: FromFile) -> None:
     path = large_files(tmp_path, 2500)[1]
@@ -345,6 +347,7 @@ def test_a_killed_process_leaves_no_half_of_a_cache(tmp_path: Path, tokenizer: F
     assert [each.name[0] for each in folders(tmp_path)] != ["."] and len(folders(tmp_path)) == 1
 
 
+@pytest.mark.extensive("processes of their own")
 def test_two_processes_at_once_make_it_once(tmp_path: Path, tokenizer: FromFile) -> None:
     path = tmp_path / "a.txt"
     path.write_text("some text")
@@ -374,7 +377,7 @@ def test_a_process_that_ends_is_one_error(
     tmp_path: Path, tokenizer: FromFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "shardwright.train.data.workers._PROGRAM", "import os; os.kill(os.getpid(), 9)  # {path}"
+        "shardwright.train.data.tokens.workers._PROGRAM", "import os; os.kill(os.getpid(), 9)  # {path}"
     )
     monkeypatch.setattr(cache_module, "WORTH_A_PROCESS", 0)
     with pytest.raises(
@@ -457,6 +460,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, name: str, damage: Callab
 # Memory
 
 
+@pytest.mark.extensive("each form")
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str) -> None:
     """200 MB of data: the process that makes tokens of them never grows by more than 40 MB."""
@@ -468,7 +472,7 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str) -> None:
             stream.write(block)
     before = (
         "import resource\n"
-        "import shardwright.train.data.workers, shardwright.train.data.lines\n"
+        "import shardwright.train.data.tokens.workers, shardwright.train.data.sources.lines\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "start = peak()\n"
         "import atexit; atexit.register(lambda: print(peak() - start))\n"
@@ -495,7 +499,7 @@ def test_each_part_of_the_work_is_a_sign_of_progress(tmp_path: Path) -> None:
 
 
 def test_the_progress_of_another_process_is_a_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "EVERY", 0.02)
     (tmp_path / "locks").mkdir()
     other = os.open(tmp_path / "locks" / "key", os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.data.chat import check_template, encode_completion, encode_conversation, rendered
-from shardwright.train.data.items import Completion, Conversation, Origin
-from shardwright.train.data.places import Place
-from shardwright.train.data.tokenizers import Bytes, FromFile, Tokenizer
+from shardwright.train.data.sources.items import Completion, Conversation, Origin
+from shardwright.train.data.sources.places import Place
+from shardwright.train.data.tokens.chat import (
+    check_template,
+    encode_completion,
+    encode_conversation,
+    rendered,
+)
+from shardwright.train.data.tokens.tokenizers import Bytes, FromFile, Tokenizer
 from shardwright.train.errors import UserError
 from tests.train.data.samples import CHATML, GEMMA, LLAMA, MARKED, MISTRAL, THINKING, chat, save_tokenizer
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.data.documents import Completion, Conversation, Source, documents, spans
-from shardwright.train.data.places import Place
+from shardwright.train.data.sources.documents import Completion, Conversation, Source, documents, spans
+from shardwright.train.data.sources.places import Place
 from shardwright.train.errors import UserError
 from tests.train.data.samples import chat, source, texts_of
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.train.data.documents import (
+from shardwright.train.data.sources.documents import (
     Completion,
     Conversation,
     Document,
     Ids,
     documents,
 )
-from shardwright.train.data.items import CONTEXT, PIECE, SPAN
+from shardwright.train.data.sources.items import CONTEXT, PIECE, SPAN
 from shardwright.train.errors import UserError
 from tests.train.data.samples import chat, source, texts_of, write_jsonl
 

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.train.config import Config
-from shardwright.train.data.batch import Batch
-from shardwright.train.data.cache import tokenised
 from shardwright.train.data.dataset import Dataset, continued, extended, load_dataset
-from shardwright.train.data.documents import Source
-from shardwright.train.data.growth import Known, check_grown, known_of, parts_of, with_part
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.tokenizers import Bytes
-from shardwright.train.data.tokens import Row, Tokens
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.sources.documents import Source
+from shardwright.train.data.tokens.cache import tokenised
+from shardwright.train.data.tokens.growth import Known, check_grown, known_of, parts_of, with_part
+from shardwright.train.data.tokens.tokenizers import Bytes
+from shardwright.train.data.tokens.tokens import Row, Tokens
 from shardwright.train.errors import UserError
 from tests.train.jobs import tiny
 
@@ -120,6 +120,7 @@ def _bytes(batch: Batch) -> tuple[bytes, ...]:
     return tuple(each.numpy().tobytes() for each in tensors if each is not None)
 
 
+@pytest.mark.extensive("each step of each source", but=("data0-*-1", "data1-*-4", "data2-*-2", "data3-*-3"))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("growth", GROWTHS)
@@ -188,6 +189,7 @@ def test_no_document_is_repeated_or_lost_within_an_epoch(
     assert names == Counter(expected)
 
 
+@pytest.mark.extensive("many sessions")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_parts_are_the_tokens_that_each_session_had(data: st.DataObject, tmp_path_factory: Any) -> None:

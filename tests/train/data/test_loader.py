@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.train.data.batch import Batch
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.stream import Stream
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.samples.stream import Stream
 from tests.train.kit.tokens import random_tokens, source_of
 
 
@@ -95,8 +95,8 @@ def test_an_error_of_the_user_leaves_no_thread() -> None:
 
 INTERRUPTED = """
 import signal, sys, time
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.stream import Stream
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.samples.stream import Stream
 from tests.train.kit.tokens import random_tokens, source_of
 with_close = sys.argv[1] == "close"
 source = source_of(random_tokens(1, documents=60, longest=40), 16, "best_fit", separate=True)
@@ -114,6 +114,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.extensive("a process for each end", but=("leave",))
 @pytest.mark.parametrize("close", ["close", "leave"])
 def test_a_process_ends_at_once_after_a_signal(close: str) -> None:
     process = subprocess.Popen(
@@ -131,7 +132,7 @@ def test_a_signal_during_the_wait_loses_no_step(monkeypatch: pytest.MonkeyPatch)
     with Loader(stream, Share(8, 4), workers=1) as loader:
         next(loader)
         pending = loader._pending[0] if loader._pending else None
-        monkeypatch.setattr("shardwright.train.data.loader._Pending.result", _interrupted)
+        monkeypatch.setattr("shardwright.train.data.samples.loader._Pending.result", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(loader)
         monkeypatch.undo()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.train.data import chat
-from shardwright.train.data.documents import Source, documents
-from shardwright.train.data.tokenizers import open_tokenizer
+from shardwright.train.data.sources.documents import Source, documents
+from shardwright.train.data.tokens import chat
+from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.train.data.mixing import SLOTS, Appended, GrowingOrder, Mixing, slots_of
-from shardwright.train.data.order import SampleOrder
+from shardwright.train.data.samples.mixing import SLOTS, Appended, GrowingOrder, Mixing, slots_of
+from shardwright.train.data.samples.order import SampleOrder
 
 some_weights = st.lists(st.floats(0.2, 100), min_size=1, max_size=5)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.train.data.order import SampleOrder
+from shardwright.train.data.samples.order import SampleOrder
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.train.data import packing as packing_module
-from shardwright.train.data.batch import IGNORED, Batch, Rows
-from shardwright.train.data.packing import Packing, PackingName, assign, best_fit, pack, split
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.samples import packing as packing_module
+from shardwright.train.data.samples.batch import IGNORED, Batch, Rows
+from shardwright.train.data.samples.packing import Packing, PackingName, assign, best_fit, pack, split
+from shardwright.train.data.tokens.tokens import Tokens
 from tests.train.kit.tokens import random_tokens, tokens_of
 
 PACKINGS: list[tuple[PackingName, bool]] = [
@@ -139,7 +139,7 @@ def test_counts_do_not_depend_on_the_chunks_they_are_made_in(
 ) -> None:
     tokens = random_tokens(3, documents=200, longest=40, masked=True)
     whole = pack(tokens, 16, name, separate=separate).trained_counts
-    monkeypatch.setattr("shardwright.train.data.packing._CHUNK", 7)
+    monkeypatch.setattr("shardwright.train.data.samples.packing._CHUNK", 7)
     assert pack(tokens, 16, name, separate=separate).trained_counts.tolist() == whole.tolist()
 
 

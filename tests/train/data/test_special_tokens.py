@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from shardwright import cli
+from shardwright.train.commands.generate import generate, prompt_ids
 from shardwright.train.config import load_config
-from shardwright.train.data.chat import encode_conversation, prompt_of
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
-from shardwright.train.data.items import Conversation
-from shardwright.train.data.tokenizers import FromFile, open_tokenizer
+from shardwright.train.data.sources.items import Conversation
+from shardwright.train.data.tokens.chat import encode_conversation, prompt_of
+from shardwright.train.data.tokens.tokenizers import FromFile, open_tokenizer
 from shardwright.train.errors import UserError
-from shardwright.train.generate import generate, prompt_ids
 from tests.train.jobs import tiny, train_here
 
 pytest.importorskip("tokenizers")
@@ -136,6 +136,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensive("each kind of tokenizer", but=("words-*", "byte_level-*"))
 @pytest.mark.parametrize("flagged", [True, False], ids=["special", "added"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_makes_a_special_token(tmp_path: Path, kind: str, flagged: bool) -> None:
@@ -269,6 +270,7 @@ def test_documents_that_spell_tokens_end_a_run_that_does_not_say_what_they_are(
     assert losses(tmp_path / "text") != losses(tmp_path / "tokens")
 
 
+@pytest.mark.extensive("a run and its resume")
 def test_a_run_without_the_key_goes_on_with_tokens(tmp_path: Path) -> None:
     """As runs did before there was the key, also if a file without it is named."""
     saved(tmp_path / "tok", "byte_level")

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.train.data.packing import PackingName
+from shardwright.train.data.samples.packing import PackingName
+from shardwright.train.data.samples.stream import Stream
 from shardwright.train.data.statement import ends_in_words, figures_of, statement
-from shardwright.train.data.stream import Stream
-from shardwright.train.data.tokenizers import Bytes, open_tokenizer
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
+from shardwright.train.data.tokens.tokens import Tokens
 from tests.train.kit.tokens import random_tokens, source_of, tokens_of
 
 CHAT = [

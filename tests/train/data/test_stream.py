@@ -19,13 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.train.data.batch import IGNORED, Batch
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.mixing import SLOTS, Appended
-from shardwright.train.data.order import SampleOrder
-from shardwright.train.data.packing import PackingName, pack
-from shardwright.train.data.stream import Part, Source, Stream
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.samples.batch import IGNORED, Batch
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.samples.mixing import SLOTS, Appended
+from shardwright.train.data.samples.order import SampleOrder
+from shardwright.train.data.samples.packing import PackingName, pack
+from shardwright.train.data.samples.stream import Part, Source, Stream
+from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
 from tests.train.kit.text import Text, batch
 from tests.train.kit.tokens import random_tokens, source_of, tokens_of
@@ -123,6 +123,7 @@ def expected(kind: str, packing: PackingName, separate: bool) -> str:
     return digest(reversed([stream.batch(index, 1) for index in reversed(range(STEPS * GLOBAL))]))
 
 
+@pytest.mark.extensive("each packing", but=("split-*",))
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join("x".join(map(str, leg)) for leg in plan))
 @pytest.mark.parametrize("kind", ["one", "mixed", "appended"])
 @pytest.mark.parametrize(("packing", "separate"), SETTINGS)

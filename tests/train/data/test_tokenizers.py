@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.data.items import cut
-from shardwright.train.data.tokenizers import Bytes, FromFile, Tokenizer, open_tokenizer
+from shardwright.train.data.sources.items import cut
+from shardwright.train.data.tokens.tokenizers import Bytes, FromFile, Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError
 from tests.train.data.samples import CHATML, save_tokenizer, texts
 
@@ -275,7 +275,7 @@ def fetch(tmp_path: Path, endpoint: str, name: str, **variables: str) -> dict[st
     """What a fresh process opens, for the library reads its variables once."""
     program = (
         "import json, sys\n"
-        "from shardwright.train.data.tokenizers import open_tokenizer\n"
+        "from shardwright.train.data.tokens.tokenizers import open_tokenizer\n"
         "from shardwright.train.errors import UserError\n"
         "try:\n"
         "    t = open_tokenizer(sys.argv[1])\n"
@@ -327,6 +327,7 @@ def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
     assert fetch(tmp_path, endpoint, "me/tiny@v1") == found
 
 
+@pytest.mark.extensive("each failure of a network")
 def test_names_that_cannot_be_fetched_say_why(tmp_path: Path, hub: tuple[str, type[Hub]]) -> None:
     endpoint, _ = hub
     message = fetch(tmp_path, endpoint, "me/none")["error"]

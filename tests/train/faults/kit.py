@@ -20,17 +20,18 @@ from torch import Tensor
 
 from shardwright._torch import local_of
 from shardwright.engine.front.corruption import plain_name
-from shardwright.train import plan_picture
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.loop import run_steps
-from shardwright.train.metrics import JsonLines
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
-from shardwright.train.saves import Saves
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer, learning_rate
+from shardwright.train.report.jsonl import JsonLines
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.loop import run_steps
+from shardwright.train.step.lr_schedule import learning_rate
+from shardwright.train.step.reporting.recording import StepReports
+from shardwright.train.step.saves import Saves
+from shardwright.train.step.trainer import Trainer
 from tests.train.jobs import tiny, trainer
 from tests.train.kit.text import batch, random_text
 
@@ -101,15 +102,15 @@ class Run:
             reporter = Reporter([files, Said(self.lines)])
         stop = StopRequest()  # not entered: no handlers in the pool's workers
         try:
-            # No test here is about power cuts or pictures.
+            # No test here is about power cuts.
             with (
                 pytest.MonkeyPatch.context() as patch,
                 reporter,
                 Saves(self.config.checkpoint, self.folder.checkpoints, reporter, loaded=done) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
-                patch.setattr(plan_picture, "draw", lambda *arguments: None)
-                run_steps(self.trainer, self.folder, reporter, saves, stop)
+                self.trainer.hooks.own = [StepReports(reporter)]
+                run_steps(self.trainer, reporter, saves, stop)
         finally:
             self.trainer.close()
         return tried

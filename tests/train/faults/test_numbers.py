@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from shardwright._torch import local_of
-from shardwright.checkpoint.ranks import Ranks
+from shardwright.collective import RankGroup
 from shardwright.engine.front.corruption import plain_name
 from shardwright.engine.unit.owning import units_of
-from shardwright.train import parallel
-from shardwright.train.checkpoint import saved_steps
-from shardwright.train.faults.fault import NonFiniteError, is_spike
-from shardwright.train.faults.past import Past
-from shardwright.train.metrics import read_records
-from shardwright.train.sections.fault import FaultConfig
-from shardwright.train.steps import Position, recorded_step
-from shardwright.train.trainer import Trainer
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.parallel import recipe
+from shardwright.train.report.jsonl import read_records
+from shardwright.train.run.past import Past
+from shardwright.train.run.position import Position, recorded_step
+from shardwright.train.step.checkpoint import saved_steps
+from shardwright.train.step.numerics.fault import NonFiniteError, is_spike
+from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.train.faults.kit import (
@@ -99,7 +99,7 @@ def planted(kind: str, rank: int) -> Plant | None:
 def spoil_weight(job: Trainer) -> int:
     """Make an element of a weight infinite after the third step, on the last rank that has elements of it."""
     weight = part_of(weight_of(job, WEIGHT))
-    last = max(rank for rank, size in enumerate(Ranks().everyones(weight.numel())) if size)
+    last = max(rank for rank, size in enumerate(RankGroup().all_gather(weight.numel())) if size)
 
     def spoil() -> None:
         with torch.no_grad():
@@ -110,6 +110,7 @@ def spoil_weight(job: Trainer) -> int:
     return last
 
 
+@pytest.mark.extensive("each number of ranks", but=("2ranks",))
 @multirank(1, 2, 3)
 def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int, tmp_path: Path) -> None:
     """One rank's loss, gradients or weights are wrong in the fourth step, or the loss is a spike: all ranks answer
@@ -354,6 +355,7 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
 # -- a resume is exact -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("a run and its resume for each kind of fault")
 @multirank(2)
 def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int, tmp_path: Path) -> None:
     """After a skip, a rewind and a spike, killed before each step: equal weights, equal samples left out."""
@@ -372,7 +374,7 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int,
     def copy() -> None:
         """What a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
         steps, past = (
-            Ranks().by_first(lambda: saved_steps(whole.folder.checkpoints)),
+            RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)),
             whole.trainer.position.past,
         )
         if steps:
@@ -466,7 +468,7 @@ def test_a_step_has_one_reduction_beside_those_of_its_work(
     arguments = next_step(run)
     with counted() as work:
         run.work(*arguments)
-        parallel.clip_gradients(run.model, config)
+        recipe.clip_gradients(run.model, config)
     run.optimizer.step()
     assert step - work == Counter(all_reduce=1)
     assert work["all_reduce"] == (0 if in_backward else 1)  # of the norm

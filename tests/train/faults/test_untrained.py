@@ -17,20 +17,20 @@ import torch
 import torch.nn.functional as F
 
 from shardwright._torch import local_of
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.train.checkpoint import saved_steps
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, _check_validated
-from shardwright.train.data.loader import Loader, Share
-from shardwright.train.data.packing import pack
-from shardwright.train.data.stream import Part, Source, Stream
-from shardwright.train.data.tokenizers import Bytes
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.samples.loader import Loader, Share
+from shardwright.train.data.samples.packing import pack
+from shardwright.train.data.samples.stream import Part, Source, Stream
+from shardwright.train.data.tokens.tokenizers import Bytes
+from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
-from shardwright.train.faults.past import Past
-from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.models.build import build_model
-from shardwright.train.trainer import Trainer, learning_rate
+from shardwright.train.step.checkpoint import saved_steps
+from shardwright.train.step.lr_schedule import learning_rate
+from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
+from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.train.faults.kit import Run, job, lines_of, weight_of
@@ -129,6 +129,7 @@ MATRIX = select(
 )
 
 
+@pytest.mark.extensive("both numbers of ranks", but=("2ranks",))
 @multirank(1, 2)
 def test_no_step_is_made_of_a_batch_without_a_trained_token(
     rank: int, world_size: int, tmp_path: Path
@@ -170,6 +171,7 @@ def test_no_step_is_made_of_a_batch_without_a_trained_token(
             assert f"{untrained} global batch" in incidents_in_words(results)[0], where
 
 
+@pytest.mark.extensive("a run and its resume for each setting")
 @multirank(2)
 def test_a_resume_repeats_no_batch_and_forgets_none(rank: int, world_size: int, tmp_path: Path) -> None:
     """Killed before each step: equal weights, positions and lines."""
@@ -184,7 +186,7 @@ def test_a_resume_repeats_no_batch_and_forgets_none(rank: int, world_size: int, 
     kills: list[Path] = []
 
     def copy() -> None:
-        if Ranks().by_first(lambda: saved_steps(whole.folder.checkpoints)):
+        if RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)):
             kills.append(tmp_path / f"killed {len(kills)}")
             if rank == 0:
                 shutil.copytree(whole.folder.path, kills[-1])
@@ -237,9 +239,3 @@ def test_a_validation_without_a_trained_token_is_an_error() -> None:
     stream = next(each for each in streams if not each.trained(0, G))
     with pytest.raises(UserError, match=r"validation.batches: expected trained tokens in the first 4 valid"):
         _check_validated(config, stream)
-
-
-def test_a_past_without_the_count_of_earlier_versions_is_read() -> None:
-    stored = Past(((3, 6),), 1, 1, 0, (1.5,)).stored()
-    assert stored.pop("untrained") == 0
-    assert Past.from_stored(stored) == Past(((3, 6),), 1, 1, 0, (1.5,))

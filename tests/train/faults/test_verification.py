@@ -15,10 +15,10 @@ import pytest
 from torch import Tensor
 
 from shardwright.engine.unit.owning import units_of
-from shardwright.train.checkpoint import saved_steps
 from shardwright.train.errors import UserError
-from shardwright.train.faults.verifying import CorruptionError
-from shardwright.train.trainer import Trainer
+from shardwright.train.step.checkpoint import saved_steps
+from shardwright.train.step.numerics.verifying import CorruptionError
+from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.faults.kit import Run, after_step, job, part_of, weight_of
 from tests.train.jobs import trainer
@@ -67,6 +67,7 @@ def test_a_verified_run_is_the_same_run(rank: int, world_size: int) -> None:
     check_undisturbed(CLEAN, rank, world_size)
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4)
 def test_a_verified_run_on_meshes_is_the_same_run(rank: int, world_size: int) -> None:
     for name, case in CLEAN_ON_4.items():
@@ -211,6 +212,7 @@ def check_flips(cases: list[Case], rank: int, world_size: int, folder: Path, tra
         run.trainer.close()
 
 
+@pytest.mark.extensive("three ranks")
 @multirank(3)
 def test_flipped_bits_are_found_and_named(rank: int, world_size: int, tmp_path: Path) -> None:
     check_flips(ON_3, rank, world_size, tmp_path, {})
@@ -221,6 +223,7 @@ def test_flipped_bits_are_found_on_two_ranks(rank: int, world_size: int, tmp_pat
     check_flips(ON_2, rank, world_size, tmp_path, {})
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4)
 def test_flipped_bits_of_replicas_are_found(rank: int, world_size: int, tmp_path: Path) -> None:
     check_flips(ON_4, rank, world_size, tmp_path, {"global_batch": 16})

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.checkpoint.files import open_stored
-from shardwright.train import checkpoint
+from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.build import model_of
-from shardwright.train.runs import RunFolder
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step import checkpoint
 from tests.train.finetune.kit import tokens
 from tests.train.jobs import TINY, config_file, train_here
 from tests.train.kit.architectures import folder_with

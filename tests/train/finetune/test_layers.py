@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.train.activations import checkpoint_blocks
 from shardwright.train.finetune.adapters import (
     adapt,
     adapted_layers,
@@ -20,6 +19,7 @@ from shardwright.train.finetune.adapters import (
     uncalled_layers,
 )
 from shardwright.train.finetune.layers import Dropout
+from shardwright.train.parallel.activations import checkpoint_blocks
 from tests.train.finetune.kit import LLAMA, build, logits_of, loss_of, randomised, settings, tokens
 
 
@@ -166,6 +166,7 @@ def test_dropout_without_samples_is_an_error() -> None:
     model(tokens(0))
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_compiled_blocks_with_dropout_are_one_graph() -> None:
     own = settings(dropout=0.3)
     plain, model = (randomised(build("llama", own)) for _ in range(2))

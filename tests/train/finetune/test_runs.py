@@ -21,7 +21,7 @@ from shardwright.train.finetune.finetuning import prepare
 from shardwright.train.finetune.peft_files import write_adapters
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import RunFolder
+from shardwright.train.run.folder import RunFolder
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import build, randomised, settings
 from tests.train.jobs import config_file, losses, ranks, tiny, train_here, trainer
@@ -137,6 +137,7 @@ def stored_sizes(folder: Path) -> dict[str, int]:
     return {name: entry.size.numel() for name, entry in entries.items() if hasattr(entry, "size")}
 
 
+@pytest.mark.extensive("each engine")
 def test_every_engine_trains_adapters(tmp_path: Path) -> None:
     config, alone = config_file(tmp_path), tmp_path / "none"
     assert train_here(config, *LORA, "--run.dir", alone) == 0
@@ -148,6 +149,7 @@ def test_every_engine_trains_adapters(tmp_path: Path) -> None:
         assert read_base(run / "base.json") == read_base(alone / "base.json")
 
 
+@pytest.mark.extensive("another run and its resume")
 def test_adapters_of_a_model_with_tied_embeddings_are_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +164,7 @@ def test_adapters_of_a_model_with_tied_embeddings_are_read_again(
     assert train_here("--resume", run, "--train.steps", "6") == 0
 
 
+@pytest.mark.extensive("another run")
 def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, *LORA, "--run.dir", folder, "--train.steps", "3") == 0

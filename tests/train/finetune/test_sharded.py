@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.train.activations import checkpoint_blocks
 from shardwright.train.finetune.adapters import adapted_layers, merge, reset_magnitudes, trained_names
+from shardwright.train.parallel.activations import checkpoint_blocks
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import (
     build,
@@ -100,6 +100,7 @@ TWO_RANKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensive("each kind of model", but=("llama-*",))
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("kind", ["llama", "hybrid", "transformers"])
 def test_sharded_adapters_train_like_plain_ones(rank: int, world_size: int, kind: str) -> None:
@@ -112,6 +113,7 @@ def test_sharded_adapters_train_like_plain_ones(rank: int, world_size: int, kind
             )
 
 
+@pytest.mark.extensive("each kind of model")
 @multirank(2)
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_bfloat16(rank: int, world_size: int, kind: str) -> None:
@@ -119,6 +121,7 @@ def test_bfloat16(rank: int, world_size: int, kind: str) -> None:
         check(rank, world_size, kind, values, {"mesh": world_mesh(2)}, torch.bfloat16, recompute=True)
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4)
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_two_axes(rank: int, world_size: int, strategy: str) -> None:

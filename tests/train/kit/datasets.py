@@ -6,10 +6,10 @@ import numpy as np
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import VALIDATION_SEED, Dataset
-from shardwright.train.data.packing import pack
-from shardwright.train.data.stream import Part, Source, Stream
-from shardwright.train.data.tokenizers import Bytes
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.samples.packing import pack
+from shardwright.train.data.samples.stream import Part, Source, Stream
+from shardwright.train.data.tokens.tokenizers import Bytes
+from shardwright.train.data.tokens.tokens import Tokens
 
 
 def byte_dataset(config: Config, training: bytes, validation: bytes, sha256: str) -> Dataset:

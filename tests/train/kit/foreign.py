@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwright.train.trainer import Trainer
+from shardwright.train.step.trainer import Trainer
 from tests.train.jobs import TINY, tiny, trainer
 
 JOB = re.sub(r"\[model\].*?\[train\]", "[train]", TINY, flags=re.DOTALL).replace('engine = "none"', "")

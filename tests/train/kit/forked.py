@@ -24,7 +24,7 @@ def launch(
     *arguments: str | Path,
     torchrun: Sequence[str] | None = None,
     environment: dict[str, str] | None = None,
-    imports: str = "shardwright.train.rank",
+    imports: str = "shardwright.train.rank.process",
     seconds: float = 100,
 ) -> tuple[int | None, str, str]:
     """`shardwright` with these arguments, under torchrun if its options are given: status, stdout and stderr.
@@ -99,9 +99,9 @@ def _rank(arguments: list[str], variables: dict[str, str], out: IO[str] | None, 
     os.environ.clear()
     os.environ.update(variables)
     from shardwright.cli import main
-    from shardwright.train import starting
+    from shardwright.train.launch import progress
 
-    starting.START.__init__()  # type: ignore[misc]  # the launcher's has begun
+    progress.START.__init__()  # type: ignore[misc]  # the launcher's has begun
     sys.argv = ["shardwright", *arguments]
     try:
         status: Any = main()

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.train import hosts as hosts_of_job
-from shardwright.train.hosts import INTERFACE_VARIABLE
+from shardwright.train.rank import shared_folder
+from shardwright.train.rank.hosts import INTERFACE_VARIABLE
 from tests.support.pool import forkserver
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -61,7 +61,7 @@ class Job:
         per_host: int = 1,
         timeout: float = 60,
         port: int = PORT,
-        seconds_to_appear: float = hosts_of_job.SECONDS_TO_APPEAR,
+        seconds_to_appear: float = shared_folder.SECONDS_TO_APPEAR,
         only: Sequence[int] | None = None,
     ) -> None:
         chosen = list(range(len(hosts.addresses)) if only is None else only)
@@ -112,7 +112,7 @@ def _rank_on_host(
     log: Path,
     seconds_to_appear: float,
 ) -> None:
-    hosts_of_job.SECONDS_TO_APPEAR = seconds_to_appear
+    shared_folder.SECONDS_TO_APPEAR = seconds_to_appear
     folder = os.getcwd()
     namespaces = [
         os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwright.train.models.hybrid import (
+from shardwright.train.models.native.hybrid import (
     Hybrid,
     HybridConfig,
 )

@@ -10,10 +10,10 @@ import signal
 import time
 from typing import Any
 
-from shardwright.train import rank
-from shardwright.train.environment import LAUNCHER_VARIABLE
+from shardwright.train.launch.environment import LAUNCHER_VARIABLE
+from shardwright.train.rank import process
 
-_run_rank = rank.run_rank
+_run_rank = process.run_rank
 
 
 def run_rank(*arguments: Any) -> int:
@@ -25,4 +25,4 @@ def run_rank(*arguments: Any) -> int:
     return status
 
 
-rank.run_rank = run_rank
+process.run_rank = run_rank

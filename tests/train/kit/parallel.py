@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer, tensors_of
+from shardwright.train.step.trainer import Trainer, tensors_of
 from tests.train.kit.datasets import byte_dataset
 from tests.train.kit.text import Text, batch, random_text
 

@@ -1,7 +1,7 @@
 """Ranks that stop themselves at the start of a job. Import it with :func:`tests.train.kit.forked.launch`.
 
 `environment(1, "run_rank")` stops rank 1, in the first attempt, before it calls this function of
-`shardwright.train.rank`.
+`shardwright.train.rank.process`, or this method of its kinds of ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.train import rank
+from shardwright.train.rank import process
 
 VARIABLE = "STOPPED_AT_START"
-PLACES = ("run_rank", "start_together", "join_world", "_agree_on_place", "_watched")
+PLACES = ("run_rank", "start_together", "join_world", "open", "watch")
 """In the order of a start. The last one opens the board."""
 
 
@@ -38,5 +38,7 @@ def _stopping(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return stop_first
 
 
-for each in PLACES:
-    setattr(rank, each, _stopping(each, getattr(rank, each)))
+for owner in (process, process.LaunchedRank, process.IndependentRank):
+    for each in PLACES:
+        if hasattr(owner, each):
+            setattr(owner, each, _stopping(each, getattr(owner, each)))

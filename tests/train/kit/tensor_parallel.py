@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from shardwright.train.config import Config
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.parallel import dataset_of
 from tests.train.kit.text import Text
 
 
 def trainer(config: Config, rank: int, world_size: int, text: Text | None = None) -> Trainer:
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
+    world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
     return Trainer(config, world, dataset_of(config, text))

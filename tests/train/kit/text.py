@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.train.data.order import SampleOrder
+from shardwright.train.data.samples.order import SampleOrder
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwright.train.data.packing import PackingName, pack
-from shardwright.train.data.stream import Part, Source
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.samples.packing import PackingName, pack
+from shardwright.train.data.samples.stream import Part, Source
+from shardwright.train.data.tokens.tokens import Tokens
 
 
 def tokens_of(

@@ -16,9 +16,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.models.kinds import sizes_of
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.config.catalog.kinds import sizes_of
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.datasets import byte_dataset
 
 RANKS = 256
@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
         }
     )
     assert sizes_of(config.model.shape()).parameters == parameters
-    world = World(3, RANKS, torch.device("cpu"), make_mesh(config.parallel, "cpu", RANKS))
+    world = World.of(config.parallel, 3, RANKS, torch.device("cpu"))
     before = own_bytes()
     with Peak() as peak:
         trainer = Trainer(config, world, byte_dataset(config, bytes(4000), bytes(4000), "zeros"))

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import load_dataset
-from shardwright.train.losses import documents_of
-from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
-from shardwright.train.world import World, make_mesh
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.losses import documents_of
+from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import everything, generate
 from tests.support.pool import WorkerPools, run_case
 from tests.train.jobs import HYBRID, tiny
@@ -144,7 +145,7 @@ class Found(NamedTuple):
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    world = World(rank, world_size, torch.device("cpu"), make_mesh(config.parallel, "cpu", world_size))
+    world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
     return Trainer(config, world, load_dataset(config))
 
 
@@ -153,7 +154,7 @@ def found_by(job: Trainer) -> Found:
     steps = [job.train_step(stop) for _ in range(STEPS)]
     weights = get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True))
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-    return Found([[s.loss, *s.auxiliary.values()] for s in steps], norms, weights, job.validate())
+    return Found([[s.loss, *s.auxiliary.values()] for s in steps], norms, weights, validate(job).loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -229,6 +230,7 @@ def run_rows(
             raise AssertionError(f"{row}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.extensive("each number of ranks", but=("1",))
 @pytest.mark.multirank
 @pytest.mark.parametrize("ranks", AXES["ranks"])
 def test_every_split_has_the_losses_and_weights_of_the_whole(

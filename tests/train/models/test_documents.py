@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.train.activations import checkpoint_blocks, compile_blocks
-from shardwright.train.models import hybrid, llama, mamba, packed
-from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.llama import Llama, LlamaConfig
+from shardwright.train.models import packed
+from shardwright.train.models.native import hybrid, llama, mamba
+from shardwright.train.models.native.decoder import Decoder
+from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
+from shardwright.train.models.native.llama import Llama, LlamaConfig
+from shardwright.train.models.native.scan import selective_scan
 from shardwright.train.models.packed import Documents, attend
-from shardwright.train.models.scan import selective_scan
+from shardwright.train.parallel.activations import checkpoint_blocks, compile_blocks
 from tests.train.kit import packed as kit
 from tests.train.kit.hybrid import TINY
 from tests.train.kit.packed import PLACES, Belongings, belongings, differing
@@ -117,6 +118,7 @@ def test_other_documents_change_no_bit_with_checkpoints(name: str, checkpoint: s
     assert differing(found(plain, inputs, (0, 1)), found(model, inputs, (0, 1))) == []
 
 
+@pytest.mark.extensive("compiled graphs")
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_other_documents_change_no_bit_in_compiled_blocks(name: str) -> None:
     torch._dynamo.reset()

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwright as sw
-from shardwright.train.activations import compile_blocks
-from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.llama import Llama, LlamaConfig
-from shardwright.train.models.styles import spread_experts
-from shardwright.train.parallel import cut_layers
+from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
+from shardwright.train.models.native.llama import Llama, LlamaConfig
+from shardwright.train.models.native.styles import spread_experts
+from shardwright.train.parallel.activations import compile_blocks
+from shardwright.train.parallel.recipe import cut_layers
 from tests.support.pool import multirank, world_mesh
 from tests.train.kit import packed as kit
 from tests.train.kit.hybrid import TINY
@@ -83,6 +83,7 @@ def test_cut_layers_keep_documents_apart(rank: int, world_size: int, name: str) 
     check_like_plain(model, built(name))
 
 
+@pytest.mark.extensive("compiled graphs")
 @multirank(2)
 def test_compiled_cut_layers_keep_documents_apart(rank: int, world_size: int) -> None:
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.train.errors import UserError
-from shardwright.train.models.documents import Separation, separates, separation_of
+from shardwright.train.models.hf.documents import Separation, separates, separation_of
 from tests.train.kit import packed as kit
 from tests.train.kit.packed import PLACES, Belongings, belongings, differing
 
@@ -115,6 +115,7 @@ def pairs(
         yield one, two
 
 
+@pytest.mark.extensive("architectures of transformers", but=("llama-*", "gpt2-*", "mixtral-*"))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KEPT_APART)
 def test_other_documents_change_no_bit(kind: str, attention: str) -> None:
@@ -146,6 +147,7 @@ def test_models_with_a_state_are_refused(kind: str) -> None:
     assert "data.packing" in message and "\n" not in message
 
 
+@pytest.mark.extensive("architectures of transformers", but=("llama-", "phi3-"))
 @pytest.mark.parametrize(
     ("kind", "values"),
     [

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardwright.train.checks import check_device, check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
+from shardwright.train.parallel.checks import check_device, check_ranks
+from shardwright.train.step.evaluation import check_model
 from tests.support import multirank
 from tests.support.matrix import everything, generate
 from tests.train.jobs import tiny, trainer
@@ -139,7 +140,7 @@ def check(config: Config, rank: int, world_size: int) -> None:
     losses, weights = plain(config)
     check_ranks(config, world_size)
     job = trainer(config, rank, world_size)
-    job.check_model()
+    check_model(job)
     found = [loss for loss, _ in take_steps(job, STEPS)]
     assert found == pytest.approx(losses, rel=1e-4)
     options = StateDictOptions(full_state_dict=True)
@@ -167,12 +168,14 @@ def run_rows(rows: list[dict[str, Any]], rank: int, world_size: int, folder: Pat
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("architectures of transformers")
 @multirank(RANKS, timeout=300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_row_trains_like_the_plain_model(rank: int, world_size: int, part: int, tmp_path: Path) -> None:
     run_rows(ROWS[part::PARTS], rank, world_size, tmp_path)
 
 
+@pytest.mark.extensive("each engine", but=("fsdp1-*",))
 @multirank(RANKS, timeout=300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_engines_train_like_the_plain_model(

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.train import checkpoint
 from shardwright.train.finetune import adapters
 from shardwright.train.models.build import model_of
-from shardwright.train.runs import RunFolder
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step import checkpoint
 from tests.train.jobs import config_file, ranks, train_here
 from tests.train.kit.architectures import folder_with, reloaded
 from tests.train.kit.foreign import JOB
@@ -93,6 +93,7 @@ def logits(model: Any) -> torch.Tensor:
     return getattr(output, "logits", output)
 
 
+@pytest.mark.extensive("architectures of transformers", but=("llama", "gpt2"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_computes_the_logits_of_the_run(
     kind: str,
@@ -118,6 +119,7 @@ def test_the_folder_computes_the_logits_of_the_run(
         assert messages == []
 
 
+@pytest.mark.extensive("a run of two ranks")
 def test_a_run_of_two_ranks_is_exported_by_one(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +172,7 @@ def test_peft_computes_the_logits_of_the_run(
     assert torch.equal(logits(theirs.eval()), logits(model_of_run(run)))
 
 
+@pytest.mark.extensive("a run of two ranks")
 def test_adapters_of_two_ranks_are_merged(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

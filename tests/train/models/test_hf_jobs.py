@@ -17,15 +17,16 @@ from torch import nn
 
 from shardwright import cli
 from shardwright.engine.tensors.parameter import has_no_values
-from shardwright.train import parallel
-from shardwright.train.data.batch import Batch
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
-from shardwright.train.float8 import convert
-from shardwright.train.models import hf
 from shardwright.train.models.build import build_model
+from shardwright.train.models.hf import transformers_model
 from shardwright.train.models.language_model import sees_later_tokens
-from shardwright.train.models.shapes import HuggingFaceShape
-from shardwright.train.trainer import Trainer
+from shardwright.train.parallel import recipe
+from shardwright.train.parallel.float8 import convert
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.jobs import config_file, losses, ranks, records, train_here
@@ -42,6 +43,7 @@ def parameters(job: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(p).detach().clone() for name, p in job.model.named_parameters()}
 
 
+@pytest.mark.extensive("a measurement in processes of their own")
 def test_no_rank_holds_the_whole(tmp_path: Path) -> None:
     """Counted are the bytes of one of 256 ranks, in a process without others, while it builds a model and reads it."""
     command = [sys.executable, "-m", "tests.train.models.one_of_many", str(tmp_path)]
@@ -59,14 +61,14 @@ def test_values_are_read_or_drawn_into_shards(rank: int, world_size: int, tmp_pa
     for weights in ("pretrained", "random"):
         job = job_of(tmp_path / "llama", rank, world_size, model={"weights": weights}, layout="ragged")
         config, values = job.config, plain.state_dict()
-        assert all(has_no_values(p) for p in parallel.build_for(config, 256).parameters())
+        assert all(has_no_values(p) for p in recipe.build_for(config, 256).parameters())
         if weights == "random":
             torch.manual_seed(config.run.seed)
             values = build_model(config.model, 256).model.state_dict()
         for name, parameter in parameters(job).items():
-            assert torch.equal(parameter, values[name.removeprefix(hf.PREFIX)]), name
+            assert torch.equal(parameter, values[name.removeprefix(transformers_model.PREFIX)]), name
         for name, buffer in plain.named_buffers():
-            assert torch.equal(dict(job.model.named_buffers())[hf.PREFIX + name], buffer)
+            assert torch.equal(dict(job.model.named_buffers())[transformers_model.PREFIX + name], buffer)
 
 
 @multirank(2, timeout=40)
@@ -99,6 +101,7 @@ def test_files_that_are_damaged_on_one_host(
         job_of(tmp_path / str(rank), rank, world_size, engine=engine)
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_ranks_may_have_the_model_in_other_folders(tmp_path: Path) -> None:
     """The folders are compared by their content. One has other values in the same tensors then."""
     folders = [tmp_path / "host0", tmp_path / "host1"]
@@ -138,6 +141,7 @@ def test_weights_that_transformers_keeps_in_float32(rank: int, world_size: int, 
     assert loss == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.extensive("each way of recomputing")
 @multirank(2)
 def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, tmp_path: Path) -> None:
     """It is on in training alone, differs between ranks and steps, and follows the samples after a resume."""
@@ -155,7 +159,7 @@ def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, 
     for name, value in found[0][1].items():
         assert torch.equal(value, found[1][1][name]), name
     job, plain = (job_of(tmp_path / name, rank, world_size) for name in ("gpt2", "none"))
-    assert job.validate() == plain.validate()
+    assert validate(job).loss == validate(plain).loss
     torch.manual_seed(9)  # whatever was drawn before
     assert take_steps(job, 2) == found[0][0] != take_steps(plain, 2)
     seeds = {job._seed_of(number) for number in range(2)}
@@ -164,6 +168,7 @@ def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, 
     assert not plain.draws
 
 
+@pytest.mark.extensive("compiled graphs")
 @multirank(2)
 def test_compiled_blocks_and_bfloat16(rank: int, world_size: int, tmp_path: Path) -> None:
     torch._dynamo.reset()
@@ -196,7 +201,7 @@ def test_the_balance_loss_of_experts(rank: int, world_size: int, tmp_path: Path)
     # Tokens that use each pair of the four experts alike.
     pairs = torch.tensor(list(combinations(range(4), 2)))
     gates = torch.zeros(6, 4).scatter(1, pairs, 20.0)
-    alike = hf.balance_loss(type(job.model.model))((gates,), 4, 2)
+    alike = transformers_model.balance_loss(type(job.model.model))((gates,), 4, 2)
     assert job.losses.meanings["balance"] == f"load of the experts; {float(alike):g}: all equal"
     _, inputs, targets, *_ = next_step(job)
     sums = job.losses.sums(Batch(inputs, targets, None, None))
@@ -275,6 +280,7 @@ def test_a_run_its_resume_and_the_other_commands(tmp_path: Path, capsys: pytest.
     assert "Keys of [model]: path, weights, blocks" in capsys.readouterr().out
 
 
+@pytest.mark.extensive("each engine")
 @pytest.mark.parametrize("engine", ["none", "ddp", "fsdp2", "fsdp1"])
 def test_the_other_engines_read_weights_too(tmp_path: Path, engine: str) -> None:
     folder = folder_with("gemma2", tmp_path / "gemma2")
@@ -312,16 +318,16 @@ def test_names_and_config_of_an_export(tmp_path: Path) -> None:
     """transformers' own names of stored tensors: experts one by one."""
     folder = folder_with("mixtral", tmp_path / "mixtral", torch_dtype="bfloat16")
     shape = HuggingFaceShape(str(folder))
-    keys = hf.key_map(shape)
+    keys = transformers_model.key_map(shape)
     with torch.device("meta"):
         assert keys.keys() == dict(build_model_on_meta(shape).state_dict()).keys()
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in str(
         keys["model.model.layers.0.mlp.experts.down_proj"]
     )
-    config = hf.config_json(shape)
+    config = transformers_model.config_json(shape)
     assert config["architectures"] == ["MixtralForCausalLM"] and config["dtype"] == "float32"
     assert config["num_local_experts"] == 4 and "torch_dtype" not in config
 
 
 def build_model_on_meta(shape: HuggingFaceShape) -> nn.Module:
-    return hf.HuggingFaceModel(shape)
+    return transformers_model.HuggingFaceModel(shape)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import shardwright as sw
-from shardwright.train import parallel
-from shardwright.train.models import hf
-from shardwright.train.trainer import Trainer
+from shardwright.train.models.hf import transformers_model
+from shardwright.train.parallel import recipe
+from shardwright.train.step.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.kit.architectures import ARCHITECTURES, folder_with, reloaded
@@ -91,22 +91,31 @@ def check(
     dist.all_reduce(found)
     assert float(found) == plain.loss, (kind, options)
     parameters = dict(job.model.named_parameters())
-    own_names = {name.removeprefix(hf.PREFIX) for name in parameters}
+    own_names = {name.removeprefix(transformers_model.PREFIX) for name in parameters}
     assert own_names >= plain.gradients.keys()
     for name in own_names - plain.gradients.keys():
-        assert "bias" in name and not _has_gradient(parameters[hf.PREFIX + name]), (kind, options, name)
+        assert "bias" in name and not _has_gradient(parameters[transformers_model.PREFIX + name]), (
+            kind,
+            options,
+            name,
+        )
     for name, gradient in plain.gradients.items():
-        own = parameters[hf.PREFIX + name].grad
+        own = parameters[transformers_model.PREFIX + name].grad
         assert own is not None, (kind, options, name)
         assert torch.equal(full(own).cpu(), gradient), (kind, options, name)
     job.optimizer.step()
     job.model.eval()
     with torch.no_grad():
         logits = job.model(TOKENS)
-    parallel.free_gathered(job.model)
+    recipe.free_gathered(job.model)
     shape = job.config.model.shape()
     out = folder / f"{kind}-saved-{len(options)}"
-    sw.save_pretrained(job.model, out, key_map=hf.key_map(shape), config=hf.config_json(shape))
+    sw.save_pretrained(
+        job.model,
+        out,
+        key_map=transformers_model.key_map(shape),
+        config=transformers_model.config_json(shape),
+    )
     dist.barrier()
     with torch.no_grad():
         again = reloaded(out).eval()(input_ids=TOKENS).logits
@@ -116,6 +125,7 @@ def check(
 KINDS = list(ARCHITECTURES)
 
 
+@pytest.mark.extensive("architectures of transformers", but=("3-*",))
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("part", range(5))
 def test_losses_gradients_and_files_are_those_of_transformers(

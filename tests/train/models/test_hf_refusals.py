@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.train import hub as hub_module
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config, load_config
+from shardwright.train.config.catalog import hub as hub_module
+from shardwright.train.config.catalog import shapes
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.errors import UserError
-from shardwright.train.models import hf, shapes
-from shardwright.train.models.shapes import HuggingFaceShape
+from shardwright.train.models.hf import transformers_model
+from shardwright.train.parallel.checks import check_ranks
 from tests.train.jobs import config_file, losses, train_here
 from tests.train.kit.architectures import SIZES, folder_with, reloaded
 from tests.train.kit.foreign import JOB
@@ -212,14 +213,14 @@ def test_missing_packages(llama: Path, package: str, monkeypatch: pytest.MonkeyP
 def test_an_old_transformers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(UserError, match=r"'hf' needs transformers 5 or later, found 4.57.1; install"):
-        hf.config_of(HuggingFaceShape(str(llama)))
+        transformers_model.config_of(HuggingFaceShape(str(llama)))
 
 
 def test_lists_of_layers_that_are_not_found(llama: Path) -> None:
     """The candidates are named."""
-    from shardwright.train.models.units import find_units
+    from shardwright.train.models.foreign.units import find_units
 
-    model = hf.HuggingFaceModel(HuggingFaceShape(str(llama))).model
+    model = transformers_model.HuggingFaceModel(HuggingFaceShape(str(llama))).model
     with pytest.raises(
         UserError, match=r"one list of layers of Nowhere .* found model.layers \(3 x LlamaDec"
     ):
@@ -248,6 +249,7 @@ def server(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield asked
 
 
+@pytest.mark.extensive("a hub and a run")
 def test_a_name_on_the_hub_trains(
     server: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +345,6 @@ def test_a_folder_with_nearly_that_name(path: str, tmp_path: Path, monkeypatch: 
     (tmp_path / near / "config.json").write_text("{}")
     (tmp_path / "hf_lamas").mkdir()  # without a model
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwright.train.models.shapes.fetch_file", None)
+    monkeypatch.setattr("shardwright.train.config.catalog.shapes.fetch_file", None)
     with pytest.raises(ValueError, match=rf"path: .*{re.escape(path)}.*did you mean {re.escape(near)}\?"):
         HuggingFaceShape(path)

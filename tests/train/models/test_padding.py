@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.train.checks import check_separates
 from shardwright.train.errors import UserError
-from shardwright.train.models import hf
 from shardwright.train.models.build import model_of
-from shardwright.train.models.hybrid import Hybrid
+from shardwright.train.models.hf import transformers_model
+from shardwright.train.models.native.hybrid import Hybrid
 from shardwright.train.models.packed import IGNORED, within_trained
+from shardwright.train.parallel.checks import check_separates
 from tests.train.jobs import HYBRID, config_file, records, tiny, train_here
 from tests.train.kit.architectures import folder_with, made
 from tests.train.kit.foreign import NATIVE
@@ -78,17 +78,19 @@ def test_the_balance_loss_is_that_of_transformers_with_a_mask() -> None:
     mask = within_trained(targets)
     assert mask.sum(1).tolist() == [5, 12, 0]
     theirs = model(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
-    function = hf.balance_loss(type(model))
+    function = transformers_model.balance_loss(type(model))
     assert function is not None
     plain = model(input_ids=tokens, use_cache=False).router_logits
-    routing = hf.Routing(function, 2, plain)
+    routing = transformers_model.Routing(function, 2, plain)
     trained = 5 + 8
-    found = hf.HuggingFaceModel.auxiliary_sums(routing, targets)["balance"]
+    found = transformers_model.HuggingFaceModel.auxiliary_sums(routing, targets)["balance"]
     real = mask.flatten()
     wanted = function(tuple(each[real] for each in plain), 4, 2)
     torch.testing.assert_close(found, wanted * trained)
     assert theirs.aux_loss.isfinite()
-    none = hf.HuggingFaceModel.auxiliary_sums(routing, torch.full_like(targets, IGNORED))["balance"]
+    none = transformers_model.HuggingFaceModel.auxiliary_sums(routing, torch.full_like(targets, IGNORED))[
+        "balance"
+    ]
     assert none.item() == 0
     none.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -129,8 +131,8 @@ def test_a_class_with_another_balance_loss_is_refused() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     from transformers import DogeForCausalLM, LlamaForCausalLM
 
-    assert hf.balance_loss(LlamaForCausalLM) is None
+    assert transformers_model.balance_loss(LlamaForCausalLM) is None
     with pytest.raises(
         UserError, match="found the one of DogeForCausalLM; set output_router_logits to false"
     ):
-        hf.balance_loss(DogeForCausalLM)
+        transformers_model.balance_loss(DogeForCausalLM)

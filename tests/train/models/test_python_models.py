@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright import cli
-from shardwright.train import checkpoint
-from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.batch import Batch
+from shardwright.train.config.catalog.shapes import PythonShape
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.models.python import _summed
-from shardwright.train.models.shapes import PythonShape
-from shardwright.train.runs import RunFolder
+from shardwright.train.models.foreign.python import _summed
+from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step import checkpoint
 from tests.train.jobs import config_file, losses, ranks, run, train_here
 from tests.train.kit.architectures import ARCHITECTURES
 from tests.train.kit.foreign import JOB
@@ -82,6 +82,7 @@ def config(target: str, **model: object) -> Config:
     return Config.model_validate({"model": {"kind": "python", "target": target, **model}})
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_ten_lines_train_under_nproc(folder: Path) -> None:
     """The module is in the current folder, which ranks of the launcher do not search first."""
     assert len([line for line in TEN_LINES.splitlines() if line]) <= 10

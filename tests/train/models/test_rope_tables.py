@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from shardwright.train.config.catalog.presets import LlamaConfig, RopeScaling
+from shardwright.train.config.catalog.rope_tables import one_place, rope_tables
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.errors import UserError
-from shardwright.train.models import hf, hugging_face
-from shardwright.train.models.presets import LlamaConfig, RopeScaling
-from shardwright.train.models.rope_tables import one_place, rope_tables
-from shardwright.train.models.shapes import HuggingFaceShape
+from shardwright.train.models import hugging_face
+from shardwright.train.models.hf import transformers_model
 
 SHAPE = LlamaConfig(
     dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=128, norm_eps=1e-6
@@ -71,6 +72,7 @@ def sole(config: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in other}
 
 
+@pytest.mark.extensive("every kind of table")
 def test_tables_that_differ_raise_and_others_are_read_as_transformers_reads_them() -> None:
     read = raised = 0
     for config in crossings():
@@ -111,7 +113,7 @@ def test_a_model_of_transformers_with_two_tables_is_refused(tmp_path: Path) -> N
                 HuggingFaceShape(str(folder))
             continue
         pytest.importorskip("transformers")
-        exported = hf.config_json(HuggingFaceShape(str(folder), "random"))
+        exported = transformers_model.config_json(HuggingFaceShape(str(folder), "random"))
         assert "rope_parameters" not in exported and exported["rope_scaling"] == LLAMA3
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.collective import RankGroup, ranks_in_words
 from shardwright.comm.noted import noted
 from shardwright.engine.assembly.find import UnitParameters, is_cut, own_modules
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
@@ -54,18 +55,6 @@ def states_of(
     return states
 
 
-def everywhere(mesh: DeviceMesh, value: object) -> list[Any]:
-    """The values of all ranks of the mesh, in its order. Every rank must call it."""
-    values: list[Any] = [value]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        with noted("all-gather of states", group):
-            dist.all_gather_object(gathered, values, group)
-        values = [each for part in gathered for each in part]
-    return values
-
-
 @torch.no_grad()
 def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], owner: str) -> None:
     """Give every rank the values of the mesh's first one. Each tensor is broadcast whole, over one axis at a time.
@@ -74,7 +63,7 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
         ValueError: a tensor has no values, or the ranks have different tensors.
     """
     empty = [state.name for state in states if has_no_values(state.tensor)]
-    forms = everywhere(mesh, ([state.form for state in states], empty))
+    forms = RankGroup.of_mesh(mesh).all_gather(([state.form for state in states], empty), "states")
     for rank, (_, without) in zip(mesh.mesh.flatten().tolist(), forms, strict=True):
         if without:
             raise ValueError(
@@ -109,18 +98,18 @@ def check_states(
     states = [state for state in states if not state.tensor.is_meta]
     forms = [state.form for state in states]
     hashes = _hashes(states)
-    if len(set(everywhere(mesh, hash_of((forms, hashes))))) == 1:
+    if len(set(RankGroup.of_mesh(mesh).all_gather(hash_of((forms, hashes)), "states"))) == 1:
         return
-    of_all_ranks = everywhere(mesh, (forms, hashes))
+    of_all_ranks = RankGroup.of_mesh(mesh).all_gather((forms, hashes), "states")
     _refuse_different_forms(mesh, [form for form, _ in of_all_ranks], owner)
     ranks = mesh.mesh.flatten().tolist()
     differences: list[str] = []
     only_real = True
     for number, state in enumerate(states):
         of_ranks = [theirs[number] for _, theirs in of_all_ranks]
-        others = [str(rank) for rank, each in zip(ranks, of_ranks, strict=True) if each != of_ranks[0]]
+        others = [rank for rank, each in zip(ranks, of_ranks, strict=True) if each != of_ranks[0]]
         if others:
-            differences.append(f"{state.name!r} on rank{'s' * (len(others) > 1)} {', '.join(others)}")
+            differences.append(f"{state.name!r} on {ranks_in_words(others)}")
             only_real = only_real and not has_no_values(state.tensor)
     more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
     way_out = (
@@ -150,7 +139,9 @@ def check_layout(
         (each.name, each.parallel.local_shape if each.parallel is not None else tuple(each.parameter.shape))
         for each in unit_parameters.owned
     ]
-    of_all_ranks = everywhere(mesh, [_elements(layout, shape) for _, shape in forms])
+    of_all_ranks = RankGroup.of_mesh(mesh).all_gather(
+        [_elements(layout, shape) for _, shape in forms], "states"
+    )
     ranks = mesh.mesh.flatten().tolist()
     differences = []
     for (parameter, shape), *of_ranks in zip(forms, *of_all_ranks, strict=True):

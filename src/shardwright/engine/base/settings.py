@@ -16,7 +16,7 @@ from shardwright.memory import Allocator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transport:
-    """How a unit's weights and gradients travel between ranks.
+    """Settings by which a unit's weights and gradients travel between ranks.
 
     Two of them are equal only if they are one object, because memory is laid out for one transport.
 

@@ -71,7 +71,7 @@ class _Part:
 
 
 class ModuleState(_Part):
-    """What ``fully_shard.state(module)`` returns."""
+    """The object that ``fully_shard.state(module)`` returns."""
 
     __slots__ = ("__weakref__", "_hooks_after", "_hooks_before", "calls", "unit")
     torch_class = "FSDPState"
@@ -221,7 +221,7 @@ class ForwardHooks:
 
 
 def _nothing(*_: Any) -> None:
-    """In the place of a removed hook."""
+    """A hook in the place of a removed one."""
 
 
 class _Keywords(dict[str, Any]):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.collective import RankGroup, ranks_in_words
 from shardwright.comm.noted import noted
 from shardwright.engine.assembly.states import digest, hash_of, plain_tensors
 from shardwright.engine.gradients.stepping import SteppedGradient
@@ -57,21 +58,17 @@ class Difference:
     def __str__(self) -> str:
         unit = "" if self.unit is None else f" (unit {self.unit})"
         of = "" if self.kind in ("parameter", "buffer") else "of "
-        what, ranks = f"{self.kind} {of}{self.name}{unit}", _in_words(self.ranks)
+        what, ranks = f"{self.kind} {of}{self.name}{unit}", ranks_in_words(self.ranks)
         several = len(self.ranks) > 1
         if not self.is_copy:
             return f"{what}: {ranks} {'have' if several else 'has'} other bits the second time"
         if self.others:
-            return f"{what}: {ranks} {'differ' if several else 'differs'} from {_in_words(self.others)}"
+            return f"{what}: {ranks} {'differ' if several else 'differs'} from {ranks_in_words(self.others)}"
         return f"{what}: {ranks} differ from one another, and no majority says which is right"
 
 
-def _in_words(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 class Key(NamedTuple):
-    """What a hash is of."""
+    """The name of a hash: its kind, its tensor and the tensor's unit."""
 
     kind: str
     name: str
@@ -137,9 +134,7 @@ def compare_copies(
     if not anywhere.item():
         return []
     reports = [(copies[i].key, _ranks_of(copies[i]), hashes[i]) for i in sorted(differing)]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    with noted("all-gather of hashes"):
-        dist.all_gather_object(everyones, reports)
+    everyones = RankGroup().all_gather(reports, "hashes")
     truths = _truths(model, everyones)
     return _judged(everyones, truths)
 
@@ -301,7 +296,7 @@ def _differing(copies: list[_Copies], hashes: list[int]) -> set[int]:
 
 
 def _ends(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Where the values of the group's ranks differ: their maximum is not their minimum."""
+    """A mask of the values that differ over the group's ranks: their maximum is not their minimum."""
     both = torch.stack([values, ~values])  # ~x falls where x rises, and has no overflow
     with noted("all-reduce of hashes", group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
@@ -333,10 +328,7 @@ def _truths(model: nn.Module, everyones: list[list[Any]]) -> list[dict[Key, int]
                 whole = full_of(p.sharded) if p.cut.parallel is None else None
                 if whole is not None:
                     mine[key] = int(digest(whole.to(p.view.dtype)))
-    truths: list[Any] = [None] * len(everyones)
-    with noted("all-gather of hashes"):
-        dist.all_gather_object(truths, mine)
-    return truths
+    return RankGroup().all_gather(mine, "hashes")
 
 
 def _judged(everyones: list[list[Any]], truths: list[dict[Key, int]]) -> list[Difference]:
@@ -376,7 +368,7 @@ class GradientHashes:
     reduced: dict[Key, int] = field(default_factory=dict)
 
     def differing(self, other: GradientHashes) -> list[Key]:
-        """What is not equal, in the order of the model. Only of this rank; it does not communicate."""
+        """Keys whose hashes differ, in the order of the model. Only this rank's; it does not communicate."""
         return [
             key
             for mine, theirs in ((self.own, other.own), (self.reduced, other.reduced))
@@ -437,7 +429,9 @@ def hash_gradients(model: nn.Module, own: bool = True) -> Iterator[GradientHashe
 
 
 def _keeps_digest(digests: list[torch.Tensor]) -> Any:
-    def keep(gradient: torch.Tensor) -> None:
+    def keep(gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
         with torch.no_grad():
             digests.extend(digest(tensor) for tensor in plain_tensors(gradient.detach()))
 
@@ -459,12 +453,7 @@ def compare_gradients(first: GradientHashes, second: GradientHashes) -> list[Dif
                 "sw.compare_gradients expects two results of sw.hash_gradients (the value after `as`), got "
                 f"{type(each).__name__}."
             )
-    mine: Any = first.differing(second)
-    everyones: list[Any] = [mine]
-    if dist.is_initialized():
-        everyones = [None] * dist.get_world_size()
-        with noted("all-gather of differences"):
-            dist.all_gather_object(everyones, mine)
+    everyones = RankGroup().all_gather(first.differing(second), "differences")
     found: dict[Key, list[int]] = {}
     for rank, keys in enumerate(everyones):
         for key in keys:

@@ -95,8 +95,8 @@ class GraphedStep:
         """Run the step on tensors of the same shapes and dtypes each time.
 
         Returns:
-            What the function returned. Once captured, the tensors are the same ones after every call: the next call
-            overwrites them.
+            The values that the function returned. Once captured, the tensors are the same ones after every call: the
+            next call overwrites them.
 
         Raises:
             ValueError: an input is no tensor, or its shape or dtype differs from the capture; or gradients of an

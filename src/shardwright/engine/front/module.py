@@ -107,7 +107,7 @@ def original_class(cls: type) -> type:
 
 
 class UnshardHandle:
-    """What :meth:`FSDPModule.unshard` returns with ``async_op=True``."""
+    """The handle that :meth:`FSDPModule.unshard` returns with ``async_op=True``."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
@@ -547,7 +547,7 @@ class FSDPModule(TorchFSDPModule):
 
 
 class GradientReduction:
-    """What :meth:`FSDPModule.finalize_backward` returns with ``async_op=True``."""
+    """The handle that :meth:`FSDPModule.finalize_backward` returns with ``async_op=True``."""
 
     def wait(self) -> None:
         """Does nothing: the reductions have already ended."""

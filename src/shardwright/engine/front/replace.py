@@ -48,7 +48,7 @@ def replace_torch() -> ReplacedTorch:
 
 
 class ReplacedTorch:
-    """What :func:`replace_torch` returns."""
+    """The replacement that :func:`replace_torch` returns. As a context manager it ends with the block."""
 
     def __init__(self) -> None:
         homes = fsdp2_modules()

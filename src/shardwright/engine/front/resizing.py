@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.collective import RankGroup
 from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.assembly.states import State, everywhere, sync_states
+from shardwright.engine.assembly.states import State, sync_states
 from shardwright.engine.front.whole import Options, Shown, showing
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed
 from shardwright.engine.unit.owning import settle, units_of
@@ -91,26 +92,23 @@ def _parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 
 def _refuse_different_sizes(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     numbers = [each for each in (*args, *kwargs.values()) if each is None or isinstance(each, int)]
-    sizes = everywhere(unit.mesh, numbers)
-    for rank, theirs in zip(unit.mesh.mesh.flatten().tolist(), sizes, strict=True):
+    ranks = RankGroup.of_mesh(unit.mesh)
+    sizes = ranks.all_gather(numbers, "states")
+    for rank, theirs in zip(ranks.numbers, sizes, strict=True):
         if theirs != sizes[0]:
             raise ValueError(
-                f"{_METHOD} of {unit.name!r} was called with {sizes[0]} on rank {unit.mesh.mesh.flatten()[0]} and with "
+                f"{_METHOD} of {unit.name!r} was called with {sizes[0]} on rank {ranks.numbers[0]} and with "
                 f"{theirs} on rank {rank}. Give the same arguments on every rank."
             )
 
 
 def _raise_everywhere(unit: Unit, failure: Exception | None) -> None:
     """If the call has failed on a rank, this rank raises its exception, and the others raise an error that names it."""
-    failures = everywhere(unit.mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, text in zip(unit.mesh.mesh.flatten().tolist(), failures, strict=True):
-        if text is not None:
-            raise RuntimeError(
-                f"{_METHOD} of {unit.name!r} failed on rank {rank} ({text}), so the embeddings of the ranks differ "
-                "now. Load the model again."
-            )
+    for rank, text in RankGroup.of_mesh(unit.mesh).failures_of_others(failure):
+        raise RuntimeError(
+            f"{_METHOD} of {unit.name!r} failed on rank {rank} ({text}), so the embeddings of the ranks differ now. "
+            "Load the model again."
+        )
 
 
 def _refuse_unfit(shown: list[Shown]) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
+from shardwright.collective import ranks_in_words
 from shardwright.comm import LEFT, Communicator, notices
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.reading import KINDS, READ, refuse_divergence
@@ -26,7 +27,7 @@ DOING = (
 )
 #: At these events ``Record.detail`` is a hash of the rank's edits of full weights.
 ENDS = (END_FORWARD, END_BACKWARD)
-#: What a rank has left with an exception, by the event that would have ended it.
+#: Names of the work that a rank has left with an exception, by the event that would have ended it.
 LEFT_BY = {
     END_FORWARD: "the forward of",
     END_BACKWARD: "the backward of",
@@ -112,8 +113,8 @@ class Model:
         unit = self._units[number]()
         name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
         raise RuntimeError(
-            f"Parameters {name!r} of {self.name_of(number)} hold no values yet on {_ranks(ranks)}, since they were "
-            "sharded deferred or on the meta device. Give values to the parts of every rank: call "
+            f"Parameters {name!r} of {self.name_of(number)} hold no values yet on {ranks_in_words(ranks)}, since they "
+            "were sharded deferred or on the meta device. Give values to the parts of every rank: call "
             "shardwright.materialize(model), load a checkpoint, or fill to_local() on each rank."
         )
 
@@ -147,7 +148,9 @@ class Model:
         if same_place and one_age and first.event in ENDS:
             self.refuse_edits({rank: r.detail for rank, r in records.items()})
         doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
-        text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
+        text = "; ".join(
+            f"{ranks_in_words(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing
+        )
         unit = self._units[first.number]() if same_place and not same_size else None
         layout = unit.arguments.layout if unit is not None else None
         if layout is not None and callable(layout.granule) and first.event in (GATHER, REDUCE):
@@ -167,7 +170,7 @@ class Model:
     def refuse_edits(self, hashes: dict[int, int]) -> NoReturn:
         """Raise because ranks have written different values into full weights. ``hashes``: of each rank's edits."""
         names = " and ".join(f"parameter {name!r} of {self.name_of(number)}" for number, name in self.edited)
-        which = "; ".join(_ranks(ranks) for _, ranks in _grouped(hashes))
+        which = "; ".join(ranks_in_words(ranks) for _, ranks in _grouped(hashes))
         raise RuntimeError(
             f"The ranks have diverged: {names or 'a parameter (not on this rank)'} was changed in place while it was "
             f"full, to other values on each of: {which}. Each shard would keep another rank's values. "
@@ -208,7 +211,9 @@ refuse_divergence.append(_refuse_reading)
 
 
 def _some_or_none(numbers: Collection[tuple[int, list[int]]]) -> str:
-    return "; ".join(f"{'some' if number else 'none'} on {_ranks(ranks)}" for number, ranks in numbers)
+    return "; ".join(
+        f"{'some' if number else 'none'} on {ranks_in_words(ranks)}" for number, ranks in numbers
+    )
 
 
 def _grouped(values: dict[int, Any]) -> Collection[tuple[Any, list[int]]]:
@@ -217,10 +222,6 @@ def _grouped(values: dict[int, Any]) -> Collection[tuple[Any, list[int]]]:
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks.items()
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _steps(age: int) -> str:

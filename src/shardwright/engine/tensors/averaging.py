@@ -92,7 +92,7 @@ class AverageGradient(EngineHook):
     def __init__(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.average = average
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
         return self.average(gradient)
 
 
@@ -102,7 +102,7 @@ class ScaleGradient(EngineHook):
     def __init__(self, factor: Callable[[], float]) -> None:
         self.factor = factor
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
         factor = self.factor()
         return gradient if factor == 1 else gradient * factor
 

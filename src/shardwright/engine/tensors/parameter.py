@@ -288,7 +288,7 @@ class ManagedParameter:
         cut: how it is cut.
         local: the plain local tensor behind ``sharded``.
         full: ``nn.Parameter`` in the compute dtype. It views the unit's slab and is readable only while that is leased,
-            or it is the shard itself (:attr:`in_place`). Of a tensor-parallel one a DTensor.
+            or it is the shard itself (:attr:`in_place`). A tensor-parallel parameter has a DTensor.
         view: the plain tensor behind ``full``.
         slots: the places where modules hold it; other units may add slots that borrow it.
     """

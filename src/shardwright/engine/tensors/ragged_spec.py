@@ -23,7 +23,7 @@ class RaggedSpec:
     """The place of a tensor of ``shape``: from element ``offset`` of a segment that is cut every ``chunk`` elements.
 
     Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment. Along the other
-    dimensions the tensor is replicated. Of several axes the first is the most significant. Without axes the tensor is
+    dimensions the tensor is replicated. The first of several axes is the most significant. Without axes the tensor is
     whole on every rank. ``granule`` elements, counted from the tensor's first, are never cut. With ``parallel`` all
     values, also ``shape``, describe this rank's part of a tensor of ``global_shape``.
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from shardwright import board as boards
 from shardwright.comm import Communicator, Unreached
 
-#: How long a rank waits for the others. Ranks leave a backward together, so they come within this time.
+#: Time that a rank waits for the others. Ranks leave a backward together, so they come within this time.
 LIMIT = timedelta(seconds=30)
 #: The event in the record of a rank that reads. Events of ``model/divergence.py`` are smaller numbers.
 READ = 7
 #: The kind of read, in place of a unit's number: a number of a tensor, the full parameters of a model, the states of
 #: random generators, the gradient of a value that was read, or a value that is joined with a tensor.
 NUMBER, FULL, DRAW, GRADIENT, VALUE = range(5)
-#: How long a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
+#: Time that a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
 LIMIT_OF_FULL = timedelta(minutes=2)
 
 

@@ -17,7 +17,17 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EngineHook:
-    """A gradient hook that is the engine's and not the user's. The engine's reduced gradients do not pass through."""
+    """A gradient hook that is the engine's and not the user's. The engine's reduced gradients do not pass through.
+
+    autograd passes None for a gradient that is not defined, such as that of a norm of order 0.
+    """
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else self.replaced(gradient)
+
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient in the place of this one."""
+        raise NotImplementedError
 
 
 class CutGradient(EngineHook):
@@ -26,7 +36,7 @@ class CutGradient(EngineHook):
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
         return self.cut(gradient)
 
 

@@ -161,7 +161,7 @@ class Unit:
 
     @property
     def generation(self) -> int:
-        """How often the unit's memory was made."""
+        """Number of times that the unit's memory was made."""
         return self.weights.generation
 
     def managed(self, sharded: torch.Tensor | None) -> ManagedParameter | None:

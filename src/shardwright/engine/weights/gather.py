@@ -393,8 +393,8 @@ def _room(runs: list[Run], dtypes: list[torch.dtype], device: torch.device, kind
 class SecondaryShard:
     """``reshard_after_forward=k``: one k-th of the full weights, kept after forward for the gather of backward.
 
-    That gather runs among k neighbouring ranks, say the ranks of one host, instead of all. ZeRO++ calls the kept part
-    the secondary partition (https://arxiv.org/abs/2306.10209, section 3.2).
+    The gather of backward runs among k neighbouring ranks, say the ranks of one host, instead of all. ZeRO++ calls the
+    kept part the secondary partition (https://arxiv.org/abs/2306.10209, section 3.2).
 
     Attributes:
         gather: the gather among the neighbours.

@@ -1,4 +1,7 @@
-"""Text as tokens, and the order in which a run sees them: see `documents`, `tokenizers`, `cache`, `dataset`, `loader`.
+"""Text as tokens, and the order in which a run sees them.
+
+`sources` reads documents from files, `tokens` makes tokens of them and keeps these in a cache, `samples` packs tokens
+into samples and loads batches. `dataset` puts the three together, and `record` keeps what a run knows of its documents.
 
 Nothing is imported here, so that the processes that make tokens start without torch.
 """

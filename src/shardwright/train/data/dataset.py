@@ -11,10 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.train.config import Config, DataConfig
-from shardwright.train.data.cache import tokenised
-from shardwright.train.data.chat import check_template
-from shardwright.train.data.documents import places
-from shardwright.train.data.growth import (
+from shardwright.train.config.sections.data import SourceConfig
+from shardwright.train.data.samples.packing import pack
+from shardwright.train.data.samples.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
+from shardwright.train.data.samples.validation import training_and_validation
+from shardwright.train.data.sources.documents import places
+from shardwright.train.data.sources.items import Source as Files
+from shardwright.train.data.sources.places import Place
+from shardwright.train.data.statement import shortened_name
+from shardwright.train.data.tokens.cache import tokenised
+from shardwright.train.data.tokens.chat import check_template
+from shardwright.train.data.tokens.growth import (
     Known,
     appended_documents,
     check_grown,
@@ -23,16 +30,9 @@ from shardwright.train.data.growth import (
     seen,
     with_part,
 )
-from shardwright.train.data.items import Source as Files
-from shardwright.train.data.packing import pack
-from shardwright.train.data.places import Place
-from shardwright.train.data.statement import shortened_name
-from shardwright.train.data.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
-from shardwright.train.data.tokenizers import Bytes, Tokenizer, open_tokenizer
-from shardwright.train.data.tokens import Tokens
-from shardwright.train.data.validation import training_and_validation
+from shardwright.train.data.tokens.tokenizers import Bytes, Tokenizer, open_tokenizer
+from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError, counted
-from shardwright.train.sections.data import SourceConfig
 
 VALIDATION_SEED = 0  # of the order of validation samples: the same ones whatever the run's own seed
 PROMPT = 48  # tokens
@@ -140,8 +140,8 @@ class Dataset:
         return sum(each.tokens.spelled for each in (*self.materials, *self.validation_materials))
 
     def question(self) -> Question:
-        """The beginning of the validation text, or of the training text. Of conversations and completions the first
-        one with a prompt, up to what is learnt of it."""
+        """The beginning of the validation text, or of the training text. For conversations and completions, the
+        first one with a prompt, up to its first learnt token."""
         for stream in (self.validation, self.train):
             if stream is None:
                 continue

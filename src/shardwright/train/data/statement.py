@@ -1,6 +1,6 @@
-"""What a run says about its data before step 1, so that a person sees a wrong mask or a wrong key at once.
+"""Lines about a run's data before step 1, so that a person sees a wrong mask or a wrong key at once.
 
-Text alone is made here; `stream` raises the errors.
+Text alone is made here; `samples/stream.py` raises the errors.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.batch import IGNORED
-from shardwright.train.data.stream import Source, Stream
-from shardwright.train.data.tokenizers import Bytes, Tokenizer
+from shardwright.train.data.samples.batch import IGNORED
+from shardwright.train.data.samples.stream import Source, Stream
+from shardwright.train.data.tokens.tokenizers import Bytes, Tokenizer
 from shardwright.train.errors import counted
 
 Decode = Callable[[Sequence[int]], str]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.engine.tensors.parameter import unit_of
+from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.finetune.layers import (
-    ADAPTER_PARAMETERS,
     Adapter,
     Dropout,
     adapted_class,
@@ -26,7 +26,7 @@ from shardwright.train.finetune.layers import (
     row_lengths,
 )
 from shardwright.train.finetune.selection import layers_to_adapt, parameters_to_train
-from shardwright.train.finetune.settings import FinetuneConfig
+from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS
 
 
 def adapt(model: nn.Module, settings: FinetuneConfig, seed: int) -> None:
@@ -190,7 +190,7 @@ def uncalled_layers(model: nn.Module) -> list[str]:
 
 
 def statement(model: nn.Module) -> str:
-    """What is trained, in a line. Works for sharded models, too."""
+    """A line that says which parameters are trained. Works for sharded models, too."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     trained = sum(sizes[name] for name in trained_names(model))
     kinds = Counter(name.rpartition(".")[2] for name, _ in adapted_layers(model))

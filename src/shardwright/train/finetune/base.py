@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.digests import Damaged, sealed, unsealed
-from shardwright.checkpoint.model import Box, ModelTensor, boxes_of, tensors_of
-from shardwright.comm.noted import noted
+from shardwright.checkpoint import Damaged
+from shardwright.checkpoint.format.digests import sealed, unsealed
+from shardwright.checkpoint.pretrained.model import Box, ModelTensor, boxes_of, tensors_of
+from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
-from shardwright.train.writing import write_text
+from shardwright.train.run.writing import write_text
 
 CHUNK = 1 << 22
 """Elements that are hashed at once; each needs a few times 8 bytes meanwhile."""
@@ -49,11 +49,7 @@ def base_of(model: nn.Module, source: str) -> Base:
     """The reference to the model's frozen parameters. Called by every rank, between steps; each reads its own part."""
     entries = [e for e in tensors_of(model) if _is_frozen(e)]
     parts = {entry.name: _parts(entry) for entry in entries}
-    everyones: list[Any] = [parts]
-    if dist.is_initialized():
-        everyones = [None] * dist.get_world_size()
-        with noted("all-gather of objects", None):
-            dist.all_gather_object(everyones, parts)
+    everyones = RankGroup().all_gather(parts)
     digests = {}
     for entry in entries:
         by_box: dict[Any, int] = {}

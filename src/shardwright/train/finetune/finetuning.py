@@ -8,21 +8,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.checkpoint.model import first_rank
-from shardwright.checkpoint.names import KeyMap
+from shardwright.checkpoint.pretrained.names import KeyMap
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
-from shardwright.train.models.foreign import module_names
+from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.hugging_face import key_map
-from shardwright.train.models.kinds import offers_of
-from shardwright.train.together import together
 
 
 def source_of(config: Config) -> str:
-    """Where the base comes from."""
+    """The setting that the base comes from, with its value."""
     if getattr(config.model.shape(), "weights", None) == "pretrained":
         return f"model.path = {config.model.path}"
     return f"run.seed = {config.run.seed}"
@@ -39,12 +38,13 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool, mes
 
     A new run also reads the adapters to start from. Raises UserError on every rank.
     """
+    ranks = RankGroup.of_mesh(mesh)
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     if not resume:
         reset_magnitudes(plain)
     base = base_of(plain, source_of(config))
     if resume:
-        together(mesh, lambda: check_same_base(base_file, base))
+        ranks.run_or_stop(lambda: check_same_base(base_file, base), UserError)
         return
     settings = config.finetune
     if settings.adapters:
@@ -54,5 +54,5 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool, mes
                 "whose parameters no files of adapters are read; choose another engine"
             )
         names = peft_names(plain, config)
-        together(mesh, lambda: read_adapters(plain, settings.adapters, settings, key_map=names))
-    together(mesh, lambda: write_base(base_file, base) if first_rank(mesh) else None)
+        ranks.run_or_stop(lambda: read_adapters(plain, settings.adapters, settings, key_map=names), UserError)
+    ranks.run_or_stop(lambda: write_base(base_file, base) if ranks.is_first else None, UserError)

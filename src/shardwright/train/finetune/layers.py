@@ -13,9 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_magnitude")
-"""Names of the parameters of an adapter in its layer."""
-
 _32_BITS = 0xFFFFFFFF
 
 
@@ -74,7 +71,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class Adapter(nn.Module):
-    """What a linear layer gets beside its own weights: y = W x + scale B A x.
+    """The addition to a linear layer beside its own weights: y = W x + scale B A x.
 
     A class that has this one before a class of linear layers is made by :func:`adapted_class`. The names of the layer's
     own parameters stay as they are.

@@ -19,23 +19,24 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.files import SafetensorsFile, open_stored, sync_folder, write_json
-from shardwright.checkpoint.model import first_rank, mesh_of, on_every_rank, same_bits
-from shardwright.checkpoint.names import KeyMap, source_of
+from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, sync_folder, write_json
+from shardwright.checkpoint.pretrained.model import first_rank, mesh_of, same_bits
+from shardwright.checkpoint.pretrained.names import KeyMap, source_of
+from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
+from shardwright.train.config.catalog.hub import is_hub_name
+from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trained_names
 from shardwright.train.finetune.selection import is_mamba_output
-from shardwright.train.finetune.settings import FinetuneConfig
-from shardwright.train.hub import is_hub_name
-from shardwright.train.models.foreign import ForeignModel
-from shardwright.train.runs import RunFolder
+from shardwright.train.models.foreign.module import ForeignModel
+from shardwright.train.run.folder import RunFolder
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 OLD_WEIGHTS_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""Prefix that peft puts before the names of the model that it wraps."""
 _ENDS = {
     "lora_a": "lora_A.weight",
     "lora_b": "lora_B.weight",
@@ -120,7 +121,7 @@ def write_adapters(
     names = _names(model, key_map)
     _check_peft_keeps(model)
     mesh = mesh_of(units_of(model))
-    on_every_rank(mesh, lambda: _check_place(final))
+    RankGroup.of_mesh(mesh).run_or_stop(lambda: _check_place(final))
     partial = final.with_name(f".{final.name}.adapters")
 
     def finish() -> None:
@@ -138,9 +139,9 @@ def write_adapters(
             shutil.rmtree(partial)
 
     try:
-        on_every_rank(mesh, prepare)
+        RankGroup.of_mesh(mesh).run_or_stop(prepare)
         sw.save_pretrained(model, partial, key_map=names.key_map, max_shard_size=1 << 60, dtype=dtype)
-        on_every_rank(mesh, finish if first_rank(mesh) else lambda: None)
+        RankGroup.of_mesh(mesh).run_or_stop(finish if first_rank(mesh) else lambda: None)
     except BaseException as error:
         if first_rank(mesh):
             shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +209,9 @@ def read_adapters(
     path = Path(folder)
     names = _names(model, key_map)
     # The files may be missing on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-    file = on_every_rank(mesh_of(units_of(model)), lambda: _checked_file(model, path, settings, names))
+    file = RankGroup.of_mesh(mesh_of(units_of(model))).run_or_stop(
+        lambda: _checked_file(model, path, settings, names)
+    )
     try:
         sw.load_pretrained(model, file, key_map=names.key_map, allow_unexpected=list(names.copies))
     except (ValueError, OSError) as error:

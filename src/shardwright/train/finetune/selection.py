@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.settings import FinetuneConfig
 
 #: Last parts of the names of layers that choose experts.
 ROUTERS = ("router", "gate", "shared_expert_gate")

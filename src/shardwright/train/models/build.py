@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from shardwright.extend import ExtensionError
 from shardwright.train.config import ModelConfig
+from shardwright.train.config.catalog.kinds import kind_of, model_in_words, offers_of
+from shardwright.train.config.catalog.presets import Shape
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import kind_of, model_in_words, offers_of
 from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
 from shardwright.train.models.outputs import check_class
-from shardwright.train.models.presets import Shape
-from shardwright.train.vocabulary import check_vocabulary
+from shardwright.train.models.vocabulary import check_vocabulary
 
 
 def model_of(shape: Shape) -> LanguageModel:

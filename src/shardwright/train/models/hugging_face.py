@@ -1,18 +1,19 @@
-"""Hugging Face's names and configuration for the model of any shape here. The tables are in `hugging_face_tables`."""
+"""Hugging Face's names and configuration for the model of any shape here. The tables are in
+`native/hugging_face_tables.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.names import Source
+from shardwright.checkpoint.pretrained.names import Source
+from shardwright.train.config.catalog.kinds import kinds, offer
+from shardwright.train.config.catalog.presets import Shape
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import kinds, offer
-from shardwright.train.models.presets import Shape
 
 
 def key_map(shape: Shape) -> dict[str, Source | None]:
-    """Where a checkpoint in Hugging Face's names keeps every tensor of the model of that shape.
+    """Hugging Face's name of every tensor of the model of that shape.
 
     Llama has the names of ``LlamaForCausalLM``, the hybrid those of ``NemotronHForCausalLM`` where that has such a
     tensor (see :func:`config_json`), and ``mtp.*`` for the head that predicts one token further.
@@ -22,12 +23,12 @@ def key_map(shape: Shape) -> dict[str, Source | None]:
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
-    """What ``config.json`` beside the weights says.
+    """The content of ``config.json`` beside the weights.
 
-    That of a Llama, and of a hybrid of Mamba-2, attention and dense layers with an output layer of its own, is read by
-    transformers as the same model. Nemotron-H routes to experts in another way (sigmoid scores with a bias, where ours
-    are a softmax), ties no weights and has another multi-token prediction, so the config of a hybrid with any of these
-    names an architecture that nothing else knows.
+    transformers reads the configs of a Llama, and of a hybrid of Mamba-2, attention and dense layers with an output
+    layer of its own, as the same model. Nemotron-H routes to experts in another way (sigmoid scores with a bias, where
+    ours are a softmax), ties no weights and has another multi-token prediction. So the config of a hybrid with any of
+    these names an architecture that nothing else knows.
     """
     values: dict[str, Any] = offer(shape, "config_json", "config.json")(shape)
     return values

@@ -1,4 +1,4 @@
-"""What the trainer asks of a model. Nothing about sharding, processes or devices may enter this file."""
+"""The methods that the trainer needs from a model. Nothing about sharding, processes or devices may enter this file."""
 
 from __future__ import annotations
 

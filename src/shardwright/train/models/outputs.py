@@ -1,6 +1,6 @@
 """Whether what a model returns is what the trainer needs.
 
-Errors name the model with `owner`, the words of `kinds.model_in_words`.
+Errors name the model with `owner`, the words of `model_in_words` in `config/catalog/kinds.py`.
 
 The checks read types and shapes only, so they cost microseconds and never wait for a device.
 """
@@ -76,7 +76,7 @@ def check_logits(owner: str, logits: Any, targets_BS: Tensor, vocab_size: int) -
 
 
 def check_pair(owner: str, returned: Any) -> tuple[Any, Any]:
-    """What forward returned with ``extras=True``: logits and the extras.
+    """The logits and the extras that forward returned with ``extras=True``.
 
     Raises:
         ExtensionError: forward returned something else.

@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Documents:
-    """Where the documents of every sample begin. All tensors are on the device of `numbers_BS`.
+    """The beginnings of the documents of every sample. All tensors are on the device of `numbers_BS`.
 
     A plain class on purpose, neither a tuple nor a dataclass: engines look for tensors to cast in those. The tensors
     are computed at construction: a compiled block can read them, and cannot make one whose size depends on values.
@@ -39,7 +39,7 @@ class Documents:
         self.starts_BS = _starts(numbers_BS)
         #: The index in the sample at which each token's document begins: int64.
         self.first_BS = _first(self.starts_BS)
-        #: How many tokens of its document are before each token: int64, the position that restarts at each document.
+        #: Number of tokens of its document before each token: int64, the position that restarts at each document.
         self.ages_BS = torch.arange(numbers_BS.shape[1], device=numbers_BS.device) - self.first_BS
         self._slots_BS = self.first_BS if owners_BS is None else _first(_starts(owners_BS))
         # The number of documents is the size of a tensor, so the host waits for a device here: once for a forward, not
@@ -92,7 +92,7 @@ class Documents:
 
 
 def documents_of(documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | None:
-    """What a model's forward makes of its argument `documents`.
+    """The Documents of the argument `documents` of a model's forward; None without the argument.
 
     Raises:
         ValueError: the numbers have another shape than the tokens.
@@ -207,7 +207,7 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, groupe
 
 @functools.cache
 def _varlen_options(function: Any) -> dict[str, Any]:
-    """What makes it causal and share heads; torch 2.11 to 2.15 have it under different names, or not at all."""
+    """Arguments that make it causal and share heads; torch 2.11 to 2.15 have different names for them, or none."""
     names = inspect.signature(function).parameters
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
     return options | ({"enable_gqa": True} if "enable_gqa" in names else {})

@@ -1,0 +1,1 @@
+"""Checkpoints that a process of each rank writes while training goes on."""

@@ -1,0 +1,135 @@
+"""The work of the writer process of an asynchronous save. ``writer_program.py`` starts the process.
+
+It gets jobs through a pipe, writes the rank's file from shared memory, and leaves a note beside it. The first rank's
+writer waits for the notes of all ranks, describes and commits the checkpoint. Writers share only the file system or
+store. A writer ends when its trainer ends, however that happens, so nothing is committed for a dead trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from shardwright.checkpoint.asynchronous import notes
+from shardwright.checkpoint.asynchronous.pipes import Lines, send
+from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, staged_job
+from shardwright.checkpoint.save.saving import commit_parts, read_back, unless_removed
+from shardwright.checkpoint.save.writing import Written, file_of_rank, write_parts
+from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.collective import described, raise_for
+
+#: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
+#: before that, the trainers themselves find out that one of them is gone.
+PATIENCE = 60.0
+PATIENCE_BEHIND_URLS = 600.0  #: an upload shows no sign before it ends
+_LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = (
+    0.25,
+    2.0,
+)  #: seconds between looks; those at a store are paid for
+
+
+class Writer:
+    """Runs the jobs of one trainer.
+
+    Args:
+        commands: the trainer's: {"do": "save", "at": first byte of the description, "bytes": its length},
+            {"do": "abandon", "attempt": ...} and {"do": "leave"}.
+        results: for the trainer: {"attempt": ..., "is": "written" | "committed" | "failed", ...}.
+        memory: where jobs are.
+    """
+
+    def __init__(self, commands: Lines, results: int, memory: int) -> None:
+        self._commands = commands
+        self._results = results
+        self._memory = memory
+        self._is_leaving = False
+
+    def run(self) -> None:
+        """Until the trainer leaves."""
+        while not self._is_leaving:
+            command = self._commands.next()
+            if command is None or command["do"] == "leave":
+                return
+            if command["do"] == "save":
+                memory = SharedMemory(self._memory)
+                self._save(staged_job(memory, command["at"], command["bytes"]))
+
+    def _save(self, job: Job) -> None:
+        start, attempt = time.monotonic(), job.contents.attempt
+        try:
+            folder = job.unfinished
+            with unless_removed(job.place, folder):
+                written = write_parts(folder, file_of_rank(job.rank), job.parts)
+                if job.verified:
+                    read_back(folder, written)
+                notes.leave(folder, job.rank, attempt, written)
+            seconds = time.monotonic() - start
+            self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
+            if job.is_first:
+                self._commit(job)
+                self._report(attempt, "committed", nbytes=written.nbytes, seconds=time.monotonic() - start)
+        except Exception as error:
+            kind, text = described(error)
+            with contextlib.suppress(OSError):  # the disk may be full; then the trainer says it
+                notes.leave_failure(job.unfinished, job.rank, attempt, kind, text)
+            self._report(attempt, "failed", kind=kind, text=text)
+
+    def _report(self, attempt: str, outcome: str, **more: Any) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone, and so is this process soon
+            send(self._results, {"attempt": attempt, "is": outcome, **more})
+
+    def _commit(self, job: Job) -> None:
+        writes = self._all_written(job)
+        notes.remove(job.unfinished, job.contents.ranks)
+        commit_parts(
+            job.place,
+            job.unfinished,
+            job.contents,
+            writes,
+            overwrite=job.overwrite,
+            verified=job.verified,
+        )
+
+    def _all_written(self, job: Job) -> list[Written]:
+        """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
+
+        Raises:
+            OSError and others: a rank has failed, or the trainer wants the save to end.
+        """
+        ranks, attempt, folder = job.contents.ranks, job.contents.attempt, job.unfinished
+        is_local = isinstance(folder, LocalStore)
+        patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
+        longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
+        names = {rank: folder.stored_name(notes.name_of(rank)) for rank in range(ranks)}
+        writes: dict[int, Written] = {}
+        seen: dict[str, int] = {}
+        change, pause = time.monotonic(), 0.002
+        while True:
+            sizes = folder.sizes()
+            failures = []
+            for rank in [rank for rank, name in names.items() if rank not in writes and name in sizes]:
+                note = notes.read(folder, rank, attempt)
+                if isinstance(note, Written):
+                    writes[rank] = note
+                else:
+                    failures.append((rank, *note))
+            if failures:
+                raise_for(failures, ranks, None)
+            if len(writes) == ranks:
+                return [writes[rank] for rank in range(ranks)]
+            if sizes != seen:
+                seen, change = sizes, time.monotonic()
+            missing = min(set(range(ranks)) - writes.keys())
+            if self._is_leaving and time.monotonic() - change > patience:
+                raise RuntimeError(
+                    f"rank {missing} has not written its part of {job.place}: nothing in {folder} has changed for "
+                    f"{patience:.0f} seconds"
+                )
+            command = self._commands.next(pause)
+            self._is_leaving |= self._commands.ended or (command or {}).get("do") == "leave"
+            if command is not None and (command["do"], command.get("attempt")) == ("abandon", attempt):
+                raise RuntimeError(f"rank {missing} has not written its part of {job.place}")
+            if self._commands.ended:
+                time.sleep(pause)
+            pause = min(pause * 1.5, longest_pause)

@@ -1,0 +1,63 @@
+"""Notes that the writer processes of an asynchronous save leave for the first rank's: what was written, or what failed.
+
+They are beside the files of the checkpoint until it is committed. Each has its own digest and gets its name when it is
+complete, so half a note is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.checkpoint.format.digests import Damaged, sealed, unsealed
+from shardwright.checkpoint.format.index import Part
+from shardwright.checkpoint.save.writing import Written
+from shardwright.checkpoint.storage.stores import Store
+
+
+def name_of(rank: int) -> str:
+    """The name of a rank's note."""
+    return f"rank-{rank}.note"
+
+
+def leave(folder: Store, rank: int, attempt: str, written: Written) -> None:
+    """Say that a rank's file is on disk. Raises OSError if that cannot be said."""
+    parts = [[name, [*part]] for name, part in written.parts]
+    _leave(folder, rank, {"attempt": attempt, "file": written.file, "parts": parts})
+
+
+def leave_failure(folder: Store, rank: int, attempt: str, kind: int, text: str) -> None:
+    """Say that a rank's file could not be written. Raises OSError if that cannot be said."""
+    _leave(folder, rank, {"attempt": attempt, "kind": kind, "text": text})
+
+
+def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
+    folder.leave(folder.stored_name(name_of(rank)), sealed(content).encode())
+
+
+def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
+    """The file and parts that a rank has written, or the kind and text of its failure.
+
+    Raises:
+        RuntimeError: the note is damaged or of another save.
+    """
+    name = name_of(rank)
+    try:
+        content = unsealed(folder.read(folder.stored_name(name)), name)
+        if content["attempt"] != attempt:
+            raise Damaged(f"{name} is of another save")
+        if "text" in content:
+            return content["kind"], content["text"]
+        return Written(content["file"], [(tensor, _part(part)) for tensor, part in content["parts"]])
+    except (Damaged, LookupError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{folder}: the note of rank {rank} cannot be read: {error}") from None
+
+
+def _part(values: list[Any]) -> Part:
+    offsets, sizes, *others = values
+    return Part(tuple(offsets), tuple(sizes), *others)
+
+
+def remove(folder: Store, ranks: int) -> None:
+    """Remove the notes, before the files become a checkpoint."""
+    for rank in range(ranks):
+        folder.remove(folder.stored_name(name_of(rank)))

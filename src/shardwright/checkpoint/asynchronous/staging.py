@@ -1,0 +1,212 @@
+"""Memory that a trainer and its writer process share, and what a save puts into it: parts of tensors and a description.
+
+The memory is one anonymous file of the system. It only grows, and each save uses it from its first byte. Nothing here
+communicates.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.format.index import StoredValue
+from shardwright.checkpoint.format.values import decoded, encoded
+from shardwright.checkpoint.save.writing import Contents, PartToWrite
+from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+
+_ALIGNMENT = 64  #: bytes; every dtype can be viewed there
+_GROWTH = 1 << 21  #: the memory is a multiple of it
+
+
+class SharedMemory:
+    """Bytes that two processes see. The writer process gets ``descriptor``.
+
+    On accelerators of CUDA's kind the trainer's mapping is page-locked, so copies from the device are fast.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = os.memfd_create("shardwright-checkpoint") if descriptor is None else descriptor
+        self.nbytes = os.fstat(self.descriptor).st_size
+        self._bytes: Tensor | None = None
+        self._locked = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the memory have at least so many bytes.
+
+        Raises:
+            OSError: the system has not enough memory.
+        """
+        if nbytes <= self.nbytes:
+            return
+        nbytes += -nbytes % _GROWTH
+        try:
+            # Allocated now: a page that is missing later would be a signal that ends the process.
+            os.posix_fallocate(self.descriptor, 0, nbytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no memory for a copy of {nbytes:,} bytes, which an asynchronous save needs: {error.strerror}",
+            ) from None
+        self._unmap()
+        self.nbytes = nbytes
+
+    def bytes(self, lock: bool = False) -> Tensor:
+        """All of it, as a tensor of uint8. Page-locked if ``lock`` and the system allows it."""
+        if self._bytes is None:
+            self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=torch.uint8)
+        if lock and not self._locked:
+            result = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 1)
+            self._locked = int(result) == 0
+        return self._bytes
+
+    def _unmap(self) -> None:
+        if self._bytes is not None and self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._bytes, self._locked = None, False
+
+    def close(self) -> None:
+        """Give the memory back, as soon as the other process has done so."""
+        self._unmap()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save of one rank, as its writer process gets it."""
+
+    place: Store
+    rank: int
+    overwrite: bool
+    parts: list[PartToWrite]
+    contents: Contents  #: complete on the first rank, which commits
+    verified: bool = False  #: read back what was written
+
+    @property
+    def unfinished(self) -> Store:
+        """The unfinished store into which the ranks write."""
+        return self.place.unfinished(self.contents.attempt)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@torch.no_grad()
+def stage(job: Job, memory: SharedMemory) -> tuple[int, int]:
+    """Copy the parts and their description into the memory. Returns first byte and length of the description.
+
+    The copy is complete on return: the tensors may change.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    starts, end = [], 0
+    for part in job.parts:
+        starts.append(end)
+        end += _nbytes(part)
+        end += -end % _ALIGNMENT
+    text = _text(job, starts)
+    memory.reserve(end + len(text))
+    target = memory.bytes(lock=any(part.values.device.type == "cuda" for part in job.parts))
+    target[end : end + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    copies = [
+        (_view(target, start, part.values.dtype, part.sizes), part.values)
+        for start, part in zip(starts, job.parts, strict=True)
+    ]
+    for room, values in copies:
+        if values.device.type != "cpu":
+            room.copy_(values, non_blocking=True)
+    in_threads([each for each in copies if each[1].device.type == "cpu"], _copy)
+    wait_for_devices(values for _, values in copies)
+    return end, len(text)
+
+
+def _copy(copy: tuple[Tensor, Tensor]) -> None:
+    room, values = copy
+    with torch.no_grad():  # which each thread has for itself
+        room.copy_(values)
+
+
+def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
+    """The job that :func:`stage` has described. Its parts are views of the memory."""
+    source = memory.bytes()
+    content = json.loads(os.pread(memory.descriptor, length, start))
+    parts = [
+        PartToWrite(
+            name, tuple(offsets), tuple(sizes), _view(source, at, getattr(torch, dtype), tuple(sizes))
+        )
+        for name, offsets, sizes, dtype, at in content["parts"]
+    ]
+    return Job(
+        store_of(content["place"]),
+        content["rank"],
+        content["overwrite"],
+        parts,
+        _contents(content["contents"]),
+        content["verified"],
+    )
+
+
+def _text(job: Job, starts: Iterable[int]) -> bytes:
+    contents = job.contents
+    tensors = contents.tensors if job.is_first else {}
+    values = contents.values if job.is_first else {}
+    content = {
+        "place": str(job.place.path.absolute() if isinstance(job.place, LocalStore) else job.place),
+        "rank": job.rank,
+        "overwrite": job.overwrite,
+        "verified": job.verified,
+        "parts": [
+            [part.name, part.offsets, part.sizes, _name(part.values.dtype), start]
+            for part, start in zip(job.parts, starts, strict=True)
+        ],
+        "contents": {
+            "attempt": contents.attempt,
+            "ranks": contents.ranks,
+            "tensors": {name: [path, _name(dtype), shape] for name, (path, dtype, shape) in tensors.items()},
+            "values": {name: [each.path, encoded(each.value, name)] for name, each in values.items()},
+            "about": contents.about,
+        },
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _contents(content: dict[str, Any]) -> Contents:
+    return Contents(
+        content["attempt"],
+        content["ranks"],
+        {
+            name: (_path(path), getattr(torch, dtype), tuple(shape))
+            for name, (path, dtype, shape) in content["tensors"].items()
+        },
+        {name: StoredValue(_path(path), decoded(value)) for name, (path, value) in content["values"].items()},
+        content["about"],
+    )
+
+
+def _path(steps: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(step) if isinstance(step, list) else step for step in steps)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _nbytes(part: PartToWrite) -> int:
+    return prod(part.sizes) * part.values.dtype.itemsize
+
+
+def _view(memory: Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
+    return memory[start : start + prod(sizes) * dtype.itemsize].view(dtype).view(tuple(sizes))

@@ -1,0 +1,1 @@
+"""Conversion of checkpoints between forms, by one process."""

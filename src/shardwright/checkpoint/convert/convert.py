@@ -1,0 +1,358 @@
+"""Converts a checkpoint into another form: ours, torch's distributed checkpoint, safetensors or ``torch.save``.
+
+One process does it, without a process group and without the model. It reads and writes one tensor at a time. The
+destination gets its name when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.convert.sources import (
+    DCP,
+    SAFETENSORS,
+    SHARDWRIGHT,
+    TORCH,
+    Source,
+    SourceTensor,
+    open_source,
+)
+from shardwright.checkpoint.format.index import StoredValue, name_of
+from shardwright.checkpoint.format.nested import NamedTensor
+from shardwright.checkpoint.format.values import encoded
+from shardwright.checkpoint.pretrained.files import abbreviated
+from shardwright.checkpoint.pretrained.model import ModelTensor
+from shardwright.checkpoint.pretrained.names import KeyMap, source_of
+from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
+from shardwright.checkpoint.pretrained.save import write_stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.save.saving import names_of_files
+from shardwright.checkpoint.save.writing import (
+    Contents,
+    PartToWrite,
+    about,
+    file_of_rank,
+    write_descriptions,
+)
+from shardwright.checkpoint.save.written_in_order import write_parts_in_order, write_torch_file
+from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.checkpoint.storage.stores import Store, sync_folder
+from shardwright.checkpoint.training.save_load import MODEL
+
+FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion.
+
+    Attributes:
+        path, form: where, and in which of :data:`FORMS`.
+        tensors, nbytes: number of stored tensors, and their bytes.
+        left_out: keys of the source that the destination does not have.
+    """
+
+    path: Path | str
+    form: str
+    tensors: int
+    nbytes: int
+    left_out: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The tensors and values to write, by their names in the destination."""
+
+    tensors: Mapping[str, SourceTensor]
+    values: Mapping[str, StoredValue] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+
+    @property
+    def forms(self) -> dict[str, tuple[Any, torch.dtype, tuple[int, ...]]]:
+        return {name: (each.path, each.dtype, each.shape) for name, each in self.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors.values())
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, in the order of :attr:`tensors`."""
+        for name, each in self.tensors.items():
+            yield name, each.read(each.dtype)
+
+
+@torch.no_grad()
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    to: str,
+    *,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap | None = None,
+    rules: Sequence[Rule] = (),
+    config: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "5 GB",
+) -> Converted:
+    """Write what a checkpoint holds in another form.
+
+    In memory are at most the largest tensor and 32 MiB, or twice the largest tensor if it is stored transposed or
+    together with others. From folders of torch's distributed checkpoint its largest part comes on top.
+
+    Args:
+        source: a checkpoint of ours, in a folder or behind a URL that fsspec knows; a folder of torch's distributed
+            checkpoint, safetensors (a file, an index or a folder), or a file of ``torch.save``. Nothing in it is
+            called.
+        destination: the new folder; a new file for ``to="torch"``, or if it ends in ``.safetensors``; a URL for ours.
+        to: one of :data:`FORMS`.
+        key: write only what is under this key. Default: all; for safetensors ``"model"``, or all if there are no keys.
+        dtype: floating-point tensors are converted to it; only for safetensors.
+        key_map: names in the destination, as for ``save_pretrained``. Not for a whole nested state.
+        rules: make a key map, in place of ``key_map``.
+        config: for ``config.json``; only for safetensors.
+        max_shard_size: as for ``save_pretrained``.
+
+    Raises:
+        FileNotFoundError: there is no source, or no folder for the destination.
+        FileExistsError: the destination exists.
+        Damaged: the source is damaged.
+        ValueError: something cannot be stored in this form, or an argument does not fit the source.
+        OSError: the destination cannot be written.
+
+    Nothing is left in any of these cases.
+    """
+    place, target = store_of(source), store_of(destination)
+    path = target.path if isinstance(target, LocalStore) else None
+    if path is not None:
+        _check_place(place, path)
+    if to not in FORMS:
+        raise ValueError(f"expected a form of {', '.join(FORMS)}, found {to!r}")
+    if path is None and to != SHARDWRIGHT:
+        raise ValueError(
+            f"only {SHARDWRIGHT} is written to a URL, found {to} for {target}; write to a folder and copy it"
+        )
+    if to != SAFETENSORS and dtype is not None:
+        raise ValueError(f"a dtype can be chosen only for safetensors, found {to}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+    opened = open_source(place)
+    chosen = _chosen(opened, to, key)
+    if rules:
+        last_only = to != SAFETENSORS
+        names = [str(each.path[-1]) if last_only else name for name, each in chosen.tensors.items()]
+        key_map = key_map_of(rules, names)
+    if to == SAFETENSORS:
+        assert path is not None
+        return _to_safetensors(path, chosen, dtype, key_map, config, max_shard_size)
+    if key_map is not None:
+        chosen = _renamed(chosen, key_map, opened)
+    if not chosen.tensors and not chosen.values:
+        raise ValueError(f"{place} holds nothing")
+    for name, value in chosen.values.items():
+        encoded(value.value, name)  # raises an error for values that no checkpoint can hold
+    if to == TORCH:
+        assert path is not None
+        _to_torch(path, chosen)
+    else:
+        _to_store(target, chosen, opened.ranks, to)
+    return Converted(path or str(target), to, len(chosen.tensors), chosen.nbytes, chosen.left_out)
+
+
+def _check_place(source: Store, destination: Path) -> None:
+    if os.path.lexists(destination):
+        raise FileExistsError(f"{destination} exists. Choose another name")
+    folder = destination.resolve().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder for {destination.name}. Make it first")
+    if isinstance(source, LocalStore) and source.path.resolve() in (folder, *folder.parents):
+        raise ValueError(f"{destination} is inside {source}. Choose a place outside it")
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def _chosen(source: Source, to: str, key: str | None) -> _Chosen:
+    tops = list(dict.fromkeys(
+        name_of(each[:1]) for each in (*(t.path for t in source.tensors.values()), *source.value_paths.values())
+    ))  # fmt: skip
+    if key is None and to == SAFETENSORS and not source.is_flat:
+        if MODEL not in tops:
+            raise ValueError(f"{source.path} has no {MODEL!r}; choose one of its keys: {abbreviated(tops)}")
+        key = MODEL
+    if key is None and source.is_flat and not source.value_paths and to in (SHARDWRIGHT, DCP):
+        tensors = {
+            f"{MODEL}.{name}": replace(each, path=(MODEL, *each.path))
+            for name, each in source.tensors.items()
+        }
+        return _Chosen(tensors)
+    if key is None:
+        return _Chosen(source.tensors, {} if to == SAFETENSORS else source.values(), _without(source, to))
+    keep_key = to in (SHARDWRIGHT, DCP)
+    tensors, values = {}, {}
+    for name, each in source.tensors.items():
+        if (path := _below(key, name, each.path, keep_key)) is not None:
+            tensors[name_of(path)] = replace(each, path=path)
+    if not tensors:
+        raise ValueError(f"{source.path} has no tensors under {key!r}; its keys are {abbreviated(tops)}")
+    for name, value_path in source.value_paths.items():
+        if to != SAFETENSORS and (path := _below(key, name, value_path, keep_key)) is not None:
+            values[name_of(path)] = StoredValue(path, source.values()[name].value)
+    others = [top for top in tops if top != key and not key.startswith(f"{top}.")]
+    return _Chosen(tensors, values, others)
+
+
+def _without(source: Source, to: str) -> list[str]:
+    return list(source.value_paths) if to == SAFETENSORS else []
+
+
+def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
+    """The keys of an entry below ``key``, or with it; None of entries elsewhere."""
+    if not name.startswith(f"{key}."):
+        return None
+    length = next((n for n in range(1, len(path)) if name_of(path[:n]) == key), None)
+    if length is None:  # the keys of folders without a nested state are in its names
+        return (key, name[len(key) + 1 :]) if keep_key else (name[len(key) + 1 :],)
+    return path if keep_key else path[length:]
+
+
+def _renamed(chosen: _Chosen, key_map: KeyMap, source: Source) -> _Chosen:
+    """The chosen tensors, with the last key of each renamed."""
+    renamed: dict[str, SourceTensor] = {}
+    for each in chosen.tensors.values():
+        *outer, last = each.path
+        if outer not in ([], [MODEL]):
+            raise ValueError(f"{source.path} is a nested state: tensors can be renamed below one key of it")
+        new = source_of(key_map, str(last))
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise ValueError(f"{last!r} is stored in another form; that is possible only in safetensors")
+        path = (*outer, new)
+        name = name_of(path)
+        if name in renamed or name in chosen.values:
+            raise ValueError(f"two tensors get the name {new!r}")
+        renamed[name] = replace(each, path=path)
+    return replace(chosen, tensors=renamed)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
+    attempt = places.new_attempt()
+    contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
+    unfinished = place.unfinished(attempt)
+    try:
+        place.begin(attempt, chosen.nbytes, overwrite=False)
+        written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
+        if not written.parts:
+            unfinished.remove(written.file)
+        write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
+        if isinstance(place, LocalStore):
+            _check_free(place.path)
+        place.commit(unfinished, overwrite=False)
+    except BaseException:
+        unfinished.abandon(names_of_files(1))
+        raise
+    place.remove_leftovers(attempt)
+
+
+def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
+    for name, tensor in chosen.read():
+        boxes = NamedTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
+        del tensor
+        while boxes:  # no reference stays when the next tensor is read
+            offsets, sizes, local = boxes.pop(0)
+            yield PartToWrite(name, offsets, sizes, local)
+            del local
+
+
+def _check_free(destination: Path) -> None:
+    """Raise FileExistsError if another process has made the destination in the meantime."""
+    if os.path.lexists(destination):
+        raise FileExistsError(f"{destination} exists now: another program has made it. Choose another name")
+
+
+def _to_torch(destination: Path, chosen: _Chosen) -> None:
+    with _new_file(destination, chosen.nbytes) as partial:
+        values = {each.path: each.value for each in chosen.values.values()}
+        write_torch_file(partial, chosen.forms, values, chosen.read())
+        _give_name(partial, destination)
+
+
+@contextlib.contextmanager
+def _new_file(destination: Path, nbytes: int) -> Iterator[Path]:
+    """The name under which a file or its folder is written. Nothing of that name is left."""
+    attempt = places.new_attempt()
+    partial = places.partial_folder(destination, attempt)
+    free = shutil.disk_usage(destination.resolve().parent).free
+    if free < nbytes:
+        raise OSError(errno.ENOSPC, f"it needs {nbytes:,} bytes, {free:,} are free")
+    try:
+        yield partial
+    finally:
+        places.remove(partial)
+
+
+def _give_name(file: Path, destination: Path) -> None:
+    _check_free(destination)
+    os.rename(file, destination)
+    sync_folder(destination.resolve().parent)
+
+
+def _to_safetensors(
+    destination: Path,
+    chosen: _Chosen,
+    dtype: torch.dtype | None,
+    key_map: KeyMap | None,
+    config: Mapping[str, Any] | None,
+    max_shard_size: int | str,
+) -> Converted:
+    bytes_of(max_shard_size, "max_shard_size")
+    tensors = {
+        name: replace(each, dtype=dtype) if dtype is not None and each.dtype.is_floating_point else each
+        for name, each in chosen.tensors.items()
+    }
+    # Their values are read in the new dtype, so no tensor is in memory in both.
+    entries = [
+        ModelTensor([name], torch.empty(each.shape, dtype=each.dtype, device="meta"), [], optional=False)
+        for name, each in tensors.items()
+    ]
+    form = stored_form(entries, key_map, None, with_values=False)
+    if not form.keys:
+        raise ValueError("there are no tensors to write")
+    settings = None if config is None else {**config, "dtype": _main_dtype(form)}
+
+    def read(group: list[ModelTensor]) -> dict[str, Tensor]:
+        return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
+
+    def write(folder: Path, size: int | str) -> None:
+        write_stored_form(folder, form, read, max_shard_size=size, config=settings)
+
+    nbytes = sum(map(form.nbytes, form.keys))
+    if destination.suffix == ".safetensors":
+        with _new_file(destination, nbytes) as partial:
+            write(partial, max(nbytes, 1))
+            _give_name(partial / "model.safetensors", destination)
+    else:
+        write(destination, max_shard_size)
+    return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)
+
+
+def _main_dtype(form: StoredForm) -> str:
+    """The dtype of most elements, for config.json."""
+    sizes: dict[torch.dtype, int] = {}
+    for shape, dtype in form.keys.values():
+        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")

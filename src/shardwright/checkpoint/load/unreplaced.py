@@ -1,0 +1,127 @@
+"""A checkpoint that stays the same while it is read: another job may give its name to a newer one at any moment.
+
+A load compares digests first and reads after that, each time by the names of files. If another save replaces a folder
+in between, the second half would come from the other checkpoint. So the files are opened before any value changes, and
+the folder must then still be the one that was compared. Open files stay readable, also when the folder is deleted.
+Behind a URL the names of objects tell saves apart, so a load cannot mix two; it fails if its objects are deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.storage.stores import Files, Reader
+
+HELD = 256  #: files that a rank keeps open; systems allow a process 1,024 by default
+
+
+class Origin(NamedTuple):
+    """The file that described a checkpoint when it was opened."""
+
+    files: Files
+    name: str
+    identity: Hashable | None  #: cheap to compare; None where files of two saves never have the same name
+
+    @classmethod
+    def of(cls, files: Files, name: str) -> Origin:
+        return cls(files, name, files.identity(name))
+
+    def is_replaced(self, fingerprint: str | None) -> bool:
+        """Whether another file has its name now. Without a fingerprint of the content the identity decides."""
+        try:
+            if self.identity is not None and self.files.identity(self.name) == self.identity:
+                return False
+            # Some file systems of other machines give a file another number whenever it is looked up.
+            content = None if fingerprint is None else self.files.read(self.name)
+        except Damaged:
+            return True
+        except OSError:
+            return (
+                self.identity is not None
+            )  # else the store does not answer, which is no sign of another checkpoint
+        if content is None:
+            return self.identity is not None
+        return hashlib.sha256(content).hexdigest() != fingerprint
+
+
+@contextmanager
+def unless_replaced(
+    origin: Origin | None, fingerprint: str | None = None, *, changing: bool = False
+) -> Iterator[None]:
+    """Raise an OSError, also in the place of Damaged, if the checkpoint was replaced before the end of the block.
+
+    With ``changing`` values may change in the block. Then only a failure counts: what is read is of the files that are
+    open.
+    """
+    try:
+        yield
+    except Damaged:
+        if origin is not None and origin.is_replaced(fingerprint):
+            raise replaced(origin.files, changing) from None
+        raise
+    if (
+        not changing
+        and origin is not None
+        and origin.identity is not None
+        and origin.is_replaced(fingerprint)
+    ):
+        raise replaced(origin.files)
+
+
+def replaced(files: Files, changing: bool = False) -> OSError:
+    what = ". Some values were read before that, and others were not" if changing else ""
+    return OSError(
+        f"{files}: another program has replaced or removed the checkpoint while it was read{what}. Load it again"
+    )
+
+
+class OpenFiles:
+    """The files of a checkpoint that a rank reads. Close it after the last read.
+
+    Args:
+        files: the checkpoint's.
+        origin, fingerprint: of its description; None if nobody replaces it.
+    """
+
+    def __init__(self, files: Files, origin: Origin | None, fingerprint: str) -> None:
+        self._files, self._origin, self._fingerprint = files, origin, fingerprint
+        self._held: dict[str, Reader] = {}
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Open the first ``HELD`` of these files, and find that they are of the checkpoint that was compared. The
+        others are opened when they are read."""
+        with unless_replaced(self._origin, self._fingerprint):
+            for name in sorted(set(names) - set(self._held))[: HELD - len(self._held)]:
+                self._held[name] = self._files.open(name)
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Reader]:
+        """A reader of a file, until the block ends.
+
+        Raises:
+            OSError: it is opened only now, and the checkpoint was replaced.
+        """
+        held = self._held.get(name)
+        with unless_replaced(self._origin, self._fingerprint, changing=True):
+            if held is not None:
+                yield held
+                return
+            reader = self._files.open(name)
+            try:
+                self._check_same()
+                yield reader
+            finally:
+                reader.close()
+
+    def _check_same(self) -> None:
+        origin = self._origin
+        if origin is not None and origin.identity is not None and origin.is_replaced(self._fingerprint):
+            raise replaced(self._files, changing=True)
+
+    def close(self) -> None:
+        while self._held:
+            self._held.popitem()[1].close()

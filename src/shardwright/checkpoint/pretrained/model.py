@@ -1,0 +1,174 @@
+"""The named tensors of a model for files: every parameter and buffer, tied ones once, with this rank's part.
+
+Other files of this package use this list for plain and sharded models. The cut of a parameter gives its boxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import increment_version, is_persistent, storage_key
+from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.unset import unmark
+from shardwright.engine.unit.owning import settle
+from shardwright.engine.unit.unit import Unit
+from shardwright.init.delivery import Holder, become
+
+#: Name parts of wrapper modules that are not in a model's structure: activation checkpointing, torch.compile.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Box(NamedTuple):
+    """A box of a tensor that this rank has, and its memory: a view of that shape."""
+
+    offsets: tuple[int, ...]
+    local: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTensor:
+    """A parameter or buffer of a model, under every name it has."""
+
+    names: list[str]
+    tensor: Tensor  #: as the module holds it, between steps
+    slots: list[tuple[nn.Module, str]]
+    optional: bool  #: a buffer that state dicts leave out
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def unit(self) -> Any:
+        return unit_of(self.tensor)
+
+    @property
+    def has_values(self) -> bool:
+        """False on the meta device, and where the model is deferred."""
+        unset = self.unit.without_values() if self.unit is not None else ()
+        return not has_no_values(self.tensor) and self.tensor not in unset
+
+    @property
+    def is_constructed(self) -> bool:
+        """False on the meta device: elsewhere its values are the constructor's, at the latest after ``materialize``."""
+        source = self.unit.without_values().get(self.tensor) if self.unit is not None else None
+        return not (self.tensor.is_meta or (source is not None and source.is_meta))
+
+
+def mesh_of(units: list[Unit]) -> DeviceMesh | None:
+    """The mesh of all ranks of a sharded model; None of a plain one."""
+    meshes = [unit.mesh for unit in units]
+    meshes += [p.cut.parallel.rest for unit in units for p in unit.parameters if p.cut.parallel is not None]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
+
+
+def tensors_of(model: nn.Module) -> list[ModelTensor]:
+    """The model's parameters and buffers in the order of its modules, tied ones once."""
+    entries: dict[int, ModelTensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tables: tuple[tuple[dict[str, Any], bool], ...] = (module._parameters, False), (module._buffers, True)
+        for table, are_buffers in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                full_name = f"{prefix}.{name}" if prefix else name
+                for wrapper in _WRAPPERS:
+                    full_name = full_name.replace(wrapper, "")
+                optional = are_buffers and not is_persistent(module, name)
+                entry = entries.setdefault(id(tensor), ModelTensor([], tensor, [], optional))
+                entry.names.append(full_name)
+                entry.slots.append((module, name))
+    return list(entries.values())
+
+
+def at_rest(units: list[Unit], doing: str) -> None:
+    """Show the sharded parameters, and adopt parameters that users have replaced.
+
+    Raises:
+        RuntimeError: a forward or backward is under way.
+    """
+    for unit in units:
+        if (root := root_of(unit)) is not None:
+            root.recover_if_failed()
+        if unit.activity.busy:
+            raise RuntimeError(f"{doing} while unit {unit.name!r} is in use: call it between steps")
+    for unit in units:
+        unit.refuse_unsharded(doing + " for")
+        unit.drop_kept()
+        unit.release()
+        settle(unit)
+
+
+def boxes_of(entry: ModelTensor) -> list[Box]:
+    """The boxes that this rank has; on meta if the tensor has no memory yet."""
+    tensor = entry.tensor
+    if entry.unit is not None:
+        managed = entry.unit.managed(tensor)
+        return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
+    if isinstance(tensor, (DTensor, RaggedTensor)):
+        raise NotImplementedError(
+            f"{entry.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
+            "load only into plain tensors and into parameters of units"
+        )
+    if has_no_values(tensor):
+        return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
+    return [Box((0,) * tensor.ndim, tensor.detach())]
+
+
+def mark_loaded(entry: ModelTensor) -> None:
+    """Report new values to the unit, also on a rank without elements of them."""
+    if entry.unit is not None:
+        local = entry.unit.managed(entry.tensor).local
+        increment_version([local])
+        unmark(local)
+
+
+def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
+    """Give memory to a tensor without values that no unit owns. Keeps the object if possible."""
+    old = entry.tensor
+    made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
+    is_parameter = isinstance(old, nn.Parameter)
+    holder = Holder(
+        [Slot.of(module, name) for module, name in entry.slots if is_parameter],
+        [(module._buffers, name) for module, name in entry.slots if not is_parameter],
+        [module for module, _ in entry.slots],
+    )
+    return replace(entry, tensor=become(old, made, holder))
+
+
+def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
+    """For tensors without values that no unit owns: the name of another tensor over the same memory."""
+    unset = [entry for entry in tensors if entry.unit is None and not entry.has_values]
+    own = {id(entry.tensor) for entry in tensors}
+    viewers = [(entry.name, entry.tensor) for entry in unset]
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and id(value) not in own and has_no_values(value):
+                viewers.append((f"{prefix}.{key}".lstrip("."), value))
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in viewers:
+        by_memory.setdefault(storage_key(tensor), []).append(name)
+    return {
+        name: next(other for other in names if other != name)
+        for names in by_memory.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def first_rank(mesh: DeviceMesh | None) -> bool:
+    """Whether this is the writing rank."""
+    return mesh is None or not any(mesh.get_coordinate() or ())
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaNs and the signs of zeros included."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))

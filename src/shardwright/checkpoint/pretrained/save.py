@@ -1,0 +1,273 @@
+"""``save_pretrained``: a model's weights as safetensors with an index, without any rank holding the model.
+
+The plan of all places needs only shapes. Then parameters are gathered one after another, and the first rank writes each
+into its place. The folder gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright import board as boards
+from shardwright.checkpoint.pretrained.files import (
+    INDEX,
+    SafetensorsFile,
+    abbreviated,
+    shard_names,
+    sync_folder,
+    write_json,
+)
+from shardwright.checkpoint.pretrained.model import (
+    ModelTensor,
+    at_rest,
+    first_rank,
+    mesh_of,
+    tensors_of,
+)
+from shardwright.checkpoint.pretrained.names import KeyMap
+from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, default_key_map, stored_form
+from shardwright.collective import RankGroup
+from shardwright.engine.base.offload import whole_of
+from shardwright.engine.unit.owning import units_of
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+@boards.during(boards.SAVE)
+def save_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key_map: KeyMap | None = None,
+    max_shard_size: int | str = "5 GB",
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model's parameters and persistent buffers as safetensors into a folder.
+
+        sw.save_pretrained(model, "checkpoint/")
+
+    One file ``model.safetensors``, or several with ``model.safetensors.index.json``, as Hugging Face names them. For a
+    sharded model every rank must call it. Parameters are gathered one at a time, and the mesh's first rank writes, so a
+    rank holds at most the largest parameter beside its shards. For a plain model call it on one rank. Tied weights are
+    written once, under the first of their names. Call it between steps.
+
+    The folder is written under another name and renamed when it is complete and on disk. If anything fails on any rank,
+    the new folder is removed and every rank raises an error.
+
+    Args:
+        model: plain, or sharded by ``fully_shard`` in any layout and strategy.
+        path: the folder; it must be new or empty, unless ``overwrite``.
+        key_map: as for :func:`load_pretrained`. Pass the same key map to load these files. Default: for a model of
+            transformers 5 the names under which transformers stores it, for other models the same names.
+        max_shard_size: bytes of tensors in a file, as a number or such as "5 GB" or "512 MiB". A larger tensor gets a
+            separate file.
+        dtype: floating-point tensors are converted to this dtype. Default: as the model stores them.
+        config: content of ``config.json`` beside the weights. None: no such file.
+        overwrite: replace an existing folder, if it has only files of a saved model.
+
+    Raises:
+        ValueError: a tensor holds no values, or has a dtype without a name in the format, the key map does not fit, two
+            tensors have one key, or an argument is wrong; nothing was written then.
+        FileExistsError: the folder exists and is not empty (or, with ``overwrite``, has other files).
+        OSError: the folder cannot be written.
+        RuntimeError: another rank failed, or the model is in use.
+    """
+    units = units_of(model)
+    mesh = mesh_of(units)
+    at_rest(units, "save_pretrained was called")
+    limit = bytes_of(max_shard_size, "max_shard_size")
+    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, key_map, dtype, limit))
+    writer = _Writer(Path(path), plan, overwrite)
+    writes = first_rank(mesh)
+    error: Exception | None = None
+    try:
+        RankGroup.of_mesh(mesh).run_or_stop(writer.begin if writes else lambda: None)
+        for group in plan.form.groups:
+            whole = {
+                entry.name: _whole(entry) for entry in group
+            }  # every rank takes part, even if the writer has failed
+            if writes and error is None:
+                try:
+                    writer.write(group, whole)
+                except Exception as failure:
+                    error = failure
+            del whole
+        if writes and error is None:
+            try:
+                writer.finish(config)
+            except Exception as failure:
+                error = failure
+        RankGroup.of_mesh(mesh).stop_after(error)
+    finally:
+        writer.clean_up()
+
+
+def write_stored_form(
+    path: Path,
+    form: StoredForm,
+    read: Callable[[list[ModelTensor]], dict[str, Tensor]],
+    *,
+    max_shard_size: int | str = "5 GB",
+    config: Mapping[str, Any] | None = None,
+    add_files: Callable[[Path], None] | None = None,
+) -> None:
+    """Write stored tensors as :func:`save_pretrained` does, in one process, from values that ``read`` returns.
+
+    Args:
+        path: the new folder.
+        form: the stored tensors; the model may be on the meta device.
+        read: the whole tensors of a group of the form by name. Called once for each group.
+        max_shard_size, config: as for :func:`save_pretrained`.
+        add_files: writes more files into the folder, before it gets its name.
+
+    Raises:
+        FileExistsError, OSError: as :func:`save_pretrained`. Nothing is left then.
+    """
+    writer = _Writer(
+        path, _Plan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False
+    )
+    try:
+        writer.begin()
+        for group in form.groups:
+            writer.write(group, read(group))
+        writer.finish(config, add_files)
+    finally:
+        writer.clean_up()
+
+
+def _whole(entry: ModelTensor) -> Tensor:
+    return whole_of(entry.tensor.detach())
+
+
+# -- where everything goes ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Plan:
+    """The stored tensors, and the keys in each file."""
+
+    form: StoredForm
+    files: dict[str, list[str]]
+
+
+def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
+    tensors = tensors_of(model)
+    if key_map is None:
+        key_map = default_key_map(model, tensors)
+    form = stored_form(tensors, key_map, dtype)
+    return _Plan(form, _files(form, limit))
+
+
+def _files(form: StoredForm, limit: int) -> dict[str, list[str]]:
+    """The keys of each file, in their order, as many as fit."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for key in form.keys:
+        if files[-1] and size + form.nbytes(key) > limit:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += form.nbytes(key)
+    return dict(zip(shard_names(len(files)), files, strict=True))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """The folder while it is written, on the writing rank."""
+
+    def __init__(self, path: Path, plan: _Plan, overwrite: bool) -> None:
+        self._final = path.resolve()
+        self._partial = self._final.with_name(f".{self._final.name}.partial")
+        self._plan = plan
+        self._overwrite = overwrite
+        self._begun = False
+        self._open: dict[str, SafetensorsFile] = {}
+        self._file_of = {key: name for name, keys in plan.files.items() for key in keys}
+
+    def begin(self) -> None:
+        """Make every file with its header and its full size."""
+        self._check_place()
+        if self._partial.exists():  # left by a killed process
+            shutil.rmtree(self._partial)
+        self._partial.mkdir(parents=True)
+        self._begun = True
+        need, free = (
+            sum(map(self._plan.form.nbytes, self._plan.form.keys)),
+            shutil.disk_usage(self._partial).free,
+        )
+        if need > free:
+            raise OSError(f"{self._final}: needs {need:,} bytes, {free:,} are free")
+        for name, keys in self._plan.files.items():
+            contents = {key: self._plan.form.keys[key] for key in keys}
+            self._open[name] = SafetensorsFile(self._partial / name, contents)
+
+    def _check_place(self) -> None:
+        if not self._final.exists():
+            return
+        if not self._final.is_dir():
+            raise FileExistsError(f"{self._final}: expected a folder, or none yet, found a file")
+        there = sorted(item.name for item in self._final.iterdir())
+        others = [
+            name for name in there if not (name.endswith(".safetensors") or name in (INDEX, "config.json"))
+        ]
+        if there and not self._overwrite:
+            raise FileExistsError(
+                f"{self._final}: the folder exists and is not empty; pass another folder, or overwrite=True"
+            )
+        if others:
+            raise FileExistsError(
+                f"{self._final}: overwrite=True replaces the whole folder, and the folder has other files than a "
+                f"saved model: {abbreviated(others)}. Pass another folder."
+            )
+
+    def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
+        """Write all stored tensors that these tensors of the model form."""
+        for key, tensor in self._plan.form.stored_tensors(group, whole):
+            self._open[self._file_of[key]].write(key, tensor)
+
+    def finish(
+        self, config: Mapping[str, Any] | None, add_files: Callable[[Path], None] | None = None
+    ) -> None:
+        """Sync all files to disk, and rename the folder."""
+        while self._open:
+            self._open.popitem()[1].close()
+        if len(self._plan.files) > 1:
+            size = sum(map(self._plan.form.nbytes, self._plan.form.keys))
+            write_json(self._partial / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
+        if config is not None:
+            write_json(self._partial / "config.json", config)
+        if add_files is not None:
+            add_files(self._partial)
+        sync_folder(self._partial)
+        old = self._final.with_name(f".{self._final.name}.old")
+        if self._final.is_dir() and any(self._final.iterdir()):
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self._final, old)
+        try:
+            os.replace(self._partial, self._final)
+        except BaseException:
+            if old.is_dir():
+                os.replace(old, self._final)
+            raise
+        self._begun = False
+        sync_folder(self._final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def clean_up(self) -> None:
+        """Remove the unfinished folder."""
+        while self._open:
+            self._open.popitem()[1].close(sync=False)
+        if self._begun:
+            shutil.rmtree(self._partial, ignore_errors=True)

@@ -1,0 +1,283 @@
+"""The files of a checkpoint: parts of tensors in a file of each rank, and the small files that describe them.
+
+Nothing here communicates. Every file is durable when its function returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import pickle
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright._version import __version__
+from shardwright.checkpoint.format.archive import container, lengths
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import (
+    INDEX,
+    METADATA,
+    VALUES,
+    Index,
+    Part,
+    StoredFile,
+    StoredTensor,
+    StoredValue,
+    digest_of_parts,
+    index_text,
+    parse_index,
+)
+from shardwright.checkpoint.format.nested import Progress, ignore
+from shardwright.checkpoint.storage.stores import Files, Writer, files_of
+from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+
+#: Takes the place of VALUES where no index is meant to be: a folder with VALUES and without index is damaged.
+VALUES_FOR_TORCH = "__0_1.distcp"
+
+
+class PartToWrite(NamedTuple):
+    """A box of a tensor, and its values."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: Tensor
+
+
+class Written(NamedTuple):
+    """A file of parts that is on disk: for each part the name of its tensor."""
+
+    file: str
+    parts: list[tuple[str, Part]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.length for _, part in self.parts)
+
+    @property
+    def sha256(self) -> str:
+        return digest_of_parts(part.sha256 for _, part in self.parts)
+
+
+def file_of_rank(rank: int) -> str:
+    """The name of a rank's file, as torch's distributed checkpoint names it."""
+    return f"__{rank}_0.distcp"
+
+
+def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
+    """The bytes of a tensor on the host in its order, and what owns them: a copy if the tensor is not contiguous."""
+    held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if not held.nbytes:
+        return memoryview(b""), held
+    return memoryview((ctypes.c_char * held.nbytes).from_address(held.data_ptr())).cast("B"), held
+
+
+def write_parts(
+    folder: Path | Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
+) -> Written:
+    """Write a rank's file. It has the name that ``folder`` stores it under.
+
+    Raises:
+        OSError: the file cannot be written, or is there already. It names the file.
+    """
+    files = files_of(folder)
+    file = files.stored_name(file)
+    placed, end = [], 0
+    for part in parts:
+        placed.append((end, part))
+        head, tail = lengths(part.values.dtype, part.sizes)
+        end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
+    wait_for_devices(part.values for _, part in placed)
+    writer = files.create(file)
+
+    def write(each: tuple[int, PartToWrite]) -> tuple[str, Part]:
+        return _write_part(writer, file, *each)
+
+    try:
+        written: list[tuple[str, Part]] = []
+        if writer.in_order:
+            for each in placed:
+                written.append(write(each))
+                progress(written[-1][1].length)
+        else:  # in threads, because hashing takes longer than writing, and both let go of the interpreter
+            written = in_threads(placed, write, lambda each: progress(each[1].length))
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+    return Written(file, written)
+
+
+def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tuple[str, Part]:
+    """Write a part at its place, and digest it."""
+    data, _held = bytes_of(part.values)
+    head, tail = container(part.values.dtype, part.sizes, data)
+    sha256, position = hashlib.sha256(), start
+    for piece in (head, data, tail):
+        writer.write(piece, position)
+        sha256.update(piece)
+        position += len(piece)
+    length = position - start
+    place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
+    return part.name, place
+
+
+def drop_from_cache(folder: Path | Files, file: str) -> None:
+    """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
+    files_of(folder).drop_from_cache(file)
+
+
+def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
+    files.write(name, content)
+    return StoredFile(len(content), hashlib.sha256(content).hexdigest(), False)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The content of a checkpoint to write, without the places of its parts."""
+
+    attempt: str
+    ranks: int
+    tensors: Mapping[str, tuple[Any, torch.dtype, tuple[int, ...]]]  #: path, dtype and shape by name
+    values: Mapping[str, StoredValue]
+    about: Mapping[str, str]
+
+
+def write_descriptions(
+    folder: Path | Files, contents: Contents, written: Sequence[Written], *, for_torch: bool = False
+) -> Index:
+    """Write what describes a checkpoint: ``.metadata`` and values for torch's reader, and last ``index.json``.
+
+    A checkpoint that is ``for_torch`` gets no index.
+
+    Raises:
+        OSError: a file cannot be written.
+        RuntimeError: the parts are not all parts of the tensors.
+    """
+    parts: dict[str, list[Part]] = {name: [] for name in contents.tensors}
+    for each in written:
+        for name, part in each.parts:
+            parts[name].append(part)
+    files = {each.file: StoredFile(each.nbytes, each.sha256, True) for each in written}
+    tensors = {
+        name: StoredTensor(path, dtype, shape, tuple(sorted(parts[name])))
+        for name, (path, dtype, shape) in contents.tensors.items()
+    }
+    flat = _as_torch_flattens(contents.values)
+    places, content = _pickled_values(flat)
+    into = files_of(folder)
+    file = into.stored_name(VALUES_FOR_TORCH if for_torch else VALUES)
+    files[file] = _write_file(into, file, content)
+    files[METADATA] = _write_file(into, METADATA, _metadata(tensors, flat, places, file))
+    index = Index(contents.attempt, contents.ranks, tensors, contents.values, files, contents.about)
+    text = index_text(index).encode()
+    try:
+        parse_index(text)
+    except Damaged as problem:
+        raise RuntimeError(f"the ranks have written parts that are no whole checkpoint: {problem}") from None
+    if not for_torch:
+        into.write(into.stored_name(INDEX), text)
+    return index
+
+
+# -- for torch's reader ------------------------------------------------------------------------------------------------
+
+
+def _as_torch_flattens(values: Mapping[str, StoredValue]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
+    """Each value under the names under which torch's distributed checkpoint looks for it."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat: dict[str, tuple[tuple[str | int, ...], Any]] = {}
+    for name, stored in values.items():
+        prefix = _steps(stored.path)
+        inner, paths = flatten_state_dict({"": stored.value})
+        for key, value in inner.items():
+            flat[name + key] = ((*prefix, *paths[key][1:]), value)
+    return flat
+
+
+def _steps(path: Sequence[Any]) -> tuple[str | int, ...]:
+    steps = (str(step[0]) if isinstance(step, tuple) else step for step in path)
+    return tuple(sys.intern(str(step)) if isinstance(step, str) else step for step in steps)
+
+
+def _pickled_values(flat: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, tuple[int, int]], bytes]:
+    stream = io.BytesIO()
+    places = {}
+    for name, (_, value) in sorted(flat.items()):
+        start = stream.tell()
+        single = io.BytesIO()
+        torch.save(_plain(value), single)
+        stream.write(single.getvalue())
+        places[name] = (start, stream.tell() - start)
+    return places, stream.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """Without classes of other libraries, which torch's reader would have to import."""
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else tuple(map(_plain, value))
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _metadata(
+    tensors: Mapping[str, StoredTensor],
+    flat: Mapping[str, tuple[tuple[str | int, ...], Any]],
+    places: Mapping[str, tuple[int, int]],
+    values_file: str,
+) -> bytes:
+    """The pickle that torch's own writer would leave for these parts."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    entries: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    # A pickle refers to an object that it holds already, so equal strings have to be one object: then equal states give
+    # equal bytes.
+    tensors = {sys.intern(name): each for name, each in tensors.items()}
+    flat = {sys.intern(name): each for name, each in flat.items()}
+    places = {sys.intern(name): each for name, each in places.items()}
+    for name, tensor in tensors.items():
+        chunks = []
+        for part in tensor.parts:
+            offsets = torch.Size(part.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+            storage[MetadataIndex(name, offsets)] = _StorageInfo(
+                sys.intern(part.file), part.start, part.length
+            )
+        properties = TensorProperties(dtype=tensor.dtype)
+        entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    for name, (start, length) in places.items():
+        entries[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = _StorageInfo(sys.intern(values_file), start, length)
+    paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
+    paths.update({name: _steps(path) for name, (path, _) in flat.items()})
+    metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
+    return pickle.dumps(metadata, protocol=4)
+
+
+def about() -> dict[str, str]:
+    """Versions of what writes a checkpoint."""
+    return {"shardwright": __version__, "torch": re.sub(r"\+.*", "", torch.__version__)}

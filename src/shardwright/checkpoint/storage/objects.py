@@ -1,0 +1,469 @@
+"""A checkpoint behind a URL that fsspec knows, such as ``s3://bucket/run-7/step-100``. No object is ever renamed.
+
+Files of a save have its attempt in their names, so two saves never write the same object. ``index.json`` is written
+last, in one request: with it the checkpoint is there, without it there is none. fsspec is imported at the first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.index import INDEX, METADATA, UnknownVersion, parse_index
+from shardwright.checkpoint.storage.stores import Store
+
+PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
+BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
+SLICE = 8 << 20  #: bytes of a request that reads, and of a write into the buffer of an upload
+READ_AT_ONCE = 4 * SLICE  #: read by several requests at the same time
+_MARK = "__begun.save"  #: an object that every rank must see before it writes
+_OURS = re.compile(
+    r"__\d+_0\.[0-9a-f]{16}\.distcp|__values\.[0-9a-f]{16}\.distcp|__begun\.[0-9a-f]{16}\.save|"
+    rf"rank-\d+\.[0-9a-f]{{16}}\.note|index\.[0-9a-f]{{16}}\.json|{re.escape(METADATA)}|{re.escape(INDEX)}"
+)
+#: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
+_WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "dask", "dbfs"}
+_CREDENTIALS = {
+    "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or log in with gcloud",
+}
+T = TypeVar("T")
+
+
+class ObjectStore:
+    """The objects below a URL; with ``attempt`` those of a save that is not committed."""
+
+    def __init__(self, url: str, attempt: str | None = None) -> None:
+        """Raises ValueError if the URL names no place for a checkpoint."""
+        found = re.fullmatch(r"([A-Za-z][\w+.-]*)://([^?#]*)", url)
+        if found is None or "::" in url:
+            raise ValueError(f"expected a URL such as s3://bucket/run-7/step-100, found {url}")
+        if not found[2].strip("/") or ".." in found[2].split("/"):
+            raise ValueError(f"{url} names no place for a checkpoint; add the name of a folder")
+        self._url, self._protocol, self._attempt = url.rstrip("/"), found[1], attempt
+
+    def __str__(self) -> str:
+        return self._url
+
+    # -- files --
+
+    def stored_name(self, name: str) -> str:
+        if name == METADATA:  # torch's reader looks for it under this name
+            return name
+        stem, dot, suffix = name.rpartition(".")
+        return f"{stem}.{self._attempt}{dot}{suffix}"
+
+    def create(self, name: str) -> ObjectWriter:
+        with self._reported(name, "written"):
+            return ObjectWriter(self, name)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Names without an attempt are written only where no object is: another save may have written it."""
+        with self._reported(name, "written"):
+            system, path = self._system(name)
+            if name not in (METADATA, INDEX):
+                system.pipe_file(path, content)
+                return
+            try:
+                _write_new(system, path, content)
+            except FileExistsError:
+                raise FileExistsError(
+                    f"{self._url}/{name} was written by another save. Let one save at a time write to a URL"
+                ) from None
+
+    def remove(self, name: str) -> None:
+        with self._reported(name, "removed"):
+            system, path = self._system(name)
+            with contextlib.suppress(FileNotFoundError):  # another save that clears this place was faster
+                system.rm_file(path)
+
+    def has(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except Damaged:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        with self._reported(name, "read"):
+            system, path = self._system(name)
+            system.invalidate_cache()
+            return int(system.info(path)["size"])
+
+    def read(self, name: str) -> bytes:
+        with self._reported(name, "read"):
+            system, path = self._system(name)
+            return bytes(system.cat_file(path))
+
+    def open(self, name: str) -> ObjectReader:
+        return ObjectReader(self, name)
+
+    def identity(self, name: str) -> None:
+        return None  # no save writes an object of another one, except for what the digests in index.json tell apart
+
+    def drop_from_cache(self, name: str) -> None:
+        pass
+
+    # -- the place of one checkpoint --
+
+    def description(self) -> str:
+        name = INDEX if self._attempt is None else self.stored_name(INDEX)
+        try:
+            promptly(lambda: self.size(name), self._url)
+        except Damaged as problem:
+            reasons = [_reason(error) for error in _causes(problem)]
+            known = [f" ({each})" for each in reasons if " bucket " in each or "onnect" in each][:1]
+            raise FileNotFoundError(
+                f"{self._url} holds no whole checkpoint{''.join(known)}: a save was interrupted, or the path is wrong"
+            ) from None
+        return name
+
+    def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
+        unfinished = self.unfinished(attempt)
+        if names := promptly(self.sizes, self._url):
+            self._clear(list(names), overwrite)
+        if self._protocol in _WITH_FOLDERS:
+            with self._reported("", "made"):
+                system, path = self._system("")
+                system.makedirs(path, exist_ok=True)
+        mark = unfinished.stored_name(_MARK)
+        promptly(lambda: unfinished.write(mark, b"a save has begun\n"), self._url)
+        # Two saves that begin at once each have a mark there before they look for others, so one of them sees both.
+        if any(name.startswith("__begun.") and name != mark for name in self.sizes()):
+            raise self._busy()
+
+    def _busy(self) -> FileExistsError:
+        return FileExistsError(
+            f"{self._url}: another save to this URL is under way. Let one save at a time write to a URL"
+        )
+
+    def unfinished(self, attempt: str) -> ObjectStore:
+        return ObjectStore(self._url, attempt)
+
+    def check_free(self, overwrite: bool) -> None:
+        pass  # the commit writes only where nothing is
+
+    def leave(self, name: str, content: bytes) -> None:
+        self.write(name, content)
+
+    def check_seen(self) -> None:
+        mark = self.stored_name(_MARK)
+        if not promptly(lambda: self.has(mark), self._url):
+            raise OSError(
+                f"{self._url}/{mark} is not there, though the first rank has written it: all ranks must save to a "
+                "store that they share, and one save at a time"
+            )
+
+    def commit(self, unfinished: Store, overwrite: bool) -> None:
+        assert isinstance(unfinished, ObjectStore)
+        unfinished.check_seen()  # a save that begins later with overwrite=True removes it, and our files
+        try:
+            text = unfinished.read(unfinished.stored_name(INDEX))
+        except Damaged:
+            raise self._busy() from None
+        try:
+            self.write(INDEX, text)
+        except OSError:
+            if not self._holds(text):  # the store may have done it, and only its answer was lost
+                raise
+        # Once more: such a save removes the mark first, and then looks for an index. So either it finds ours and keeps
+        # our files, or the mark is missing here.
+        if unfinished.is_removed():
+            if self._holds(text):
+                self.remove(INDEX)
+            raise self._busy()
+        for name in (_MARK, INDEX):
+            with contextlib.suppress(OSError):
+                unfinished.remove(unfinished.stored_name(name))
+
+    def is_removed(self) -> bool:
+        try:
+            return not promptly(lambda: self.has(self.stored_name(_MARK)), self._url)
+        except OSError:  # no answer; the save is complete
+            return False
+
+    def _holds(self, text: bytes) -> bool:
+        try:
+            return self.read(INDEX) == text
+        except (OSError, Damaged):
+            return False
+
+    def abandon(self, names: Iterable[str]) -> None:
+        """Objects stay if they may be of a committed checkpoint: if ``index.json`` names them, or cannot be read."""
+        own = {self.stored_name(name) for name in (*names, _MARK)}
+        try:
+            # First, and promptly: a store that does not answer would keep each of the requests below waiting.
+            if promptly(lambda: self._names_attempt(INDEX), self._url):
+                return
+            own |= {name for name in self.sizes() if f".{self._attempt}." in name}
+            own |= {METADATA} if self._names_attempt(METADATA) else set()
+        except OSError:
+            return
+        for name in sorted(own):
+            with contextlib.suppress(OSError):
+                self.remove(name)
+
+    def _names_attempt(self, name: str) -> bool:
+        try:
+            return f"{self._attempt}".encode() in self.read(name)
+        except Damaged:  # it is not there
+            return False
+
+    def remove_leftovers(self, attempt: str) -> None:
+        pass  # a save begins only where nothing is
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
+        with self._reported("", "read"):
+            system, path = self._system("")
+            system.invalidate_cache()
+            try:
+                entries = system.ls(path, detail=True)
+            except FileNotFoundError:
+                return {}
+        own = path.strip("/")
+        sizes = {}
+        for entry in entries:
+            name = str(entry["name"]).strip("/")
+            if name != own:
+                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
+            elif entry.get("size"):
+                raise FileExistsError(
+                    f"{self._url} is an object, not a place for several. Choose another URL"
+                )
+        return sizes
+
+    def check_writable(self, attempt: str) -> None:
+        """Write an object and remove it. Raises OSError if that is not possible."""
+        unfinished = self.unfinished(attempt)
+        mark = unfinished.stored_name(_MARK)
+        promptly(lambda: unfinished.write(mark, b"a check\n"), self._url)
+        unfinished.remove(mark)
+
+    def clear(self) -> None:
+        """Remove what saves have written here. Other objects stay. Raises OSError."""
+        self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
+        if self._protocol in _WITH_FOLDERS:
+            with contextlib.suppress(OSError), self._reported("", "removed"):  # it may hold other files
+                system, path = self._system("")
+                system.rmdir(path)
+
+    def _clear(self, names: list[str], overwrite: bool) -> None:
+        """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""
+        foreign = min((name for name in names if not _OURS.fullmatch(name)), default=None)
+        if foreign is not None:
+            raise FileExistsError(
+                f"{self._url} holds {foreign}, which no save has written. Choose another URL"
+            )
+        if INDEX in names:
+            problem = self._damage()
+            if problem is None:
+                raise FileExistsError(
+                    f"{self._url} holds a whole checkpoint. It is not replaced, since objects cannot be renamed: "
+                    "choose another URL, or delete it first"
+                )
+            left = f"a damaged checkpoint ({problem})"
+        else:
+            count = len(names)
+            left = f"what an interrupted save has left ({count} object{'s' * (count > 1)})"
+        if not overwrite:
+            raise FileExistsError(
+                f"{self._url} holds {left}. Pass overwrite=True to delete it, or choose another URL"
+            )
+        self._remove(names)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        # First what would let a load or another save take the rest for theirs.
+        ordered = sorted(names, key=lambda name: (name != INDEX, not name.startswith("__begun"), name))
+        is_checked = False
+        for name in ordered:
+            if not is_checked and name != INDEX and not name.startswith("__begun"):
+                is_checked = True
+                if self.has(INDEX):  # another save has written it meanwhile: see commit
+                    raise self._busy()
+            self.remove(name)
+
+    def _damage(self) -> str | None:
+        """The damage of a committed checkpoint, in words, from its index and sizes alone; None without damage."""
+        try:
+            index = parse_index(self.read(INDEX))
+            for name, file in index.files.items():
+                if (nbytes := self.size(name)) != file.nbytes:
+                    return f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected"
+        except UnknownVersion:
+            return None
+        except Damaged as problem:
+            return str(problem)
+        return None
+
+    # -- fsspec --
+
+    def _system(self, name: str) -> tuple[Any, str]:
+        """The file system, which fsspec keeps for each process, and the path of an object in it."""
+        try:
+            from fsspec.core import url_to_fs
+
+            system, path = url_to_fs(self._url)
+        except ImportError as error:
+            raise StoreError(
+                f"{self._url}: a package for {self._protocol}:// is missing ({_reason(error)})"
+            ) from None
+        except ValueError as error:
+            raise StoreError(
+                f"{self._url}: no file system for {self._protocol}:// ({_reason(error)})"
+            ) from None
+        return system, f"{path}/{name}" if name else str(path)
+
+    @contextlib.contextmanager
+    def _reported(self, name: str, doing: str) -> Iterator[None]:
+        """Turn what a file system raises into one line that names the object, the reason and what to check.
+
+        An object that is missing when it is read raises Damaged, caused by what the file system has raised.
+        """
+        try:
+            yield
+        except (Damaged, FileExistsError, StoreError):
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and doing == "read":
+                raise Damaged(f"no {name} file") from error
+            url = f"{self._url}/{name}" if name else self._url
+            raise StoreError(f"{url} cannot be {doing}: {_reason(error)}{self._advice(error)}") from None
+
+    def _advice(self, error: Exception) -> str:
+        text = f"{type(error).__name__} {error}".lower()
+        if isinstance(error, PermissionError) or any(
+            word in text for word in ("credential", "forbidden", "denied")
+        ):
+            kind = {"s3a": "s3", "gcs": "gs"}.get(self._protocol, self._protocol)
+            return f". {_CREDENTIALS.get(kind, 'Check the credentials')}"
+        if isinstance(error, (ConnectionError, TimeoutError)) or any(
+            word in text for word in ("connect", "timeout")
+        ):
+            return ". Check the network and the address of the store"
+        if isinstance(error, FileNotFoundError):
+            return ". Check the URL"
+        return ""
+
+
+class StoreError(OSError):
+    """A store did not do what was asked for. The message is one line."""
+
+
+class ObjectWriter:
+    """An object that appears when it is finished. It is uploaded in parts, so that no more than two are in memory."""
+
+    in_order = True
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store, self._name = store, name
+        system, path = store._system(name)
+        self._stream = system.open(path, "wb", block_size=BLOCK)
+
+    def write(self, piece: bytes | memoryview, position: int) -> None:
+        whole = memoryview(piece)
+        with self._store._reported(self._name, "written"):
+            for start in range(0, len(whole), SLICE):
+                self._stream.write(whole[start : start + SLICE])
+
+    def finish(self) -> None:
+        with self._store._reported(self._name, "written"):
+            self._stream.close()
+
+    def discard(self) -> None:
+        """End the upload. The uploaded part does not appear."""
+        with contextlib.suppress(Exception):
+            self._stream.discard()
+        with contextlib.suppress(Exception):
+            if not self._stream.closed:
+                self._stream.closed = True  # or its end as an object of Python would finish the upload
+        with contextlib.suppress(Exception):
+            self._store.remove(self._name)  # of file systems where a file appears when it is opened
+
+
+class ObjectReader:
+    """An object, read in ranges. Only the ranges that are asked for are fetched, some at the same time."""
+
+    at_once = READ_AT_ONCE
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store, self._name = store, name
+
+    def read_into(self, target: memoryview, position: int) -> int:
+        end = position + min(len(target), READ_AT_ONCE)
+        starts = list(range(position, end, SLICE))
+        ends = [min(start + SLICE, end) for start in starts]
+        with self._store._reported(self._name, "read"):
+            system, path = self._store._system(self._name)
+            pieces = system.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
+        for start, stop, piece in zip(starts, ends, pieces, strict=True):
+            if isinstance(piece, BaseException) or len(piece) != stop - start:
+                raise Damaged(f"{self._name} ends before byte {stop:,}")
+            target[start - position : stop - position] = piece
+        return end - position
+
+    def close(self) -> None:
+        pass
+
+
+def _write_new(system: Any, path: str, content: bytes) -> None:
+    """Write an object where none is. Stores that cannot compare and write in one step do it in two.
+
+    Raises:
+        FileExistsError: an object is there.
+    """
+    system.invalidate_cache()
+    if system.exists(path):  # first, since some stores ignore the condition
+        raise FileExistsError(path)
+    try:
+        system.pipe_file(path, content, mode="create")
+        return
+    except (TypeError, NotImplementedError):
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+    system.pipe_file(path, content)
+
+
+def promptly(action: Callable[[], T], url: str) -> T:
+    """Run ``action`` and return its result. Raises StoreError if it takes longer than :data:`PATIENCE`.
+
+    File systems try for minutes to reach a store that does not answer.
+    """
+    outcomes: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcomes.append((action(), None))
+        except BaseException as error:
+            outcomes.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True, name="shardwright: first answer of a store")
+    thread.start()
+    thread.join(PATIENCE)
+    if not outcomes:
+        raise StoreError(
+            f"{url}: no answer within {PATIENCE:.0f} s. Check the network and the address of the store"
+        )
+    value, error = outcomes[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    while (cause := error.__cause__) is not None:
+        yield cause
+        error = cause
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line. Without a text, the name of its type."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:300] or type(error).__name__

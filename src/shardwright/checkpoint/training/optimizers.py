@@ -1,0 +1,253 @@
+"""Optimizers of a checkpoint: their state by names of parameters, and the tensors into which it is read.
+
+A checkpoint has state for the parameters that had some at the save. torch's functions make state by a step with zero
+gradients, which would also give state to parameters that never had a gradient. This file lets them do so only where
+tensors are needed to read into, and undoes it if the load fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.nested import State
+from shardwright.checkpoint.training.optimizer_settings import check_settings
+from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.engine.model.optimizer_states import zero_gradient
+from shardwright.engine.unit.owning import units_of
+
+OPTIMIZER = "optimizer"
+_STATE, _GROUPS = "state", "param_groups"
+
+
+def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
+    """No, one or several optimizers of one model.
+
+    Raises:
+        TypeError: something else.
+    """
+    if optimizer is None:
+        return ()
+    is_one = isinstance(optimizer, (Mapping, Optimizer)) or not isinstance(optimizer, Iterable)
+    optimizers: tuple[Any, ...] = (optimizer,) if is_one else tuple(optimizer)  # type: ignore[arg-type]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            hint = (
+                '. Pass a schedule in extra: extra={"schedule": schedule}'
+                if hasattr(each, "state_dict")
+                else ""
+            )
+            raise TypeError(
+                f"optimizer: expected a torch.optim.Optimizer or several, got {type(each).__name__}{hint}"
+            )
+    return optimizers
+
+
+def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The state that the optimizers have, by names of parameters, and their groups.
+
+    Raises:
+        ValueError: a parameter of an optimizer is not in the model.
+    """
+    with _without_first_step(optimizers):
+        try:
+            state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
+        except KeyError:
+            ours = set(map(id, model.parameters()))
+            other = next((p for each in optimizers for p in _parameters(each) if id(p) not in ours), None)
+            if other is None:
+                raise
+            computing = next((unit for unit in units_of(model) if unit.managed(other) is not None), None)
+            if computing is not None:
+                raise RuntimeError(
+                    f"unit {computing.name!r} computes at this moment, and its modules have full parameters, which are "
+                    "not those of the optimizer. Save and load between steps, not inside a forward or a backward"
+                ) from None
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(other.shape)} that the model does not have. Build the "
+                "optimizer from this model's parameters"
+            ) from None
+    state[_STATE] = {name: each for name, each in state[_STATE].items() if each}
+    return state
+
+
+@contextlib.contextmanager
+def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """torch steps an optimizer without state to make some, unless one of its parameters has a gradient."""
+    marked = []
+    for optimizer in optimizers:
+        parameters = _parameters(optimizer)
+        if not optimizer.state and parameters and all(p.grad is None for p in parameters):
+            marked.append(min(parameters, key=Tensor.numel))
+    try:
+        for p in marked:
+            p.grad = zero_gradient(p)
+        yield
+    finally:
+        for p in marked:
+            p.grad = None
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@contextlib.contextmanager
+def room_for_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], stored: Stored
+) -> Iterator[dict[str, Any]]:
+    """The optimizers' state and groups, with tensors for all state that a checkpoint has and for no other.
+
+    If the context is left by an exception, the optimizers have the state from before.
+    """
+    if not optimizers:
+        yield {}
+        return
+    state = state_of_optimizers(model, optimizers)
+    names = {name for group in state[_GROUPS] for name in group["params"]}
+    prefix = f"{OPTIMIZER}.{_STATE}."
+    rest = [name.removeprefix(prefix) for name in stored.names if name.startswith(prefix)]
+    having = {owner for name in rest if (owner := _owner(name, names)) not in (None, name)}
+    having |= {name for name in names & set(rest) if stored.values.get(prefix + name)}
+    whole = stored.values.get(prefix[:-1])
+    having |= names & set(whole if isinstance(whole, Mapping) else ())
+    before = None
+    if not having <= state[_STATE].keys():
+        before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
+        state = _fresh_state(model, optimizers)
+    state[_STATE] = {name: each for name, each in state[_STATE].items() if name in having}
+    try:
+        yield state
+    except BaseException:
+        for optimizer, (earlier, groups) in zip(optimizers, before or (), strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(earlier)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(settings)
+        raise
+
+
+def _owner(name: str, parameters: set[str]) -> str | None:
+    """The parameter whose state has this name: no parameter's name begins with another's and a dot."""
+    end = len(name)
+    while end > 0:
+        if name[:end] in parameters:
+            return name[:end]
+        end = name.rfind(".", 0, end)
+    return None
+
+
+def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """State for all parameters, by a step with zero gradients. Pending gradients stay as they are."""
+    gradients = [(p, p.grad) for optimizer in optimizers for p in _parameters(optimizer)]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        return dict(get_optimizer_state_dict(model, optimizers))
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+# -- what a checkpoint has ---------------------------------------------------------------------------------------------
+
+
+def group_tensors(groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Tensors among the settings of groups, such as rates, by the names that they have in a checkpoint."""
+    tensors = State.of({OPTIMIZER: {_GROUPS: list(groups)}}).tensors
+    return {name: each.tensor for name, each in tensors.items()}
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], stored: Any) -> None:
+    """Raise ValueError unless the parameters of each group were in one group at the save, with settings that fit."""
+    for number, mine in enumerate(groups):
+        check_settings(_stored_group(mine, groups, stored), mine, f"optimizer.param_groups[{number}]")
+
+
+def _stored_group(
+    mine: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], stored: Any
+) -> dict[str, Any]:
+    if type(stored) is not list or not all(
+        isinstance(each, dict) and type(each.get("params")) is list for each in stored
+    ):
+        raise Damaged("expected the groups of an optimizer, each with its parameters")
+    names = mine["params"]
+    if not names:
+        same = [each for each in stored if not each["params"]] if len(stored) == len(groups) else []
+        return same[0] if len(same) == 1 else dict(mine)
+    homes = {number for name in names for number, each in enumerate(stored) if name in each["params"]}
+    missing = next((name for name in names if not any(name in each["params"] for each in stored)), None)
+    if missing is not None:
+        raise ValueError(f"{missing} is a parameter of this optimizer, and of no optimizer in the checkpoint")
+    if len(homes) > 1:
+        raise ValueError(
+            f"a group of this optimizer has parameters of {len(homes)} groups of the checkpoint, such as {names[0]}. "
+            "Build the optimizer with the groups of the save"
+        )
+    return stored[homes.pop()]  # type: ignore[no-any-return]
+
+
+def stored_groups(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Any:
+    """The groups of a checkpoint: as a list, or by parameters as torch's flat form has them."""
+    if _GROUPS in content:
+        return content[_GROUPS]
+    flat: list[dict[str, Any]] = []
+    for mine in groups:
+        found = {}
+        for name in mine["params"][:1]:
+            start = f"{_GROUPS}.{name}."
+            found = {key.removeprefix(start): each for key, each in content.items() if key.startswith(start)}
+        flat.append({**mine, **found})
+    return flat
+
+
+def set_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    room: Mapping[str, Any],
+    content: Mapping[str, Any],
+    settings: bool,
+) -> None:
+    """Give the optimizers the state of a checkpoint, and the settings of its groups.
+
+    Args:
+        room: as from :func:`room_for_state`.
+        content: what was read: its tensors are those of ``room``.
+        settings: False: the groups keep their own settings.
+    """
+    groups = list(room[_GROUPS])
+    if settings:
+        stored = stored_groups(content, groups)
+        groups = [{**_stored_group(mine, groups, stored), "params": mine["params"]} for mine in groups]
+    state = _with_values(room[_STATE], content.get(_STATE, {}))
+    for optimizer in optimizers:
+        own = [groups.pop(0) for _ in optimizer.param_groups]
+        names = {name for group in own for name in group["params"]}
+        loaded: Any = {
+            _STATE: {name: each for name, each in state.items() if name in names},
+            _GROUPS: own,
+        }
+        with _without_first_step([optimizer]):
+            set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(strict=False))
+
+
+def _with_values(room: Any, content: Any) -> Any:
+    """The tensors of ``room``, and the values of ``content`` at the same places."""
+    if isinstance(room, Mapping) and isinstance(content, Mapping):
+        return {
+            key: _with_values(each, content[key]) if key in content else each for key, each in room.items()
+        }
+    return room if isinstance(room, Tensor) else content

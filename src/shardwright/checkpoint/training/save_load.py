@@ -1,0 +1,462 @@
+"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder, or behind one URL.
+
+    sw.save_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler, "step": 100})
+    extra = sw.load_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler})
+
+The model may be sharded by Shardwright or FSDP2, wrapped by FSDP1 or DDP, or plain. docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.optim import Optimizer
+
+from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.nested import State, ignore
+from shardwright.checkpoint.load.loading import (
+    Checkpoint,
+    check_lengths,
+    check_same_description,
+    check_tensors,
+    load_state,
+    open_checkpoint,
+)
+from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
+from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.training.arguments import (
+    check_model_and_extra,
+    check_same,
+    is_stateful,
+    place_of,
+    reason_of,
+    refuse_sharded_optimizers,
+    summary,
+    with_states,
+)
+from shardwright.checkpoint.training.generators import (
+    check_generator_states,
+    derived_seed,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
+from shardwright.checkpoint.training.gradient_hooks import HOOKS, HooksToLoad, hook_states
+from shardwright.checkpoint.training.opened import StoredCheckpoint
+from shardwright.checkpoint.training.optimizer_settings import check_states
+from shardwright.checkpoint.training.optimizers import (
+    OPTIMIZER,
+    as_optimizers,
+    check_groups,
+    group_tensors,
+    room_for_state,
+    set_optimizers,
+    state_of_optimizers,
+    stored_groups,
+)
+from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.collective import RankGroup
+from shardwright.engine.tensors.parameter import has_no_values
+from shardwright.engine.unit.owning import units_of
+
+MODEL, EXTRA, GENERATORS = "model", "extra", "generators"
+GROUPS = f"{OPTIMIZER}.param_groups"
+#: Name parts of wrapper modules, which the plain model does not have.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    generators: bool = True,
+    frozen: bool = True,
+    overwrite: bool = False,
+    verified: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write model, optimizer and more into a folder that is whole or absent. Call it between steps, on every rank.
+
+    Every rank writes its part; what several ranks have is written once. The folder gets its name when all of it is on
+    disk. It can be read at any number of ranks, in any layout and strategy, by :func:`load_checkpoint`, by FSDP2 and by
+    ``torch.distributed.checkpoint`` (keys ``model``, ``optimizer``, ``extra``).
+
+    Args:
+        path: the new folder, on a file system that all ranks share; or a URL that fsspec knows, such as
+            ``s3://bucket/run-7/step-100``. Behind a URL the checkpoint appears with its last object, ``index.json``.
+        model: sharded, wrapped or plain.
+        optimizer: of the model's parameters, one or several. State that does not exist yet is not stored. The state of
+            gradient hooks, such as the errors that they add to later gradients, is stored with the model.
+        extra: tensors, plain values (numbers, strings, lists, tuples, dicts) and objects with ``state_dict``, such as a
+            schedule of learning rates or a copy of the model. The first rank's values are stored.
+        generators: store the random generators of every rank.
+        frozen: store parameters that need no gradient, too. Pass False to save and load what is trained alone.
+        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk. Behind a URL only what an
+            interrupted save has left and a damaged checkpoint are replaced: there is no rename.
+        verified: read back all that was written, and compare it with its digests, before the checkpoint appears.
+        process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
+
+    Raises:
+        ValueError: something cannot be stored. The message names it. Nothing was written.
+        FileExistsError: something is at ``path``.
+        OSError: on every rank. The message names rank, file and reason. Anything at ``path`` is unchanged.
+    """
+    ranks = RankGroup(process_group)
+    place = place_of(path, ranks)
+    state = state_to_save(model, optimizer, extra, generators, frozen, ranks)
+    saving.save_state(place, state, ranks, overwrite=overwrite, verified=verified)
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    notes: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    verified: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a nested state as :func:`save_checkpoint` writes a model: dicts and lists of tensors and plain values.
+
+    For other parts than a model and its optimizer, such as several models. Call it on every rank. Read it with
+    :func:`open_checkpoint`.
+
+    Args:
+        path, overwrite, verified, process_group: as for :func:`save_checkpoint`.
+        state: tensors may be sharded. Of values and whole tensors the first rank's are stored.
+        notes: short texts beside the state, which :attr:`StoredCheckpoint.about` shows.
+
+    Raises:
+        ValueError, FileExistsError, OSError: as :func:`save_checkpoint`.
+    """
+    ranks = RankGroup(process_group)
+    saving.save_state(
+        place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes
+    )
+
+
+def state_to_save(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any] | None,
+    generators: bool,
+    frozen: bool,
+    ranks: RankGroup,
+) -> dict[str, Any]:
+    """The nested state that :func:`save_checkpoint` stores. Every rank must call it.
+
+    Raises:
+        TypeError, ValueError: on every rank, if the arguments of one cannot be stored or differ from the others'.
+    """
+    state: dict[str, Any] = {}
+
+    def take() -> tuple[Any, ...]:
+        check_model_and_extra(model, extra)
+        optimizers, more = as_optimizers(optimizer), extra or {}
+        refuse_sharded_optimizers(more)
+        for unit in units_of(model):
+            unit.refuse_unsharded("save_checkpoint of")
+            unset = unit.without_values()
+            for p in unit.parameters:
+                if p.sharded in unset and p.local.numel():
+                    raise ValueError(_without_values(f"{unit.name}.{p.name}".lstrip("."), "to save"))
+        state[MODEL] = _model_state(model, frozen)
+        if optimizers:
+            state[OPTIMIZER] = state_of_optimizers(model, optimizers)
+        state[EXTRA] = with_states(more)
+        if hooks := hook_states(model):
+            state[HOOKS] = hooks
+        if generators:
+            state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
+        return summary(optimizers, more, generators)
+
+    check_same(ranks.run_on_all(take))
+    return state
+
+
+def _model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
+    state: dict[str, Any] = get_model_state_dict(model)
+    if not frozen:
+        for name in frozen_names(model):
+            state.pop(name, None)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and has_no_values(value):
+            raise ValueError(_without_values(name, "and no memory"))
+    return state
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Every name of each parameter that needs no gradient, as in the plain model. Tied parameters have several."""
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for wrapper in _WRAPPERS:
+        names = {name.replace(wrapper, "") for name in names}
+    return {name.removeprefix("module.") for name in names}
+
+
+def _without_values(name: str, what: str) -> str:
+    return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str] | StoredCheckpoint,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    generators: bool = True,
+    frozen: bool = True,
+    settings: bool = True,
+    convert: bool = False,
+    progress: Callable[[int], None] = ignore,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` has written. Call it between steps, on every rank.
+
+    Every file is compared with its digest, and every tensor with the model's, before any value changes. Also reads
+    folders of ``torch.distributed.checkpoint`` with the keys ``model`` and ``optimizer``; nothing in them is called.
+
+    Args:
+        path: the folder or URL, or what :func:`open_checkpoint` returned: then it must still be that checkpoint.
+        model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
+        optimizer: the saved kind, with the saved parameters. Leave it out if the checkpoint holds none. Rates and other
+            settings of its groups are restored.
+            A parameter without state in the checkpoint has none afterwards. Gradients stay as they are.
+        extra: objects with ``load_state_dict`` and tensors, by the keys of the save. They are restored in place.
+        generators: restore the random generators: exactly at the saved number of ranks. At another number each rank
+            gets a new seed, derived from the checkpoint, its rank and the number of ranks, with a warning.
+        frozen: as at the save. False leaves parameters that need no gradient as they are.
+        settings: restore rates and other settings of the optimizer's groups. False: the optimizer keeps its own, and
+            its groups may have other parameters than at the save.
+        convert: convert values to the dtypes of the model and the optimizer. False: another dtype is an error.
+        progress: gets the number of bytes as they are compared with their digests, and as they are read.
+        process_group: as for :func:`save_checkpoint`.
+
+    Returns:
+        All of the saved ``extra``: values and tensors on the host, state dicts for objects.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        OSError: another program has replaced the checkpoint while it was read, or a store behind a URL does not answer.
+            Nothing was changed, except when a store fails or a checkpoint behind a URL is deleted during the reads.
+        ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
+            message names the file or tensor. Nothing was changed.
+    """
+    ranks = RankGroup(process_group)
+    known, location = (path, path.path) if isinstance(path, StoredCheckpoint) else (None, path)
+    place = place_of(location, ranks)
+    options = _LoadOptions(generators, frozen, settings, convert, progress)
+    with ExitStack() as undo:
+        try:
+            result = _load(place, known, model, optimizer, extra or {}, options, ranks, undo)
+        except Damaged as problem:
+            raise Damaged(f"{place}: {problem}") from problem
+        undo.pop_all()
+    return result
+
+
+class _LoadOptions(NamedTuple):
+    """The options of :func:`load_checkpoint`."""
+
+    generators: bool
+    frozen: bool
+    settings: bool
+    convert: bool
+    progress: Callable[[int], None]
+
+
+def _load(
+    folder: Store,
+    known: StoredCheckpoint | None,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any],
+    options: _LoadOptions,
+    ranks: RankGroup,
+    undo: ExitStack,
+) -> dict[str, Any]:
+    """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
+    opened: list[Checkpoint] = []
+    state: dict[str, Any] = {}
+    own: dict[str, Tensor] = {}
+
+    optimizers: list[Optimizer] = []
+
+    def look() -> tuple[Any, ...]:
+        check_model_and_extra(model, extra)
+        optimizers.extend(as_optimizers(optimizer))
+        refuse_sharded_optimizers(extra)
+        _refuse_in_a_step(model)
+        opened.append(open_checkpoint(folder))
+        if known is not None and known.fingerprint != opened[0].fingerprint:
+            raise replaced(opened[0].place)
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            check_lengths(opened[0])  # before there is memory for what it says
+        state[MODEL] = _model_state(model, options.frozen)
+        return summary(optimizers, extra, options.generators), (opened[0].fingerprint, str(folder))
+
+    looks = ranks.run_on_all(look)
+    check_same([arguments for arguments, _ in looks])
+    check_same_description([found for _, found in looks])
+    stored = Stored(folder, opened[0])
+    hooks = HooksToLoad(model, stored)
+    saved_ranks = _saved_ranks(stored.tensors) if options.generators else 0
+    mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
+
+    def make_room() -> None:
+        if optimizers and not stored.has_part(OPTIMIZER):
+            raise ValueError(
+                f"{folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
+            )
+        own.update(_own_tensors(stored, with_states(extra), extra))
+        state[EXTRA] = stored.room(EXTRA, own)
+        state[HOOKS] = hooks.tensors()
+        state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
+
+    ranks.run_on_all(make_room)
+    new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
+    new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
+    objects = {key: each for key, each in extra.items() if is_stateful(each)}
+    #: Their tensors are read in place, after all that can be refused.
+    late = [key for key in objects if any(f"{name}.".startswith(f"{EXTRA}.{key}.") for name in own)]
+
+    with room_for_state(model, optimizers, stored) as room:
+        if optimizers:
+            own_groups = group_tensors(room["param_groups"]) if options.settings else {}
+            groups = stored.room(GROUPS, stored.fitting(own_groups))
+            state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
+
+        def fits(again: Checkpoint) -> None:
+            if again.fingerprint != opened[0].fingerprint:
+                raise replaced(folder)
+            # it explains what follows
+            check_tensors(folder, again, State.of({MODEL: state[MODEL]}).tensors, options.convert)
+            stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
+            stored.check_values(MODEL, state[MODEL])
+            _check_extra(stored, extra)
+            if optimizers and options.settings and GROUPS in stored.values:
+                check_groups(room["param_groups"], stored.values[GROUPS])
+
+        def accept(content: Mapping[str, Any]) -> None:
+            parts = {part: _mapping(content.get(part, {}), part) for part in (MODEL, OPTIMIZER, EXTRA, HOOKS)}
+            if optimizers and options.settings:
+                check_groups(room["param_groups"], stored_groups(parts[OPTIMIZER], room["param_groups"]))
+            if optimizers:
+                check_states(parts[OPTIMIZER].get("state", {}), room)
+            if saved_ranks:
+                check_generator_states(_mapping(content[GENERATORS], GENERATORS)[mine])
+            first = {key: each for key, each in objects.items() if key not in late}
+            _restore_objects(folder, first, parts[EXTRA], undo)
+
+        content = load_state(
+            folder,
+            state,
+            ranks,
+            check=fits,
+            first=lambda each: id(each.tensor) in new,
+            accept=accept,
+            convert=options.convert,
+            progress=options.progress,
+        )
+        read = content.get(MODEL, {})
+        values = {name: read.get(name, value) for name, value in state[MODEL].items()}
+        set_model_state_dict(model, values, options=StateDictOptions(strict=options.frozen))
+        if optimizers:
+            set_optimizers(model, optimizers, room, content.get(OPTIMIZER, {}), options.settings)
+    result: dict[str, Any] = content.get(EXTRA, {})
+    _restore_objects(folder, {key: objects[key] for key in late}, result, undo)
+    hooks.restore(content.get(HOOKS, {}), ranks)
+    if saved_ranks:
+        _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
+    return result
+
+
+def _restore_objects(
+    folder: Store, objects: Mapping[str, Any], stored: Mapping[str, Any], undo: ExitStack
+) -> None:
+    """Give objects their stored states. ``undo`` gets what gives them their present ones back."""
+    for key, value in objects.items():
+        if key not in stored:
+            raise Damaged(f"extra {key!r} is stored in an unknown form")
+        undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
+        try:
+            value.load_state_dict(stored[key])
+        except Exception as error:
+            raise ValueError(
+                f"{folder}: extra {key!r} cannot be restored by its {type(value).__name__} ({reason_of(error)})"
+            ) from error
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damaged(f"expected {name} as a dict, found {type(value).__name__}")
+    return value
+
+
+def _refuse_in_a_step(model: nn.Module) -> None:
+    for unit in units_of(model):
+        unit.refuse_unsharded("load_checkpoint of")
+        if unit.gradients.held:
+            raise RuntimeError(
+                f"Unit {unit.name!r} holds gradients of earlier micro-batches, of weights that load_checkpoint would "
+                "replace. Load between optimizer steps."
+            )
+
+
+def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of ``extra`` to read into, by name: given ones, and of objects the sharded ones that fit."""
+    own: dict[str, Tensor] = {}
+    for key, value in states.items():
+        tensors = {name: each.tensor for name, each in State.of({EXTRA: {key: value}}).tensors.items()}
+        if is_stateful(extra[key]):
+            tensors = {
+                name: each for name, each in stored.fitting(tensors).items() if hasattr(each, "full_tensor")
+            }
+        own |= tensors
+    return own
+
+
+def _check_extra(stored: Stored, extra: Mapping[str, Any]) -> None:
+    for key, value in extra.items():
+        if not stored.has(EXTRA, str(key)) and (
+            is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
+        ):
+            raise ValueError(f"{stored.folder} has no extra {key!r}; it has {_keys(stored)}")
+
+
+def _keys(stored: Stored) -> str:
+    within = stored.values.get(EXTRA)
+    keys = {name.split(".")[1] for name in stored.names if name.startswith(f"{EXTRA}.")}
+    keys |= set(within if isinstance(within, Mapping) else ())
+    return ", ".join(map(repr, sorted(keys, key=repr)))[:200] or "none"
+
+
+def _saved_ranks(stored: Mapping[str, Any]) -> int:
+    return sum(name.startswith(f"{GENERATORS}.rank") and name.endswith(".torch") for name in stored)
+
+
+def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: RankGroup) -> None:
+    if saved_ranks == ranks.size:
+        set_generator_states(states)
+        return
+    seed_generators(derived_seed(states, ranks.rank, ranks.size))
+    if ranks.is_first:
+        warnings.warn(
+            f"The checkpoint was saved by {saved_ranks} ranks and is loaded by {ranks.size}, so random generators do "
+            "not go on where they were: each rank has a seed derived from the checkpoint and its rank.",
+            stacklevel=3,
+        )

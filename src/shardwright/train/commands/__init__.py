@@ -1,0 +1,1 @@
+"""The commands of the trainer, one in each file, as functions without a command line."""

@@ -1,0 +1,381 @@
+"""`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
+
+Or as safetensors with the names of a user's module, or the adapters alone as files of peft. One process reads one
+tensor after another, so the model never is in memory as a whole. For a run with adapters it holds the frozen base once,
+and folds one layer at a time. The folder gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint.pretrained.files import open_stored, write_json
+from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
+from shardwright.checkpoint.pretrained.names import KeyMap
+from shardwright.checkpoint.pretrained.save import write_stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.train.commands import byte_tokenizer
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import offers_of
+from shardwright.train.config.catalog.presets import Shape
+from shardwright.train.data.tokens.tokenizers import open_tokenizer
+from shardwright.train.errors import UserError
+from shardwright.train.finetune import adapters
+from shardwright.train.finetune.base import base_of, check_same_base
+from shardwright.train.finetune.finetuning import peft_names, source_of
+from shardwright.train.finetune.peft_files import WEIGHTS_FILE, write_adapters
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import model_of
+from shardwright.train.models.foreign.module import module_names
+from shardwright.train.models.generation_settings import generation_settings, with_ids
+from shardwright.train.run.folder import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
+from shardwright.train.run.writing import unwritable
+from shardwright.train.step import checkpoint
+from shardwright.train.step.checkpoint import Position, Read
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILES_BESIDE_TOKENIZER = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """The tokenizer of a run.
+
+    Attributes:
+        vocab_size: the largest id + 1.
+        begin: the id that begins a document, or None.
+        ends: ids at which a text ends.
+        end_token: the text of the token that ends a document, or None.
+        file: its tokenizer.json, beside which its other files are; None: the byte tokenizer, whose files are made.
+        fingerprint: a digest of all that decides the ids of a text.
+    """
+
+    vocab_size: int
+    begin: int | None
+    ends: tuple[int, ...]
+    end_token: str | None
+    file: Path | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export.
+
+    Attributes:
+        folder, step: the new folder, and the optimizer step of its weights.
+        tensors, nbytes: number of stored tensors, and their bytes.
+        reader: how another program reads the folder, in words.
+    """
+
+    folder: Path
+    step: int
+    tensors: int
+    nbytes: int
+    reader: str
+
+
+def export(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5 GB",
+    say: Callable[[str], None] = lambda text: None,
+) -> Exported:
+    """Write a checkpoint of a run as safetensors with config.json, generation_config.json and tokenizer files.
+
+    A kind of model without Hugging Face's names, such as "python", gets safetensors with the names of its own module,
+    and tokenizer files.
+
+    Args:
+        run: the folder of a run, of any engine and any number of ranks.
+        folder: the new folder.
+        step: the step of the checkpoint. None: the newest whole one.
+        dtype: a name in `DTYPES` for floating-point tensors. None: as the checkpoint has them.
+        max_shard_size: bytes of tensors in a file, such as "5 GB".
+        say: gets notices, such as a damaged checkpoint that is passed over.
+
+    Raises:
+        UserError: `run` is no run or has no whole checkpoint, `folder` exists or cannot be written, or the tokenizer
+            is not the one of the run or does not belong to the model. Nothing is written then.
+    """
+    chosen = _dtype_named(dtype)
+    try:
+        bytes_of(max_shard_size, "--max-shard-size")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    _check_new(folder)
+    source = RunFolder(run)
+    record, config = source.record(), source.config()
+    name, template = recorded_tokenizer(record, config), _template(config)
+    tokenizer = tokenizer_of(name)
+    check_same_tokenizer(source, name, tokenizer.fingerprint)
+    shape = config.model.shape()
+    check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
+    named = offers_of(shape).key_map is not None
+    values = hugging_face.config_json(shape) if named else None
+    generation = generation_settings(config, tokenizer, say) if named else None
+    merges = config.finetune.method != "full"
+    model = _with_base(config) if merges else _without_values(shape)
+    if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
+        model = _with_base(config)
+    key_map = hugging_face.key_map(shape) if named else module_names(model)
+    shapes = checkpoint.shapes_of(model)
+
+    def write(position: Position, read: Read) -> Exported:
+        if merges:
+            _read_adapters(model, config, source, read)
+        form = _form(model, key_map, chosen)
+        layers = {f"{name}.weight": layer for name, layer in adapters.adapted_layers(model)}
+
+        def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
+            if merges:
+                return {entry.name: _folded(entry, layers) for entry in group}
+            tensors = {
+                entry.name: torch.empty_like(entry.tensor, device="cpu")
+                for entry in group
+                if entry.name in shapes
+            }
+            if tensors:
+                read(tensors)
+            frozen = {entry.name: entry.tensor.detach() for entry in group if entry.name not in shapes}
+            return {**tensors, **frozen}
+
+        def add_files(partial: Path) -> None:
+            if generation is not None:
+                write_json(partial / "generation_config.json", generation)
+            write_tokenizer(partial, tokenizer, config.train.seq_len)
+            if template is not None:
+                (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+        settings = (
+            None if values is None else {**with_ids(values, config, tokenizer), "dtype": name_of_dtype(form)}
+        )
+        write_stored_form(
+            folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
+        )
+        nbytes = sum(map(form.nbytes, form.keys))
+        reader = _reader_of(model, folder) if values is None else _reader_by_type(values["model_type"])
+        return Exported(folder, position.step, len(form.keys), nbytes, reader)
+
+    try:
+        return checkpoint.with_weights(checkpoints_of(source, config), step, shapes, write, say)
+    except OSError as error:
+        raise UserError(unwritable(folder, error)) from error
+
+
+def export_adapters(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Exported:
+    """Write the adapters of a run's checkpoint, and the parameters in `finetune.train_also`, as files of peft.
+
+    Args:
+        run, folder, step, dtype, say: as for :func:`export`.
+
+    Raises:
+        UserError: as :func:`export`, or the run has no adapters, or peft's files cannot hold them.
+    """
+    chosen = _dtype_named(dtype)
+    _check_new(folder)
+    source = RunFolder(run)
+    source.record()  # raises an error for a folder that is no run
+    config = source.config()
+    if config.finetune.method == "full":
+        raise UserError(
+            f'--adapters: expected a run with finetune.method "lora" or "dora", found "full" in {run}; leave out '
+            "--adapters to export the whole model"
+        )
+    shape = config.model.shape()
+    model = _with_base(config)
+    base = str(config.model.path) if getattr(shape, "weights", None) == "pretrained" else ""
+    task = None if offers_of(shape).key_map is None else "CAUSAL_LM"
+
+    def write(position: Position, read: Read) -> Exported:
+        _read_adapters(model, config, source, read)
+        names = peft_names(model, config)
+        write_adapters(model, folder, config.finetune, key_map=names, base=base, task=task, dtype=chosen)
+        stored = open_stored(folder / WEIGHTS_FILE).values()
+        nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
+        return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
+
+    return checkpoint.with_weights(
+        checkpoints_of(source, config), step, checkpoint.shapes_of(model), write, say
+    )
+
+
+def _dtype_named(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in DTYPES:
+        raise UserError(f"--dtype: expected {', '.join(DTYPES)}, found {name}")
+    return None if name is None else DTYPES[name]
+
+
+def _check_new(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise UserError(f"export: expected a new folder, found that {folder} exists; choose another name")
+
+
+def _without_values(shape: Shape) -> nn.Module:
+    with torch.device("meta"):
+        return model_of(shape)
+
+
+def _with_base(config: Config) -> nn.Module:
+    """The model with its frozen parameters, which no checkpoint holds, and with the run's adapters before training."""
+    torch.manual_seed(config.run.seed)
+    model = model_of(config.model.shape())
+    model.read_weights()
+    adapters.adapt(model, config.finetune, config.run.seed)
+    return model
+
+
+def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Read) -> None:
+    """Give a model the trained values of a checkpoint. Raises UserError if its base is not that of the run."""
+    shapes = checkpoint.shapes_of(model)
+    values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
+    read(values)
+    model.load_state_dict(values, strict=False)
+    check_same_base(source.base_file, base_of(model, source_of(config)))
+
+
+def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tensor:
+    """A tensor of the model, with the adapter of its layer folded in. `layers`: by the names of their weights."""
+    layer = next((layers[name] for name in entry.names if name in layers), None)
+    return entry.tensor.detach() if layer is None else layer.merged()
+
+
+def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredForm:
+    try:
+        tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
+        return stored_form(tensors, key_map, dtype, with_values=False)
+    except ValueError as error:
+        raise UserError(f"export: {error}") from error
+
+
+def _reader_by_type(model_type: str) -> str:
+    if model_type == "shardwright_hybrid":
+        return "only shardwright reads this kind of model"
+    return "transformers.AutoModelForCausalLM.from_pretrained reads it"
+
+
+def _reader_of(model: nn.Module, folder: Path) -> str:
+    """The call that loads safetensors with the names of a module.
+
+    torch's ``load_state_dict`` reports the further names of tied weights as missing, so it is not for these.
+    """
+    file = folder / "model.safetensors"
+    names = dict(model.named_parameters(remove_duplicate=False))
+    load = f"shardwright.load_pretrained(module, {str(folder)!r})"
+    if file.exists() and len(set(map(id, names.values()))) == len(names):
+        load = f"module.load_state_dict(safetensors.torch.load_file({str(file)!r}))"
+    return f"with the names of your module, and the tokenizer; load the weights with {load}"
+
+
+def _reader_of_adapters(config: Config, base: str, folder: Path) -> str:
+    if base:
+        read = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+        return f"{read} reads these adapters and their base {base}"
+    return (
+        f"peft.PeftModel.from_pretrained(base, {str(folder)!r}) reads these adapters; no folder has their base, which "
+        f"is drawn from {source_of(config)}"
+    )
+
+
+def in_words(exported: Exported) -> str:
+    """The line that the command prints."""
+    size = f"{exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB"
+    return f"{exported.folder}: step {exported.step}, {size}; {exported.reader}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizer and settings
+
+
+def tokenizer_of(name: str) -> ExportedTokenizer:
+    """The tokenizer of a setting `data.tokenizer`."""
+    tokenizer = open_tokenizer(name)
+    return ExportedTokenizer(
+        tokenizer.vocab_size,
+        tokenizer.begin,
+        tokenizer.ends,
+        tokenizer.end_token,
+        tokenizer.file,
+        tokenizer.fingerprint,
+    )
+
+
+def _template(config: Config) -> str | None:
+    """The text of the chat template that the run was trained with, where it is not the tokenizer's own."""
+    path = config.data.chat_template
+    try:
+        return Path(path).read_text(encoding="utf-8") if path else None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(
+            f"data.chat_template: cannot read {path}, which the run was trained with: {reason}; restore the file"
+        ) from None
+
+
+def check_vocabulary(tokenizer: int, model: int) -> None:
+    """Raise a UserError if the tokenizer has more ids than the model."""
+    if tokenizer > model:
+        raise UserError(
+            f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does "
+            "not belong to this model"
+        )
+
+
+def name_of_dtype(form: StoredForm) -> str:
+    """The dtype of most elements, for config.json."""
+    sizes: dict[torch.dtype, int] = {}
+    for shape, dtype in form.keys.values():
+        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
+
+
+def write_tokenizer(folder: Path, tokenizer: ExportedTokenizer, longest: int) -> None:
+    """Put the tokenizer's files into a folder, under the names that transformers looks for."""
+    if tokenizer.file is None:
+        write_json(folder / TOKENIZER_FILE, byte_tokenizer.tokenizer_json())
+        write_json(folder / TOKENIZER_CONFIG, byte_tokenizer.tokenizer_config(longest))
+        return
+    shutil.copyfile(tokenizer.file, folder / TOKENIZER_FILE)
+    for name in FILES_BESIDE_TOKENIZER:
+        if (tokenizer.file.parent / name).is_file():
+            shutil.copyfile(tokenizer.file.parent / name, folder / name)
+    if not (folder / TOKENIZER_CONFIG).exists():
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(tokenizer))
+
+
+def tokenizer_config(tokenizer: ExportedTokenizer) -> dict[str, Any]:
+    """The content of tokenizer_config.json for a tokenizer.json without one.
+
+    Without it transformers takes the class of tokenizer that the model type has, and no token that ends a text.
+    """
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return values if tokenizer.end_token is None else {**values, "eos_token": tokenizer.end_token}

@@ -1,0 +1,41 @@
+"""The configuration of a job: TOML and the command line in, one checked value out, mistakes in one line each.
+
+`sections` has the keys, `schema` the whole and how sections fit together, `load` reads files, `keys` and `mistakes`
+have the words of help and errors. `catalog` has all that a key can name: kinds of models with their shapes,
+optimizers, sinks. Nothing here imports torch, so that `--help` and a mistyped key are answered at once.
+"""
+
+from shardwright.train.config.load import load_config, stored_config, with_special_tokens
+from shardwright.train.config.schema import Config
+from shardwright.train.config.sections.activations import ActivationConfig
+from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.config.sections.data import DataConfig
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config.sections.log import LogConfig
+from shardwright.train.config.sections.model import ModelConfig, RopeScalingConfig
+from shardwright.train.config.sections.optimizer import OptimizerConfig
+from shardwright.train.config.sections.parallel import ParallelConfig
+from shardwright.train.config.sections.run import RunConfig
+from shardwright.train.config.sections.train import TrainConfig
+from shardwright.train.config.sections.validation import ValidationConfig
+
+__all__ = [
+    "ActivationConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "FaultConfig",
+    "FinetuneConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RopeScalingConfig",
+    "RunConfig",
+    "TrainConfig",
+    "ValidationConfig",
+    "load_config",
+    "stored_config",
+    "with_special_tokens",
+]

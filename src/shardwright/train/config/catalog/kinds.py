@@ -1,0 +1,270 @@
+"""Kinds of models, for `[model] kind`, and what each offers.
+
+The functions at the end look up what the kind of a shape offers.
+
+Nothing here imports torch until it is asked for, so that configurations can be checked and `--help` printed at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.train.config.catalog.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
+from shardwright.train.config.catalog.shapes import HuggingFaceShape, PythonShape
+from shardwright.train.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    Plan = dict[str, ParallelStyle]
+
+    from shardwright.checkpoint.pretrained.names import Source
+
+
+def _near(name: str, names: Iterable[str]) -> str | None:
+    """The name with nearly these letters, in capitals or not."""
+    lower = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(name.lower(), lower, 1)
+    return lower[near[0]] if near else None
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The functions of a kind of model. Each takes a shape of that kind first.
+
+    A job that needs a function that is None gets an error.
+
+    Attributes:
+        model: makes the model, on the default device.
+        tensor_plan: what each module becomes under tensor parallelism; with the mesh of spread experts, if any.
+        uneven: see the function below; None: no value is wrong.
+        key_map: Hugging Face's names of its tensors.
+        config_json: what config.json beside them says.
+        shapes: by `model_type` of a config.json, the shape that it describes.
+        check: refuses, with a UserError, a job that the model cannot run. It also takes the whole configuration, a
+            ``shardwright.train.config.Config``. The launcher and each rank call it, before anything is allocated. It
+            may fetch files.
+    """
+
+    model: Callable[[Any], Any]
+    tensor_plan: Callable[[Any, DeviceMesh | None], Plan] | None = None
+    uneven: Callable[[Any, int, int], list[tuple[str, int, int]]] | None = None
+    key_map: Callable[[Any], dict[str, Source | None]] | None = None
+    config_json: Callable[[Any], dict[str, Any]] | None = None
+    shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
+    check: Callable[[Any, Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_signature("Offers: model", self.model, "shape")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        name: by which `[model] kind` knows it.
+        summary: what it is, in a sentence.
+        shape: the dataclass of its shapes, which has at least ``vocab_size`` and ``max_seq_len``. Its fields are keys
+            of `[model]`.
+        presets: the shapes that have a name, with that name as the key; one is "debug", the default of
+            `[model] preset`. Empty: shapes begin with the defaults of the dataclass.
+        load: imports what the kind offers.
+        depth: the key that says how many layers there are, for an error message. Without presets: the key that names
+            the model.
+    """
+
+    name: str
+    summary: str
+    shape: type[Any]
+    presets: Mapping[str, Any]
+    load: Callable[[], Offers]
+    depth: str = ""
+
+    def __post_init__(self) -> None:
+        check_signature(f"Kind {self.name!r}: load", self.load)
+
+    @property
+    def numbers(self) -> set[str]:
+        """The keys that shapes of this kind have."""
+        return {each.name for each in fields(self.shape)}
+
+    def shape_of(self, preset: str, values: Mapping[str, Any]) -> Any:
+        """The shape of a preset with some values replaced.
+
+        Raises:
+            ValueError: there is no such preset, or the values do not fit. The message begins with the key.
+        """
+        if not self.presets:
+            if preset != "debug":
+                raise ValueError(
+                    f"preset: kind {self.name!r} has no presets; expected none, found {preset!r}"
+                )
+            return self.shape(**values)
+        if preset not in self.presets:
+            raise ValueError(
+                f"preset: expected one of {', '.join(self.presets)} with kind {self.name!r}, found {preset!r}"
+                + (f"; did you mean {near!r}?" if (near := _near(preset, self.presets)) else "")
+            )
+        return replace(self.presets[preset], **values)
+
+    def type_of(self, key: str) -> Any:
+        """The type that the shape's class declares for a key."""
+        return get_type_hints(self.shape)[key]
+
+
+def _built_in(name: str) -> Callable[[], Offers]:
+    """The function of `models.offers` that says what a kind of this package offers, imported when it is called."""
+
+    def load() -> Offers:
+        offers: Offers = getattr(importlib.import_module("shardwright.train.models.offers"), name)()
+        return offers
+
+    return load
+
+
+kinds: Registry[Kind] = Registry(
+    "kind of model",
+    "models",
+    Kind,
+    (
+        Kind("llama", "Llama 3.", LlamaConfig, PRESETS, _built_in("llama"), "model.n_layers"),
+        Kind(
+            "hybrid", "Mamba-2, attention, mixture-of-experts and dense layers in any order.",
+            HybridConfig, HYBRID_PRESETS, _built_in("hybrid"), "model.pattern",
+        ),
+        Kind(
+            "hf", "Any causal language model of transformers: set model.path.", HuggingFaceShape, {},
+            _built_in("hf"), "model.path",
+        ),
+        Kind("python", "Your own module: set model.target.", PythonShape, {}, _built_in("python"), "model.target"),
+    ),
+)  # fmt: skip
+
+
+#: Kinds by the class of their shapes, of shapes that a section of this process has described. Those of import paths
+#: have no other list.
+_by_shape: dict[type[Any], Kind] = {}
+
+
+def kind_named(name: str) -> Kind:
+    """The kind that `[model] kind` names; its shapes are known from here on.
+
+    Raises:
+        ValueError: there is none, or another kind has shapes of its class.
+    """
+    kind = kinds.get(name)
+    for other in (*kinds.known(), *_by_shape.values()):
+        if other.shape is kind.shape and other is not kind:
+            raise ValueError(
+                f"kind: kinds {other.name!r} and {kind.name!r} have the same class of shapes, {kind.shape.__name__}, "
+                "by which their models are chosen. Give each kind a dataclass that no other has"
+            )
+    _by_shape[kind.shape] = kind
+    return kind
+
+
+def kind_of(shape: Any) -> Kind:
+    """The kind of a shape.
+
+    Raises:
+        TypeError: no kind has shapes of this class. A subclass of a registered class is another kind, since its model
+            may be another one.
+    """
+    for kind in (*kinds.known(), *_by_shape.values()):
+        if type(shape) is kind.shape:
+            return kind
+    shapes = ", ".join(kind.shape.__name__ for kind in kinds.known())
+    raise TypeError(
+        f"expected the shape of a registered kind of model ({shapes}), found {type(shape).__name__}; add its kind to "
+        "shardwright.train.extend.kinds"
+    )
+
+
+def model_in_words(shape: Any, name: str = "") -> str:
+    """The model of a shape, for messages: with its value of the key that names models, such as model.target, or with
+    `name`, the setting `model.kind`."""
+    kind = kind_of(shape)
+    place = None if kind.presets else getattr(shape, kind.depth.removeprefix("model."), None)
+    return f"the model of kind {(name or kind.name)!r}" if place is None else f"the model of {place!r}"
+
+
+def offers_of(shape: Any) -> Offers:
+    """The Offers of a shape's kind. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
+    kind = kind_of(shape)
+    owner = f"The function load of kind {kind.name!r}"
+    try:
+        offers = call(owner, kind.load)
+    except ExtensionError as error:
+        raise UserError(f"model.kind: {error}") from error
+    if not isinstance(offers, Offers):
+        raise UserError(
+            f"model.kind: {owner} returned {offers!r} ({type(offers).__name__}); expected an Offers, such as "
+            "Offers(MyModel)"
+        )
+    return offers
+
+
+def offer(shape: Any, what: str, key: str) -> Any:
+    """The function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
+
+    Raises:
+        UserError: it offers no such thing.
+    """
+    value = getattr(offers_of(shape), what)
+    if value is None:
+        raise UserError(
+            f"{key}: kind {kind_of(shape).name!r} does not support this, since its Offers have no {what}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, in elements.
+
+    Attributes:
+        parameters: of all parameters, a tied matrix counted once.
+        tables: of all buffers.
+        largest: of the largest parameter.
+    """
+
+    parameters: int
+    tables: int
+    largest: int
+
+
+@functools.lru_cache(8)
+def sizes_of(shape: Shape) -> Sizes:
+    """The sizes of the model of that shape. Where the shape's class does not say them the model is built on meta."""
+    if hasattr(shape, "parameters"):
+        return Sizes(shape.parameters, shape.table_numel, shape.largest_parameter)
+    import torch
+
+    with torch.device("meta"):
+        model = offers_of(shape).model(shape)
+    sizes = [p.numel() for p in model.parameters()]
+    return Sizes(sum(sizes), sum(b.numel() for b in model.buffers()), max(sizes, default=0))
+
+
+def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
+    """By pattern of module names, what each becomes in a model of that shape.
+
+    The experts of a hybrid may have been spread over `experts` before.
+    """
+    plan: Plan = offer(shape, "tensor_plan", "parallel.tensor")(shape, experts)
+    return plan
+
+
+def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
+    offer(shape, "tensor_plan", "parallel.tensor")
+    sizes = offers_of(shape).uneven
+    return [] if sizes is None else sizes(shape, seq_len, ranks)

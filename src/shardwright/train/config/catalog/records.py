@@ -1,0 +1,126 @@
+"""Records of a run: of each step, of samples that were left out, and of the end; and the protocol of a sink.
+
+Nothing here imports torch, measures or writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl.
+
+    Losses are means over all tokens of the step on all ranks; `loss` is the cross-entropy alone. `extra_losses` has
+    all other losses of the model, by the names in `LanguageModel.auxiliary`.
+    """
+
+    step: int  # optimizer steps done, this one included
+    loss: float
+    grad_norm: float | None  # before clipping; None with an optimizer in backward
+    lr: float
+    samples: int  # seen since the start of the run
+    seconds: float  # of the step, without validation and checkpoints
+    data_seconds: float  # part of `seconds` in which the rank that waited longest waited for data
+    tokens_per_second: float  # of all ranks
+    flops_per_second: float  # of the model (not of the hardware), per device
+    mfu: float | None  # part of the device's bf16 peak; None in float32 or where the peak is not known
+    memory_active: int  # bytes of rank 0, as the two below: see Memory
+    memory_reserved: int
+    memory_total: int
+    validation_loss: float | None = None
+    balance_loss: float | None = (
+        None  # if the model has experts: their load; the model says what equal loads give
+    )
+    mtp_loss: float | None = None  # if the model has this head: cross-entropy of the token after the next
+    extra_losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, over all ranks
+    validation_metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # likewise, at steps with a validation
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run, or of one session of it.
+
+    Attributes:
+        status: "finished" after its last step; "interrupted" by a signal, with the state saved; "failed".
+        step: optimizer steps done.
+        results: figures of the whole run, as in run.json; empty for a run that failed.
+        picture: the picture of the loss; None for a run that failed.
+    """
+
+    status: Literal["finished", "interrupted", "failed"]
+    step: int
+    results: Mapping[str, Any] = field(default_factory=dict)
+    picture: Path | None = None
+
+
+class Sink(Protocol):
+    """A place for the metrics of a run: a file, a terminal or a service.
+
+    It has four methods. The first is the function that opens it with the run's configuration and facts: `open` of
+    `NamedSink`. There is no method for pictures and results: a run has them once, when it ends, so `close` gets them.
+    """
+
+    def step(self, record: StepRecord) -> None:
+        """Write one step."""
+
+    def say(self, text: str) -> None:
+        """Write one or more lines that the run prints."""
+
+    def close(self, end: RunEnd) -> None:
+        """Write how the run ended, and release everything."""
+
+
+def scalars(record: StepRecord, every: int) -> dict[str, float]:
+    """The figures of a step, by the names that TensorBoard and services show.
+
+    Steps that `every` does not divide have only a validation loss, if there is one.
+    """
+    validation = record.validation_loss
+    values = {} if validation is None else {"loss/validation": validation}
+    values |= {f"validation/{name}": value for name, value in record.validation_metrics.items()}
+    if record.step % every:
+        return values
+    values["loss/train"] = record.loss
+    values |= {f"loss/{name}": loss for name, loss in record.extra_losses.items()}
+    values |= {f"metrics/{name}": value for name, value in record.metrics.items()}
+    others = {
+        name: value
+        for name, value in asdict(record).items()
+        if name not in ("step", "metrics", "validation_metrics") and "loss" not in name
+    }
+    return values | {f"step/{name}": value for name, value in others.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Samples that a run has left out: because numbers had gone wrong, or because no token of them is trained.
+
+    Attributes:
+        action: "skip": the step was not made. "rewind": the run went back to a checkpoint. "untrained": no step was
+            made of global batches without a trained token.
+        step: the optimizer step that comes next.
+        reason: what was found, in one line.
+        samples: those that are left out, [first, stop).
+        from_step: optimizer steps done when it went back.
+    """
+
+    action: Literal["skip", "rewind", "untrained"]
+    step: int
+    reason: str
+    samples: tuple[int, int]
+    from_step: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        first, stop = self.samples
+        left_out = f"samples {first:,} to {stop - 1:,} are left out"
+        back = f"the run goes back to step {self.step - 1}; " if self.action == "rewind" else ""
+        return f"{self.reason}; {back}{left_out}"

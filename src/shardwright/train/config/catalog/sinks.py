@@ -1,0 +1,197 @@
+"""The registry of places for metrics, for `[log] sinks`.
+
+Every run also writes metrics.jsonl, and lines or a progress bar on the terminal. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.train.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwright.train.config.catalog.records import Sink
+
+
+class RunKeys(Protocol):
+    """The keys of `[run]` that sinks read."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class LogKeys(Protocol):
+    """The keys of `[log]` that sinks read."""
+
+    @property
+    def every(self) -> int: ...
+
+    @property
+    def project(self) -> str: ...
+
+
+class Table(Protocol):
+    """Any section of a configuration, or a whole one."""
+
+    def model_dump(self, *, mode: str = ..., exclude_none: bool = ...) -> dict[str, Any]:
+        """The values as dicts, by key. With ``mode="json"`` they are values of JSON."""
+        ...
+
+
+class ModelKeys(Table, Protocol):
+    """The section `[model]`."""
+
+    def resolved(self) -> Table:
+        """The same section with all sizes of its preset."""
+        ...
+
+
+class RunConfiguration(Table, Protocol):
+    """The configuration of a run as sinks read it. ``model_dump`` has the values of all sections."""
+
+    @property
+    def run(self) -> RunKeys: ...
+
+    @property
+    def model(self) -> ModelKeys: ...
+
+    @property
+    def log(self) -> LogKeys: ...
+
+
+@dataclass(frozen=True)
+class RunSite:
+    """The run for which a sink is opened.
+
+    Attributes:
+        folder: the run's folder, an absolute path. It exists.
+        config: the run's configuration, a ``shardwright.train.config.Config``.
+        steps_done: optimizer steps in the checkpoint that the run continues; 0 for a new run. If a sink already has
+            records of later steps, it gets these steps again.
+        facts: facts about the run that its configuration does not have: parameters, ranks, device, dtypes, versions.
+        attempt: 1 for a start or a resume, one more after each restart. A restart may begin with step 1 again.
+    """
+
+    folder: Path
+    config: RunConfiguration
+    steps_done: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 1
+
+
+@dataclass(frozen=True)
+class NamedSink:
+    """A place for metrics.
+
+    Attributes:
+        name: its name in `[log] sinks`.
+        summary: one sentence on what it does.
+        open: makes the sink of one run. Only the first rank calls it, before the first step.
+        needs: a package that the sink imports, as in `import PACKAGE`. If it is missing, no rank starts. Empty: none.
+        install: the argument of `pip install` for that package. Empty: the package's name.
+        patience: seconds that a step waits at most for the sink. 0: a step does not wait.
+    """
+
+    name: str
+    summary: str
+    open: Callable[[RunSite], Sink]
+    needs: str = ""
+    install: str = ""
+    patience: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
+
+    def make(self, site: RunSite) -> Sink:
+        """The sink of one run.
+
+        Raises:
+            ExtensionError: ``open`` raised an error, or returned an object without the methods of ``Sink``.
+        """
+        owner = f"The function open of sink {self.name!r}"
+        try:
+            sink = call(owner, self.open, site)
+        except ExtensionError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
+            raise
+        missing = [name for name in ("step", "say", "close") if not callable(getattr(sink, name, None))]
+        if missing or isinstance(sink, type):
+            raise ExtensionError(
+                f"{owner} returned {sink!r} ({type(sink).__name__}); expected an object with the methods "
+                "step(record), say(text) and close(end)"
+            )
+        if not _accepts(sink.close, 1):
+            raise ExtensionError(
+                f"{owner} returned a {type(sink).__name__} with close{inspect.signature(sink.close)}; expected "
+                "close(end)"
+            )
+        return sink
+
+
+def _accepts(function: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # a function written in C, without a readable signature
+    return True
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Raise a UserError for the first of these sinks whose package is not installed. Imports no package."""
+    for name in names:
+        sink = sinks.get(name)
+        if sink.needs and not _is_installed(sink.needs):
+            raise UserError(
+                f"log.sinks: sink {name!r} needs the package {sink.needs}, which is not installed; install it: "
+                f"pip install '{sink.install or sink.needs}'"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    # A folder without __init__.py has no origin: W&B makes such a folder "wandb" where it runs.
+    return spec is not None and spec.origin is not None
+
+
+def _built_in(module: str) -> Callable[[RunSite], Sink]:
+    """`open_sink` of a module of `report.sinks`, imported when it is called."""
+
+    def open_sink(site: RunSite) -> Sink:
+        opened: Sink = importlib.import_module(f"shardwright.train.report.sinks.{module}").open_sink(site)
+        return opened
+
+    return open_sink
+
+
+sinks: Registry[NamedSink] = Registry(
+    "sink",
+    "sinks",
+    NamedSink,
+    (
+        NamedSink(
+            "tensorboard", "Event files for TensorBoard, in the run's folder tensorboard.", _built_in("tensorboard")
+        ),
+        NamedSink(
+            "wandb", "Weights & Biases; WANDB_MODE=offline writes to the run's folder.",
+            _built_in("weights_and_biases"), needs="wandb", install="wandb>=0.31", patience=0,
+        ),
+        NamedSink(
+            "mlflow", "MLflow, at MLFLOW_TRACKING_URI.",
+            _built_in("mlflow_tracking"), needs="mlflow", install="mlflow-skinny>=3.17", patience=0,
+        ),
+        NamedSink(
+            "trackio", "trackio, on this machine or at TRACKIO_SPACE_ID.",
+            _built_in("trackio_projects"), needs="trackio", install="trackio>=0.43", patience=0,
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""The axes of a job's ranks: how many there are of each, and which ranks share data, tokens and losses.
+
+Nobody else divides numbers of ranks. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.train.config.sections.parallel import ParallelConfig
+from shardwright.train.errors import UserError
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The sizes of the axes. Ranks are counted through them, `tensor` first.
+
+    Attributes:
+        replicate: replicas of the model, which have parameters of their own and reduce gradients.
+        shard: ranks that divide the parameters of a replica.
+        context: ranks that divide the tokens of a sample. No key sets it yet.
+        tensor: ranks that divide each layer.
+        expert: ranks that divide the experts, a divisor of `shard`.
+        pipeline: ranks that divide the layers between them. No key sets it yet.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+
+    @classmethod
+    def of(cls, config: ParallelConfig, ranks: int) -> ParallelDims:
+        """The axes of so many ranks.
+
+        Raises:
+            UserError: the sizes in the configuration do not divide them.
+        """
+        if ranks % config.tensor:
+            raise UserError(
+                f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {config.tensor}"
+            )
+        data = ranks // config.tensor
+        if data % config.replicas:
+            raise UserError(
+                f"parallel.replicas: expected a divisor of the number of ranks, {data}, found {config.replicas}"
+            )
+        shard = data // config.replicas
+        return cls(config.replicas, shard, tensor=config.tensor, expert=config.expert)
+
+    @classmethod
+    def near(cls, config: ParallelConfig, ranks: int) -> ParallelDims:
+        """As `of`, rounded down where the sizes do not divide the ranks: for checks before these are refused."""
+        replicas = max(1, config.replicas)
+        return cls(
+            replicas, max(1, ranks // config.tensor // replicas), tensor=config.tensor, expert=config.expert
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks, or groups of them, that have samples of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def sharing_data(self) -> int:
+        """Ranks of such a group, which are next to one another."""
+        return self.context * self.tensor
+
+    @property
+    def with_same_loss(self) -> int:
+        """Ranks that compute the loss of the same tokens."""
+        return self.tensor
+
+    @property
+    def with_same_experts(self) -> int:
+        """Ranks of a replica that have the same experts."""
+        return self.shard // self.expert
+
+    def data_rank(self, rank: int) -> int:
+        """The number of the group of this rank, from 0 to before `data`."""
+        return rank // self.sharing_data % self.data
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh of the ranks: names and sizes, the outermost first."""
+        axes = {"data": self.data}
+        if self.replicate > 1:
+            axes = {"replicate": self.replicate, "shard": self.shard}
+        if self.tensor > 1:
+            axes["tensor"] = self.tensor
+        return axes
+
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """The mesh of the same ranks for experts: `edp` have the same ones, `expert` divide them."""
+        axes = {
+            "replicate": self.replicate,
+            "edp": self.with_same_experts,
+            "expert": self.expert,
+            "tensor": self.tensor,
+        }
+        return {name: size for name, size in axes.items() if size > 1 or name in ("edp", "expert")}

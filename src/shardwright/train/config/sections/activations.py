@@ -1,0 +1,46 @@
+"""The section `[activations]`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.train.config.sections.base import Section
+
+
+class ActivationConfig(Section):
+    """Activations that are kept from forward to backward. The others are computed again, with the same precision."""
+
+    checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
+        default="none",
+        description=(
+            "Activation checkpointing. full: keep only the inputs of each block. layers: the same, for every k-th "
+            "block. ops: keep also the results of matrix products and attention. budget: the compiler chooses within "
+            "activations.budget; needs train.compile = inductor."
+        ),
+    )
+    every: int = Field(
+        default=2,
+        ge=1,
+        description="For checkpoint = layers: checkpoint every k-th block, beginning with the first.",
+    )
+    budget: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description=(
+            "For checkpoint = budget: the fraction of the activations that may be kept. 0 means full, 1 means none."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_mode(self) -> ActivationConfig:
+        for key, mode in (("every", "layers"), ("budget", "budget")):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.checkpoint != mode and value != default:
+                raise ValueError(
+                    f"{key}: only for checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found "
+                    f"{value}"
+                )
+        return self

@@ -1,0 +1,220 @@
+"""The section `[data]`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.train.config.sections.base import Section
+
+# strict=False on the outside only: TOML has lists where an immutable model wants tuples.
+Paths = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
+DataKind = Literal["documents", "conversations", "completions"]
+_KIND = (
+    "What a row holds. documents: a text. conversations: messages with role and content, of which the assistant's are "
+    "trained. completions: a prompt and a text, of which the text is trained."
+)
+
+UNMASKED = 'data.packing = "split" and data.document_mask = false: documents of a sample then see one another'
+"""Advice for an error: data without a document mask, for any model."""
+ONE_OR_UNMASKED = (
+    f'data.packing = "none" and data.document_mask = "auto": one document in each sample; or {UNMASKED}'
+)
+"""Advice for an error: data for a model that would mix the documents of a sample."""
+
+
+class SourceConfig(Section):
+    """One of several sources, with its share of the tokens of the run."""
+
+    path: str | Paths = Field(min_length=1, description="As data.source.")
+    weight: float = Field(
+        gt=0,
+        description="Share of the tokens of the run that come from this source, in proportion to the others.",
+    )
+    kind: DataKind = Field(default="documents", description=_KIND)
+    text_key: str = Field(default="text", min_length=1, description="Key or column of a document's text.")
+    messages_key: str = Field(default="messages", min_length=1, description="Key or column of the messages.")
+    prompt_key: str = Field(default="prompt", min_length=1, description="Key or column of the prompt.")
+    completion_key: str = Field(
+        default="completion", min_length=1, description="Key or column of the text after the prompt."
+    )
+
+
+class DataConfig(Section):
+    """The training data and its tokenizer."""
+
+    source: str | Paths = Field(
+        default="pydoc",
+        min_length=1,
+        description=(
+            "pydoc: the English reference text that is part of every CPython. Otherwise the path of a .txt, .jsonl, "
+            ".parquet, .arrow or .npy file, of a folder of a data set, a pattern such as data/*.jsonl, a URL, or "
+            "a list "
+            "of these, read in that order."
+        ),
+    )
+    sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "Several sources with weights, as tables [[data.sources]] with path, weight and the keys below, in place "
+            "of data.source."
+        ),
+    )
+    kind: DataKind = Field(default="documents", description=_KIND)
+    text_key: str = Field(
+        default="text", min_length=1, description="Key or column of a document's text in a file with rows."
+    )
+    messages_key: str = Field(
+        default="messages", min_length=1, description="Key or column of the messages of a conversation."
+    )
+    prompt_key: str = Field(
+        default="prompt", min_length=1, description="Key or column of the prompt of a completion."
+    )
+    completion_key: str = Field(
+        default="completion", min_length=1, description="Key or column of the text after the prompt."
+    )
+    tokenizer: str = Field(
+        default="bytes",
+        min_length=1,
+        description=(
+            "bytes: every byte of the UTF-8 text is a token. Otherwise the path of a tokenizer.json or of its folder, "
+            "or the name of a model on the Hugging Face hub."
+        ),
+    )
+    chat_template: str = Field(
+        default="", description="File with the chat template of conversations. Empty: the tokenizer's own."
+    )
+    special_tokens: Literal["text", "tokens"] | None = Field(
+        default=None,
+        description=(
+            "What becomes of a special token that the text of a document or a message spells. text: it stays text. "
+            "tokens: it becomes the token, for text that was rendered with a template before. Unset: text; a run ends "
+            "before its first step if documents spell one. Also for prompts of `shardwright generate`."
+        ),
+    )
+    packing: Literal["split", "best_fit", "none"] = Field(
+        default="split",
+        description=(
+            "How documents fill the samples of seq_len tokens. split: one after the other, cut where a sample ends. "
+            "best_fit: whole documents that fit together, and padding. none: one document in each sample."
+        ),
+    )
+    document_mask: bool | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "Whether a token sees only its own document in a sample of several. auto: yes, except for text that is "
+            "tokenised as bytes and split."
+        ),
+    )
+    validation_fraction: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description=(
+            "Fraction of each source, taken from its end, that is used only for validation. Not used with "
+            "validation_source or validation_sources."
+        ),
+    )
+    validation_source: str | Paths = Field(
+        default="",
+        description=(
+            "Data for validation alone, as data.source and with its kind and keys. Then all of data.source is trained."
+        ),
+    )
+    validation_sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "Several sources for validation, as tables [[data.validation_sources]] with the keys of data.sources, in "
+            "place of validation_source."
+        ),
+    )
+    appended: bool = Field(
+        default=False,
+        description=(
+            "Whether a run that resumes continues with documents that were appended to its files, or that are in new "
+            "files after them. Other changes of the data are always an error."
+        ),
+    )
+    cache: str = Field(
+        default="",
+        description="Folder for tokens, which are made once. Empty: shardwright/tokens in the user's cache folder.",
+    )
+    workers: int = Field(
+        default=1,
+        ge=0,
+        description="Threads of each rank that prepare batches ahead of the step. 0: each batch when it is needed.",
+    )
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> DataConfig:
+        if self.sources:
+            for key in ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key"):
+                value, default = getattr(self, key), type(self).model_fields[key].default
+                if value != default:
+                    raise ValueError(
+                        f"{key}: expected it in each of data.sources, found {value!r} beside them; move it there"
+                    )
+        if self.validation_source and self.validation_sources:
+            raise ValueError(
+                f"validation_source: expected it in one of data.validation_sources, found {self.validation_source!r} "
+                "beside them; move it there"
+            )
+        only = {"none": False, "best_fit": True}.get(self.packing)
+        if only is not None and self.document_mask not in ("auto", only):
+            why, way = (
+                ("one document", "")
+                if only is False
+                else ("whole documents that nothing else separates", "; or set data.packing to 'split'")
+            )
+            raise ValueError(
+                f"document_mask: expected 'auto' with packing {self.packing!r}, which puts {why} in a sample, found "
+                f"{str(self.document_mask).lower()}{way}"
+            )
+        return self
+
+    @property
+    def separates(self) -> bool:
+        """Whether tokens must see their own document alone in samples of several."""
+        if self.packing != "split":
+            return self.packing == "best_fit"
+        if self.document_mask == "auto":
+            kinds = {self.kind, *(source.kind for source in self.sources)}
+            return self.tokenizer != "bytes" or kinds != {"documents"}
+        return self.document_mask
+
+    @property
+    def spelled(self) -> Literal["text", "tokens"]:
+        """The treatment of special tokens that a text spells."""
+        return self.special_tokens or "text"
+
+    @property
+    def split_fraction(self) -> float:
+        """Fraction of each source that is kept for validation."""
+        return 0.0 if self.validation_source or self.validation_sources else self.validation_fraction
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is text to validate on."""
+        return bool(self.validation_source or self.validation_sources or self.validation_fraction)
+
+    def resolved(self) -> DataConfig:
+        """The same data with absolute paths, to be found from any folder."""
+        changes: dict[str, Any] = {"source": _absolute(self.source), "special_tokens": self.spelled}
+        if self.validation_source:
+            changes["validation_source"] = _absolute(self.validation_source)
+        for key in ("sources", "validation_sources"):
+            changes[key] = tuple(
+                source.model_copy(update={"path": _absolute(source.path)}) for source in getattr(self, key)
+            )
+        for key in ("tokenizer", "chat_template", "cache"):
+            if (value := getattr(self, key)) != "bytes" and os.path.exists(value):
+                changes[key] = os.path.abspath(value)
+        return self.model_copy(update=changes)
+
+
+def _absolute(source: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if not isinstance(source, str):
+        return tuple(str(_absolute(each)) for each in source)
+    return source if source == "pydoc" or "://" in source else os.path.abspath(source)

@@ -1,0 +1,41 @@
+"""The section `[log]`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from shardwright.train.config.catalog.sinks import sinks as named_sinks
+from shardwright.train.config.registered import OneOf, summaries
+from shardwright.train.config.sections.base import Section
+
+
+class LogConfig(Section):
+    """The log and the metrics."""
+
+    every: int = Field(default=1, ge=1, description="Steps between lines of the log.")
+    sinks: Annotated[tuple[Annotated[str, OneOf(named_sinks)], ...], Field(strict=False)] = Field(
+        default=("tensorboard",),
+        description=f"Where metrics go beside metrics.jsonl and the terminal. {summaries(named_sinks)}",
+    )
+    project: str = Field(
+        default="",
+        description=(
+            "Project of wandb and trackio, experiment of mlflow. Empty: WANDB_PROJECT, TRACKIO_PROJECT or "
+            "MLFLOW_EXPERIMENT_NAME, else shardwright."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _sinks_differ(self) -> LogConfig:
+        names: list[str] = []
+        for name in self.sinks:
+            same = next((other for other in names if named_sinks.get(other) is named_sinks.get(name)), None)
+            if same is not None:
+                twice = f"{name!r} twice" if same == name else f"{same!r} and {name!r}, which are one sink"
+                raise ValueError(
+                    f"sinks: found {twice}. Each record would be written twice. Name each sink once"
+                )
+            names.append(name)
+        return self

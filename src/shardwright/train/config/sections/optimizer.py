@@ -1,0 +1,77 @@
+"""The section `[optimizer]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.train.config.catalog.optimizers import optimizers
+from shardwright.train.config.registered import OneOf, summaries
+from shardwright.train.config.sections.base import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    """The optimizer and the course of its learning rate."""
+
+    name: Annotated[str, OneOf(optimizers)] = Field(default="adamw", description=summaries(optimizers))
+    lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+        default=(0.9, 0.95),
+        description="Decay of the running means of the gradient and of the squared gradient.",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Weight decay of matrices; vectors are not decayed."
+    )
+    momentum: Beta = Field(
+        default=0.95, description="For muon: decay of the running mean of its matrices' gradients."
+    )
+    ns_steps: int = Field(
+        default=5, ge=1, lt=100, description="For muon: Newton-Schulz iterations per step and matrix."
+    )
+    in_backward: bool = Field(
+        default=False,
+        description=(
+            "Step each unit in backward as soon as its gradients are reduced, and free these gradients. Needs the "
+            "engine shardwright and train.max_norm = 0, since the norm of all gradients is not known in backward."
+        ),
+    )
+    options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description=(
+            "Further options of a registered optimizer, which `shardwright extensions optimizers` lists. The built-in "
+            "optimizers have none."
+        ),
+    )
+    warmup_steps: int = Field(
+        default=20,
+        ge=0,
+        description="Steps over which the learning rate rises to lr. A shorter run ends before the peak.",
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="Course of the learning rate from the end of the warm-up to the last step.",
+    )
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate of the last step, as a fraction of lr."
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_optimizer(self) -> OptimizerConfig:
+        own = optimizers.get(self.name)
+        if self.in_backward and not own.in_backward:
+            why = f", which steps whole {own.whole}" if own.whole else ""
+            raise ValueError(f"in_backward: expected false with optimizer {self.name!r}{why}, found true")
+        if problem := own.options_problem(self.options):
+            raise ValueError(problem)
+        for key in ("momentum", "ns_steps"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.name != "muon" and value != default:
+                raise ValueError(
+                    f"{key}: optimizer {self.name!r} does not have this key; expected {default}, found {value}. Only "
+                    "muon has it"
+                )
+        return self

@@ -1,0 +1,46 @@
+"""The section `[run]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardwright.train.config.catalog.hooks import hooks as named_hooks
+from shardwright.train.config.registered import OneOf
+from shardwright.train.config.sections.base import Section
+
+
+class RunConfig(Section):
+    """The name, folder, seed and device of the run."""
+
+    name: str = Field(
+        default="llama-debug", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        description="Name of the run: letters, digits, '.', '_' and '-'. Part of the default folder's name.",
+    )  # fmt: skip
+    dir: str = Field(
+        default="", description="Folder of the run. Empty: runs/NAME-TIME below the current folder."
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=2**32 - 1,
+        description=(
+            "Seed of the initial weights, of the sample order, and of the generators of torch, Python and NumPy."
+        ),
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="Device of the computation. auto: GPUs if the machine has any, else the CPU.",
+    )
+    hooks: Annotated[tuple[Annotated[str, OneOf(named_hooks)], ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            'Hooks into training, such as ["my_hooks:Accuracy"]: classes of your own that add metrics, skip or stop '
+            "steps, or change rates."
+        ),
+    )
+    sample_tokens: int = Field(
+        default=160, ge=0,
+        description="Tokens that the model writes after the last step. Each token needs one forward pass. 0: none.",
+    )  # fmt: skip

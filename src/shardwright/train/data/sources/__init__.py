@@ -1,0 +1,1 @@
+"""Documents in files: where they are, and how each form is read."""

@@ -1,0 +1,156 @@
+"""A launch by torchrun, whose attempts share a folder: how a restarted rank finds it, and how earlier attempts ended.
+
+torchrun starts the same command again, and does not say where the first attempt wrote. launch.json in the folder has
+the launch. Our own launcher does not need it. The first rank reads it; the rank that records the end of an attempt adds
+that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from shardwright.train.config import Config
+from shardwright.train.errors import JobError, UserError
+from shardwright.train.launch.environment import RUN_ID, under_torchrun
+from shardwright.train.launch.restarts import AttemptEnd, same_again
+from shardwright.train.run.exits import FAILED, USER_ERROR, End
+from shardwright.train.run.folder import CONTINUE, RUNS, RunFolder, find_run
+from shardwright.train.run.position import recorded_step
+from shardwright.train.run.writing import write_json
+
+
+class GivenUpError(JobError):
+    """torchrun has started the job again, but it would have the same `end` as before."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self.end = end
+
+    def __str__(self) -> str:
+        return self.end.reason
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch by torchrun, and its attempts in the run's folder.
+
+    Attributes:
+        agents: the torchrun processes of all hosts, each with host, process and time of its start.
+        attempt: 1 for the first one.
+        ends: status, reason and step of the attempts before.
+    """
+
+    agents: tuple[str, ...]
+    attempt: int = 1
+    ends: tuple[AttemptEnd, ...] = ()
+
+    def continues(self, before: Launch) -> bool:
+        """Return whether this is a later attempt of the launch `before`: a torchrun process is the same.
+
+        The id of a rendezvous says less. It is "none" by default, and people use one again.
+        """
+        return bool(set(self.agents) & set(before.agents))
+
+    def check_worth(self) -> None:
+        """Raise GivenUpError if the attempts before ended with an error that the next one would meet, too."""
+        if self.ends and self.ends[-1][0] == USER_ERROR:
+            reason = f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
+            raise GivenUpError(End(USER_ERROR, reason))
+        if again := same_again(self.ends):
+            raise GivenUpError(End(FAILED, f"{self.ends[-1][1]}: {again}"))
+
+
+def this_launch(size: int) -> Launch | None:
+    """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
+    everyone: list[str | None] = [None] * size
+    dist.all_gather_object(everyone, _agent() if under_torchrun() else None)
+    if everyone[0] is None:
+        return None
+    return Launch(tuple(dict.fromkeys(agent for agent in everyone if agent is not None)))
+
+
+def _agent() -> str:
+    agent = agent_process()
+    return f"{socket.gethostname()} {agent.pid} {_start_of(agent)}"
+
+
+def agent_process() -> psutil.Process:
+    """The torchrun process that started this rank: the nearest one above it that has no variables of a rank.
+
+    A script may be in between. It is another process at each restart.
+    """
+    agent = psutil.Process(os.getppid())
+    try:
+        for above in psutil.Process().parents():
+            if RUN_ID not in above.environ():
+                agent = above
+                break
+    except psutil.Error:
+        pass  # of another user: the parent, then
+    return agent
+
+
+def _start_of(process: psutil.Process) -> str:
+    """The start time of a process, the same for all that ask. psutil's time on Linux moves when the clock is set."""
+    try:
+        with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as stream:
+            return stream.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return f"{process.create_time():.2f}"
+
+
+def attempt_before(config: Config, resume: str | None, launch: Launch) -> tuple[RunFolder, Launch] | None:
+    for folder in _candidates(config, resume):
+        earlier = _read(folder)
+        if earlier is not None and launch.continues(earlier):
+            return folder, earlier
+    return None
+
+
+def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
+    if resume is not None and resume != CONTINUE:
+        yield find_run(config, resume)
+    elif config.run.dir:
+        yield RunFolder(Path(config.run.dir))
+    elif RUNS.is_dir():
+        folders = (RunFolder(path) for path in RUNS.glob(f"{config.run.name}-*"))
+        launched = [folder for folder in folders if folder.launch_file.is_file()]
+        yield from sorted(launched, key=lambda folder: folder.launch_file.stat().st_mtime, reverse=True)
+
+
+def record_end(folder: RunFolder, end: End) -> None:
+    """Add the end of this attempt to launch.json, if there is one."""
+    launch = _read(folder)
+    if launch is not None:
+        step = recorded_step(folder.metrics_file) if end.done is None else end.done
+        try:
+            write_launch(folder, replace(launch, ends=(*launch.ends, (end.status, end.reason, step))))
+        except UserError:
+            pass  # the disk is full; the error that ended the job is what the user needs
+
+
+def write_launch(folder: RunFolder, launch: Launch) -> None:
+    content = {"agents": list(launch.agents), "attempt": launch.attempt}
+    ends = [{"status": status, "reason": reason, "step": step} for status, reason, step in launch.ends]
+    write_json(folder.launch_file, {**content, "ends": ends})
+
+
+def _read(folder: RunFolder) -> Launch | None:
+    """None without the file, and for one that is damaged."""
+    try:
+        content = json.loads(folder.launch_file.read_text(encoding="utf-8"))
+        ends = tuple(
+            (int(each["status"]), str(each["reason"]), int(each["step"])) for each in content["ends"]
+        )
+        agents = tuple(str(agent) for agent in content["agents"])
+        return Launch(agents, int(content["attempt"]), ends)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

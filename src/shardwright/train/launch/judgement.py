@@ -1,0 +1,265 @@
+"""Our launcher judges how its ranks ended, from all that it knows of them: one message, one exit status.
+
+Nothing here starts or watches processes, or writes a record.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from shardwright.train.errors import UserError
+from shardwright.train.launch.job_end import Complaint, stopped_by
+from shardwright.train.launch.resume import to_continue
+from shardwright.train.launch.signals import SIGNALS
+from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
+from shardwright.train.run.folder import RunFolder
+from shardwright.watching.diagnosis import Verdict
+from shardwright.watching.launched import Hang
+
+LOG_TAIL = 12
+"""Lines of a failed rank's log that are shown."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """All that the launcher knows of how its ranks ended."""
+
+    folder: RunFolder
+    logs: Path
+    statuses: Mapping[int, int]
+    killed: set[int]
+    """Ranks the launcher killed because they did not end with the others."""
+    complaints: list[Complaint]
+    first_signal: int | None
+    """The signal that the launcher got first, or None."""
+    hurried: str = ""
+    """The reason why the launcher killed ranks after that signal, in words."""
+    late: bool = False
+    """The launcher killed ranks because `fault.save_seconds` had passed."""
+    hang: Hang | None = None
+    """The launcher killed ranks because they did not go on."""
+    session: Mapping[str, Any] = field(default_factory=dict)
+    """The session of this start of the ranks in run.json; empty if they did not come so far."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Steps that each rank had done, by its board. A rank without a board is missing."""
+
+    def done(self, rank: int) -> int | None:
+        """The steps that a rank had done, as it says itself, else as its board has it. None: not known."""
+        said = next((each.done for each in self.complaints if each.rank == rank), None)
+        return self.steps.get(rank) if said is None else said
+
+
+def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
+    """The complaints of the ranks, first one first."""
+    keys = [f"complaint/{rank}" for rank in range(ranks)]
+    complaints = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return sorted(complaints, key=lambda complaint: complaint.order)
+
+
+def judge(ending: Ending) -> End:
+    """The status, and the reason in one line."""
+    if all(status == DONE for status in ending.statuses.values()) or _is_finished(ending):
+        return End(DONE, "done")
+    number = ending.first_signal
+    if _have_stopped(ending):
+        status = max(ending.statuses.values())
+        asked = "a signal" if number is None else signal.Signals(number).name
+        reason = f"stopped by {asked}; the state is saved"
+        if not ranks_have_said_it(ending):
+            # A second signal came to the ranks, but not to the launcher.
+            reason = f"stopped by {asked} without saving: a second signal"
+        known = str(ending.session.get("ended_by", ""))  # also of a signal that only a rank got
+        return End(status, known if number is None and known.startswith("stopped by ") else reason)
+    if ending.hang is not None:
+        return end_of_hang(ending.hang.verdict)
+    user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
+    if user is not None:
+        return End(USER_ERROR, user.message, user.rank)
+    if number is not None and _ended_by_signal(ending):
+        return _stopped_early(ending, number)
+    on_all = next((each for each in ending.complaints if each.kind in ("passing", "nonfinite")), None)
+    if on_all is not None:
+        return on_all.end
+    culprit_rank, how, status, lost = culprit(ending)
+    reason = f"rank {culprit_rank} of {len(ending.statuses)} {how}"
+    return End(status, reason, culprit_rank, lost, ending.done(culprit_rank))
+
+
+def _is_finished(ending: Ending) -> bool:
+    """Return whether all was done and written before ranks were killed, lost contact or hung. An error counts."""
+    lost = {each.rank for each in ending.complaints if each.kind in ("lost contact", "interrupted")}
+    return (
+        ending.session.get("status") == "finished"
+        and len(lost) == len(ending.complaints)
+        and all(
+            status <= DONE or status in STOPPED or rank in lost for rank, status in ending.statuses.items()
+        )
+    )
+
+
+def end_of_hang(verdict: Verdict) -> End:
+    culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
+    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
+
+
+def ranks_have_said_it(ending: Ending) -> bool:
+    """Return whether the ranks have saved and left, and the first one has printed so."""
+    return _have_stopped(ending) and is_saved(ending.folder)
+
+
+def _have_stopped(ending: Ending) -> bool:
+    return not ending.hurried and all(status in (DONE, *STOPPED) for status in ending.statuses.values())
+
+
+def _ended_by_signal(ending: Ending) -> bool:
+    return (
+        bool(ending.hurried)
+        or not ending.folder.exists()
+        or _all_interrupted(ending)
+        or all(rank in ending.killed for rank in ending.statuses)
+    )
+
+
+def _stopped_early(ending: Ending, number: int) -> End:
+    """The end of a job that a signal ended before the ranks have said that they saved."""
+    if ending.folder.exists() and is_saved(ending.folder):
+        return stopped_by(number)
+    end = stopped_by(number, unsaved=ending.hurried)
+    return replace(end, status=TRY_AGAIN) if ending.late else end
+
+
+def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
+    """Print what the ranks have not printed, and return the exit status. Errors that the user can correct are raised.
+
+    `note` says about restarts.
+    """
+    if end.status == USER_ERROR:
+        if debug:
+            print(next(each.trace for each in ending.complaints if each.kind == "user"), file=sys.stderr)
+        raise UserError(end.reason)
+    if end.status == DONE:
+        _warn_of_end(ending)
+        return end.status
+    if ranks_have_said_it(ending):
+        return end.status
+    continuing = to_continue(ending.folder, len(ending.statuses))
+    if ending.hang is not None:
+        lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *continuing]
+    elif end.rank is not None:
+        lines = [f"error: {end.reason}; the job has ended{note}", *_end_of_log(ending, end.rank), *continuing]
+    elif end.status == FAILED:
+        lines = [f"error: {end.reason}" + (f". The job has ended{note}" if note else "")]
+    elif ending.first_signal is None:
+        lines = [f"error: {end.reason}; the job has ended{note}", *continuing]
+    else:
+        lines = [end.reason, *continuing]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return end.status
+
+
+def _warn_of_end(ending: Ending) -> None:
+    """Warn of ranks that did not end by themselves after all was done."""
+    ranks = [rank for rank, status in ending.statuses.items() if status != DONE]
+    if ranks:
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        text = f"warning: the run is done; {which} of {len(ending.statuses)} did not end by itself after that"
+        print(text if len(ranks) == 1 else text.replace("itself", "themselves"), file=sys.stderr, flush=True)
+
+
+def _all_interrupted(ending: Ending) -> bool:
+    """Return whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
+    interrupted = {complaint.rank for complaint in ending.complaints if complaint.kind == "interrupted"}
+    signals = [-number for number in SIGNALS]
+    return all(
+        rank in interrupted or rank in ending.killed or status in signals
+        for rank, status in ending.statuses.items()
+    )
+
+
+def _end_of_log(ending: Ending, rank: int) -> list[str]:
+    log = log_of(ending.logs, rank)
+    tail = _tail(log)
+    return [f"the end of its log {log}:", *("  " + line for line in tail)] if tail else []
+
+
+class Culprit(NamedTuple):
+    """The rank to name, its end in words, and what follows: the job's status, and whether that rank is lost."""
+
+    rank: int
+    how: str
+    status: int
+    lost: bool
+
+
+CRASHES = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
+"""Signals by which a program ends itself. It most likely does so again, so they count as errors."""
+
+
+def culprit(ending: Ending) -> Culprit:
+    """One rank that died, else the first with an error of its own, else one that left, else one that stopped answering.
+
+    A rank that left without an error was the first one: the others have not done all, or they would have left, too.
+    """
+    complained = {complaint.rank for complaint in ending.complaints}
+    left = [rank for rank, status in ending.statuses.items() if status == DONE and rank not in complained]
+    died = [
+        (rank, -status)
+        for rank, status in ending.statuses.items()
+        if status < 0 and rank not in ending.killed and not (left and status == -signal.SIGABRT)
+    ]
+    # A rank that aborts may do so because another one is gone: NCCL's watchdog ends it.
+    for rank, number in sorted(died, key=lambda each: each[1] == signal.SIGABRT):
+        hint = (
+            " (the system's out-of-memory killer sends this signal, too)" if number == signal.SIGKILL else ""
+        )
+        crashed = number in CRASHES
+        how = f"was killed by {signal.Signals(number).name}{hint}"
+        return Culprit(rank, how, FAILED if crashed else TRY_AGAIN, not crashed)
+    for complaint in ending.complaints:
+        if complaint.kind == "error":
+            return Culprit(complaint.rank, f"failed with {complaint.in_short}", FAILED, False)
+    for rank, status in ending.statuses.items():
+        if rank not in complained and rank not in ending.killed and status > 0:
+            return Culprit(rank, f"exited with status {status}", FAILED, False)
+    if left:
+        return Culprit(left[0], "ended in the middle of the run with status 0", FAILED, False)
+    for rank in sorted(ending.killed - complained):
+        return Culprit(rank, "did not answer the other ranks and was killed", TRY_AGAIN, True)
+    first = ending.complaints[0]
+    how = f"lost contact with the other ranks: {first.in_short}"
+    return Culprit(first.rank, how, TRY_AGAIN, False)
+
+
+def say_in_logs(hang: Hang, logs: Path, ranks: int) -> None:
+    """Let the log of every rank have it: ranks that wait cannot write."""
+    for rank in range(ranks):
+        with suppress(OSError), log_of(logs, rank).open("a", encoding="utf-8") as log:
+            log.write(f"{hang.text}\n")
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-LOG_TAIL:]
+    except OSError:
+        return []
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"

@@ -1,0 +1,256 @@
+"""Our launcher starts the ranks of one machine under torch elastic's process layer, and waits for their end.
+
+It starts the ranks with torchrun's environment, passes signals on to them, and starts them again if the settings allow
+it. It speaks for the job: one message, one exit status. It never trains itself.
+
+Why not torchrun as a whole: its agent gives ranks 30 s from a signal to their end, which a large checkpoint exceeds,
+and the same 30 s to ranks that wait in a collective for one that died. The environment is the same, so
+`torchrun -m shardwright train ...` and SLURM work too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import rich.progress  # noqa: F401  # every rank needs it: where it is missing, the launcher says so, once
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
+
+import shardwright
+from shardwright.train.config import Config
+from shardwright.train.launch.environment import (
+    ATTEMPT_VARIABLE,
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    SPEAKING,
+    choose_device,
+)
+from shardwright.train.launch.job_end import JobEnd
+from shardwright.train.launch.judgement import Ending, complaints_in, conclude, judge, log_of, say_in_logs
+from shardwright.train.launch.progress import START
+from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
+from shardwright.train.launch.signals import Signals
+from shardwright.train.run.exits import DONE, STOPPED
+from shardwright.train.run.folder import RunFolder, now
+from shardwright.train.run.position import recorded_step
+from shardwright.train.run.record import session_after, sessions_of
+from shardwright.train.run.writing import writing
+from shardwright.watching.launched import Eyes, Hang
+
+GRACE_SECONDS = 4.0
+"""From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""
+
+
+class RankLogs(LogsSpecs):
+    """Ranks write into the run's folder; rank 0's stdout goes to ours."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ranks = range(len(envs))
+        return LogsDest(
+            stdouts={rank: str(self.folder / f"rank-{rank}.stdout") if rank else "" for rank in ranks},
+            stderrs={rank: str(log_of(self.folder, rank)) for rank in ranks},
+            error_files=dict.fromkeys(ranks, os.devnull),
+        )
+
+
+def launch_until_done(
+    config: Config, folder: RunFolder, attempt: Attempt, can_run: Callable[[Config, int], bool]
+) -> int:
+    """Start the ranks, and again while the settings allow it. Returns the status of the job.
+
+    `can_run`: whether so many ranks can run the job.
+    """
+    # torch's handlers would unwind the launcher; ours store the signals over all attempts.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    restarts = Restarts(config.fault, lambda fewer: can_run(config, fewer))
+    sessions_before = sessions_of(folder)
+    with Signals() as signals:
+        while True:
+            sessions = sessions_of(folder)
+            ending = _launch(config, folder, attempt, signals, sessions)
+            end = judge(ending)
+            next_ranks, note = 0, ""
+            if signals.first is None:
+                step = recorded_step(folder.metrics_file) if end.done is None else end.done
+                next_ranks, note = restarts.after(end, step, attempt.ranks)
+            speaks = not next_ranks
+            JobEnd(folder, attempt.number, speaks, sessions).record(end, note)
+            if speaks:
+                return conclude(ending, end, "--debug" in attempt.arguments, note)
+            attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
+            print(
+                f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
+                f"{place_in_words(folder, next_ranks)} (log: {ending.logs})",
+                flush=True,
+            )
+
+
+def _launch(
+    config: Config, folder: RunFolder, attempt: Attempt, signals: Signals, sessions_before: int
+) -> Ending:
+    """Start the ranks and wait for their end. `sessions_before`: in run.json."""
+    ranks = attempt.ranks
+    START.doing(f"starting {ranks} ranks")
+    logs = folder.logs / now().replace(":", "")
+    if attempt.number > 1:
+        logs = logs.with_name(f"{logs.name}-attempt-{attempt.number}")
+    with writing(logs):
+        logs.mkdir(parents=True, exist_ok=True)
+    # The store lives here, so it outlives every rank, and its port is the system's choice: no two jobs collide.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # -P: a random.py in the folder where the user works must not take the place of Python's own.
+    command = ("-P", "-m", "shardwright", *attempt.arguments)
+    with writing(logs):
+        processes = start_processes(
+            name="shardwright",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(ranks), command),
+            envs={
+                rank: environment(rank, attempt, store.port, folder, choose_device(config))
+                for rank in range(ranks)
+            },
+            logs_specs=RankLogs(logs),
+        )
+    assert isinstance(processes, SubprocessContext)
+    watch = Watch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
+    with _eyes(config, processes, folder) as watch.eyes:
+        statuses = watch.until_all_ended()
+        steps = {} if watch.eyes is None else watch.eyes.steps_done()
+    processes.close()  # the files of its logs
+    if watch.hang is not None:
+        say_in_logs(watch.hang, logs, ranks)
+    return Ending(
+        folder,
+        logs,
+        statuses,
+        watch.killed,
+        complaints_in(store, ranks),
+        signals.first,
+        watch.hurried,
+        watch.late,
+        watch.hang,
+        session_after(folder, sessions_before),
+        steps,
+    )
+
+
+@contextmanager
+def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> Iterator[Eyes | None]:
+    """The launcher's sight of its ranks. None: the configuration has no watch."""
+    seconds = config.fault.stall_seconds
+    eyes = Eyes(processes.pids(), seconds, folder.path / "hangs", "fault.stall_seconds") if seconds else None
+    try:
+        yield eyes
+    finally:
+        if eyes is not None:
+            eyes.close()
+
+
+def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, device: str) -> dict[str, str]:
+    """The environment that torchrun would set for this rank, and the folder of the run."""
+    ranks = attempt.ranks
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the launcher's: rank 0 must not open its own
+        FOLDER_VARIABLE: folder.path, LAUNCHER_VARIABLE: os.getpid(), ATTEMPT_VARIABLE: attempt.number,
+    }  # fmt: skip
+    if attempt.devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.devices)
+    variables |= START.variables
+    if own_path := _path_to_ourselves():
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), own_path]))
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Each rank would claim all cores.
+        variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _path_to_ourselves() -> str | None:
+    """The folder of this package, where this process found it in its working folder, in which ranks do not look."""
+    folder = str(Path(shardwright.__file__).resolve().parents[1])
+    elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
+    other_folders = {os.path.realpath(path) for path in elsewhere}
+    return None if folder in other_folders or folder != os.path.realpath(os.getcwd()) else folder
+
+
+class Watch:
+    """Waits for the ranks, passes signals on, and ends the rest soon after one has failed."""
+
+    def __init__(
+        self,
+        processes: SubprocessContext,
+        first_rank_speaks: Callable[[], bool],
+        signals: Signals,
+        save_seconds: float = 0.0,
+    ) -> None:
+        self.processes, self.first_rank_speaks = processes, first_rank_speaks
+        self.signals, self.save_seconds = signals, save_seconds
+        self.killed: set[int] = set()
+        self.hurried = ""  #: why ranks were killed after a signal, in words
+        self.late = False  #: because `save_seconds` had passed
+        self._passed_on = 0  #: signals
+        self.eyes: Eyes | None = None
+        self.hang: Hang | None = None
+
+    def until_all_ended(self) -> dict[int, int]:
+        """Exit statuses by rank, negative for signals."""
+        deadline = None
+        while running := [rank for rank, status in self._poll().items() if status is None]:
+            self._pass_on(running)
+            if deadline is None and any(
+                status not in (None, DONE, *STOPPED) for status in self._poll().values()
+            ):
+                deadline = time.monotonic() + GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill(running)
+                deadline = None
+            if START.is_speaking and self.first_rank_speaks():
+                START.end()
+            if self.eyes is not None and self.hang is None and (hang := self.eyes.look()):
+                self.hang = hang
+                self._kill(running)
+            time.sleep(0.05)
+        START.end()
+        statuses = {rank: status for rank, status in self._poll().items() if status is not None}
+        for handler in self.processes.subprocess_handlers.values():
+            handler.proc.wait()
+        return statuses
+
+    def _poll(self) -> Mapping[int, int | None]:
+        return {rank: handler.proc.poll() for rank, handler in self.processes.subprocess_handlers.items()}
+
+    def _kill(self, ranks: list[int]) -> None:
+        self.killed.update(ranks)
+        for rank in ranks:
+            self.processes.subprocess_handlers[rank].proc.kill()
+
+    def _pass_on(self, running: list[int]) -> None:
+        """Pass the first signal on. After the second one, or too late after the first one, end the ranks at once."""
+        late = 0 < self.save_seconds < self.signals.seconds_since_first()
+        if not self.hurried and (late or self.signals.asked_twice):
+            self.late = late
+            self.hurried = (
+                f"the checkpoint took longer than fault.save_seconds = {self.save_seconds:g}"
+                if late
+                else "a second signal"
+            )
+            self._kill(running)
+        while self._passed_on < len(self.signals.received):
+            number, _ = self.signals.received[self._passed_on]
+            self._passed_on += 1
+            for rank in running:
+                self.processes.subprocess_handlers[rank].proc.send_signal(number)

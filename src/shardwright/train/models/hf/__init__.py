@@ -1,0 +1,1 @@
+"""Models of transformers, of the kind `hf`."""

@@ -1,0 +1,54 @@
+"""Checks of a job with a model of transformers, before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.errors import UserError
+from shardwright.train.models.hf.transformers_model import config_of, opened
+
+
+class TrainKeys(Protocol):
+    """The keys of `[train]` that these checks read."""
+
+    @property
+    def compile(self) -> str: ...
+
+    @property
+    def cuda_graph(self) -> bool: ...
+
+
+class Job(Protocol):
+    """The sections of a configuration that these checks read."""
+
+    @property
+    def train(self) -> TrainKeys: ...
+
+
+def check(shape: HuggingFaceShape, config: Job) -> None:
+    """Refuse a job that the model cannot run.
+
+    Raises:
+        UserError: transformers has no such model, its weights are missing or damaged, or a key does not fit it.
+    """
+    settings = config_of(shape)
+    if config.train.compile != "none" and not _class_of(settings)._can_compile_fullgraph:
+        raise UserError(
+            f"train.compile: expected 'none' with a model of type {settings.model_type!r}, found "
+            f"{config.train.compile!r}; transformers says that its layers cannot be compiled as one graph"
+        )
+    if config.train.cuda_graph:
+        raise UserError(
+            "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make masks "
+            "whose kind depends on values"
+        )
+    if shape.weights == "pretrained":
+        opened(shape)
+
+
+def _class_of(settings: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    return found[0] if isinstance(found, tuple) else found

@@ -1,0 +1,492 @@
+"""Causal language models of transformers as models of the trainer. transformers is imported when a model is made.
+
+The model itself is transformers' own class, unchanged. Code from the hub is never executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint import load_pretrained
+from shardwright.checkpoint.pretrained.conversions import transformers_key_map
+from shardwright.checkpoint.pretrained.files import INDEX, StoredTensor, open_stored
+from shardwright.checkpoint.pretrained.model import mesh_of
+from shardwright.checkpoint.pretrained.names import Source
+from shardwright.collective import OtherRankFailed, RankGroup
+from shardwright.engine.unit.owning import units_of
+from shardwright.train.config.catalog.hub import fetch_file, fetch_files, fetch_first
+from shardwright.train.config.catalog.rope_tables import one_place
+from shardwright.train.config.catalog.shapes import CONFIG, HuggingFaceShape, is_folder
+from shardwright.train.errors import UserError
+from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, ForeignModel
+from shardwright.train.models.foreign.units import Units, find_units
+from shardwright.train.models.hf.documents import Separation, separation_of
+from shardwright.train.models.language_model import draws_numbers, multiplied
+from shardwright.train.models.packed import IGNORED, within_trained
+
+_WEIGHTS = (INDEX, "model.safetensors")
+#: Tensors of which a fingerprint has values. Each is a page of a file, which may be on a slow disk.
+_SAMPLED = 256
+#: Models with an attention that sees later tokens, beside those for masked language modelling.
+_NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
+#: Keys of configurations: how many experts a layer has, and how many of them a token uses.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "moe_k", "top_k")
+
+
+class Routing(NamedTuple):
+    """Values from which a balance loss is computed."""
+
+    loss: Callable[..., Tensor]  #: of transformers
+    top_k: int
+    logits: tuple[Tensor, ...] | None  #: of each layer of experts: [B * S, E]
+
+
+class HuggingFaceModel(ForeignModel):
+    """A causal language model of transformers. Its parameters have transformers' names after "model."."""
+
+    def __init__(self, shape: HuggingFaceShape) -> None:
+        """Make the model in float32, on the default device.
+
+        Without values where `shape` has pretrained weights: `read_weights` gives them, or a checkpoint.
+
+        Raises:
+            UserError: transformers is not installed, or has no causal language model of this type.
+        """
+        super().__init__()
+        self.config = shape
+        self.model = _build(shape)
+        self.units: Units = _units(self.model, shape)
+        self.tied = self.units.tied
+        values = self.model.config.get_text_config()
+        self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
+        self.float32_names = _float32_names(self.model)
+        self.balance_loss = (
+            balance_loss(type(self.model)) if getattr(values, "output_router_logits", False) else None
+        )
+        if self.balance_loss is not None:
+            weight = getattr(values, "router_aux_loss_coef", getattr(values, "aux_loss_coef", 0.0))
+            self.auxiliary = {"balance": float(weight)}
+            # transformers adds up the loads of a token's experts, so equal loads do not give 1.
+            self.meanings = {"balance": f"load of the experts; {self.model.num_experts_per_tok}: all equal"}
+            self.whole_graph = False  # transformers' hooks that collect the logits of routers break graphs
+
+    @functools.cached_property
+    def separation(self) -> Separation:
+        """The way in which forward keeps documents apart. The first use tries a small model of this class.
+
+        Raises:
+            UserError: this class mixes them.
+        """
+        return separation_of(self.model.config)
+
+    @property
+    def separates(self) -> bool:  # type: ignore[override]
+        return bool(self.separation)
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        extras: bool = False,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Logits [B, S, V]. With `extras` also the `Routing` of all experts."""
+        arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
+        if self.balance_loss is not None:
+            arguments["output_router_logits"] = extras
+        if documents is not None:
+            dtype = self.model.get_input_embeddings().weight.dtype
+            arguments |= self.separation.arguments(documents, positions, dtype)
+        output = self.model(input_ids=tokens_BS, **arguments)
+        if not extras:
+            return output.logits
+        assert self.balance_loss is not None
+        return output.logits, Routing(self.balance_loss, self.model.num_experts_per_tok, output.router_logits)
+
+    @staticmethod
+    def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
+        """balance: transformers' loss over the tokens of a micro-batch up to the last trained one of each sample, for
+        each trained token."""
+        counted_BS, trained = within_trained(targets_BS), (targets_BS != IGNORED).sum()
+        # A mean over no token is not a number, even if it counts for nothing.
+        counted_BS = counted_BS | (trained == 0)
+        if not extras.logits:  # a layer of experts is not in every model of the class
+            return {"balance": torch.zeros((), device=targets_BS.device)}
+        logits = tuple(each.flatten(0, -2) for each in extras.logits)
+        loss = extras.loss(logits, logits[0].shape[-1], extras.top_k, counted_BS)
+        return {"balance": loss.float() * trained}
+
+    def read_weights(self) -> None:
+        """Read the safetensors of the model's path: each rank no more than its part.
+
+        Raises:
+            UserError: the files do not fit the model, on every rank.
+        """
+        if self.config.weights != "pretrained":
+            return
+        ignored = [re.compile(text) for text in self.model._keys_to_ignore_on_load_unexpected or ()]
+        computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
+
+        def places() -> tuple[Path, dict[str, Source], list[str]]:
+            """The files, where each tensor is in them, and the keys that the model does not need."""
+            stored = opened(self.config)
+            sources = transformers_key_map(self.model, _names(self), stored) or {}
+            unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
+            return (
+                weights_path(self.config),
+                {f"{PREFIX}{name}": each for name, each in sources.items()},
+                unneeded,
+            )
+
+        try:
+            # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
+            path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_or_stop(places)
+            load_pretrained(
+                self,
+                path,
+                key_map=sources,
+                allow_missing=[*computed, *(f"*.{name}" for name in ADAPTER_PARAMETERS)],
+                allow_unexpected=unneeded,
+            )
+        except (ValueError, OSError, OtherRankFailed) as error:
+            reason = " ".join(str(error).split())
+            # The rest is for callers in Python.
+            reason = reason.partition(" If names differ, ")[0].rstrip(".")
+            raise UserError(
+                f"model.path: {reason}; take {CONFIG} and the weights from the same model"
+            ) from error
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Six for each weight that a token is multiplied with, and 12 x width x length for each attention.
+
+        Experts have weights of three dimensions. A token uses only the share of its experts.
+        """
+        values = self.model.config.get_text_config()
+        weights = multiplied(self.model, self.model.get_input_embeddings(), self.tied)
+        experts = next((n for key in _EXPERTS if (n := getattr(values, key, 0))), 0)
+        if experts:
+            stacked = sum(p.numel() for p in self.model.parameters() if p.ndim == 3 and p.shape[0] == experts)
+            used = next((n for key in _USED if (n := getattr(values, key, 0))), experts)
+            weights -= stacked - stacked * used // experts
+        children = [{name for name, _ in block.named_children()} for block in self.blocks()]
+        attentions = sum(any("attn" in name or "attention" in name for name in names) for names in children)
+        return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
+
+
+_BALANCE_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def balance_loss(of: type[nn.Module]) -> Callable[..., Tensor] | None:
+    """The function that a class of transformers computes its balance loss with. None: the class adds no such loss.
+
+    Raises:
+        UserError: the function has other arguments than those of nearly all classes.
+    """
+    function: Callable[..., Tensor] | None = getattr(
+        sys.modules[of.__module__], "load_balancing_loss_func", None
+    )
+    if function is not None and list(inspect.signature(function).parameters) != _BALANCE_ARGUMENTS:
+        raise UserError(
+            f"model.path: expected a model whose balance loss takes {', '.join(_BALANCE_ARGUMENTS)}, found the one of "
+            f"{of.__name__}; set output_router_logits to false in its {CONFIG}, which trains without this loss"
+        )
+    return function
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers imports torchao and others, which warn about parts that nobody here asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "model.kind: 'hf' needs transformers, which is not installed; install the extra hf"
+        ) from None
+    major = int(transformers.__version__.partition(".")[0])
+    if major < 5:
+        raise UserError(
+            f"model.kind: 'hf' needs transformers 5 or later, found {transformers.__version__}; install "
+            "the extra hf again"
+        )
+    return transformers
+
+
+def config_of(shape: HuggingFaceShape) -> Any:
+    """The configuration of transformers for a shape.
+
+    Raises:
+        UserError: transformers has no causal language model of this type, or the values do not fit it.
+    """
+    _transformers()
+    with _without_warnings():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        )
+
+    values = _plain(shape.config)
+    kind = values["model_type"]
+    remote = values.pop("auto_map", None)
+    if kind not in CONFIG_MAPPING:
+        code = ""
+        if remote:
+            code = (
+                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of "
+                "models"
+            )
+        raise UserError(
+            f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
+            f"{shape.path}{code}. Install a newer transformers, or set another model"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"model.path: expected a causal language model, found model type {kind!r} in {shape.path}, of which "
+            "transformers has none; set another model"
+        )
+    sees_all = kind in _NOT_CAUSAL or (
+        kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not values.get("is_decoder")
+    )
+    if sees_all:
+        raise UserError(
+            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see "
+            "the tokens that they shall predict; set another model"
+        )
+    try:
+        with _without_warnings():
+            return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # of the checks of transformers, which have several classes
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model.path: the {CONFIG} of {shape.path} is not one of a {kind}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A copy of what config.json says. transformers writes infinite numbers as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _build(shape: HuggingFaceShape) -> Any:
+    transformers = _transformers()
+    config = config_of(shape)
+    try:
+        drawn = _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext()
+        with drawn, _without_warnings():
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    except (ImportError, KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model.path: transformers cannot build the model of {shape.path}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+_RANDOM = (
+    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
+    "orthogonal_", "sparse_",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_random_weights() -> Iterator[None]:
+    """Random initialisers do nothing: files or a checkpoint replace their values. For 8 billion weights they take
+    minutes on every rank, deferred or not. Constants and tables are computed as always."""
+    from transformers import initialization
+
+    def nothing(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor
+
+    originals = [
+        (module, name, getattr(module, name))
+        for module in (nn.init, initialization)
+        for name in _RANDOM
+        if hasattr(module, name)
+    ]
+    for module, name, _ in originals:
+        setattr(module, name, nothing)
+    try:
+        yield
+    finally:
+        for module, name, function in originals:
+            setattr(module, name, function)
+
+
+def _units(model: Any, shape: HuggingFaceShape) -> Units:
+    return find_units(
+        model,
+        shape.blocks,
+        frozenset(model._no_split_modules or ()),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    )
+
+
+def _float32_names(model: Any) -> frozenset[str]:
+    """Parameters that transformers itself keeps in float32 beside others in bfloat16, such as routers."""
+    parts = [re.escape(part) for part in model._keep_in_fp32_modules_strict or ()]
+    if not parts:
+        return frozenset()
+    pattern = re.compile(rf"(^|\.)({'|'.join(parts)})(\.|$)")
+    return frozenset(f"{PREFIX}{name}" for name, _ in model.named_parameters() if pattern.search(name))
+
+
+def _has_dropout(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
+    words = ("drop", "jitter", "noise")
+    return any(
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        for key, value in values.items()
+        if any(word in key for word in words) and not key.startswith(("classifier", "summary"))
+    )
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weights_path(shape: HuggingFaceShape) -> Path:
+    """The index of the safetensors, or the one file. They are fetched if the path is a name on the hub.
+
+    Raises:
+        UserError: there are no such files.
+    """
+    if is_folder(shape.path):
+        folder = Path(shape.path)
+        names = {file.name for file in folder.iterdir()}
+    else:
+        name = shape.resolved().path
+        file = fetch_first(name, _WEIGHTS, "model.path")
+        if file is not None and file.name == INDEX:
+            fetch_files(name, [INDEX, *_files_of(file)], "model.path")
+        folder = fetch_file(name, CONFIG, "model.path").parent if file is None else file.parent
+        names = {path.name for path in folder.iterdir()} if file is None else {file.name}
+    for weights in _WEIGHTS:
+        if weights in names:
+            return folder / weights
+    found = ", ".join(sorted(name for name in names if name.endswith((".bin", ".safetensors", ".pt")))[:3])
+    raise UserError(
+        f"model.path: expected weights ({' or '.join(_WEIGHTS)}) in {shape.path}, found {found or 'none'}; set a model "
+        'that has them, or model.weights = "random" to train from scratch'
+    )
+
+
+def _files_of(index: Path) -> list[str]:
+    """The files that an index names; none if it is damaged, which is said when it is opened."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def opened(shape: HuggingFaceShape) -> dict[str, StoredTensor]:
+    """The headers of all files of weights.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    try:
+        return open_stored(weights_path(shape))
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"model.path: {reason}; copy or fetch the files of the model again") from error
+
+
+def fingerprint(shape: HuggingFaceShape) -> str:
+    """Equal for folders with the same model, wherever they are: a digest of config.json, and of pretrained weights the
+    names, shapes and dtypes and a few values. For a name on the hub: the name with the commit.
+
+    Raises:
+        UserError: a file of weights is missing or damaged.
+    """
+    if not is_folder(shape.path):
+        return shape.resolved().path
+    digest = hashlib.sha256(json.dumps(shape.config, sort_keys=True).encode())
+    if shape.weights == "pretrained":
+        stored = sorted(opened(shape).values(), key=lambda each: each.key)
+        forms = [(each.key, tuple(each.shape), str(each.dtype)) for each in stored]
+        digest.update(repr(forms).encode())
+        for each in stored[:: max(1, len(stored) // _SAMPLED)]:
+            values = each.view().reshape(-1)
+            middle = values.numel() // 2
+            digest.update(bytes(values[middle : middle + 16].view(torch.uint8).tolist()))
+    return digest.hexdigest()
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Transformers' names of all parameters and buffers of a `HuggingFaceModel`, sharded or not."""
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return [name.removeprefix(PREFIX) for name, _ in tensors]
+
+
+def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:
+    """The keys under which transformers itself would save each tensor of the model of that shape."""
+    with torch.device("meta"):
+        model = HuggingFaceModel(shape)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    inner = model.model
+    stored = {
+        key: StoredTensor(key, Path(), 0, tensor.shape, tensor.dtype, lambda: torch.empty(0))
+        for key, tensor in revert_weight_conversion(inner, inner.state_dict()).items()
+    }
+    names = list(inner.state_dict())
+    keys = transformers_key_map(inner, names, stored) or {}
+    ties: Mapping[str, str] = inner.all_tied_weights_keys or {}
+    of_ties = {name: keys[target] for name, target in ties.items() if target in keys}
+    return {f"{PREFIX}{name}": keys.get(name, of_ties.get(name, name)) for name in names}
+
+
+def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
+    """The content of config.json beside weights in float32."""
+    values = dict(shape.config)
+    for key in ("auto_map", "torch_dtype", "_name_or_path"):
+        values.pop(key, None)
+    values = one_place(values)
+    if isinstance(inner := values.get("text_config"), Mapping):
+        values["text_config"] = one_place(inner)
+    return {**values, "dtype": "float32", "architectures": [_architecture(shape)]}
+
+
+def _architecture(shape: HuggingFaceShape) -> str:
+    _transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.config["model_type"]]
+    return str(name if isinstance(name, str) else name[0])

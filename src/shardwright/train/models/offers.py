@@ -1,0 +1,51 @@
+"""The Offers of this package's kinds of models. A kind's modules are imported when its function is called."""
+
+from __future__ import annotations
+
+from shardwright.train.config.catalog.kinds import Offers
+
+
+def llama() -> Offers:
+    from shardwright.train.models.native import hugging_face_tables, llama, plans
+
+    return Offers(
+        model=llama.Llama,
+        tensor_plan=plans.llama_plan,
+        uneven=plans.llama_uneven,
+        key_map=hugging_face_tables.llama_keys,
+        config_json=hugging_face_tables.llama_config,
+        shapes={"llama": hugging_face_tables.llama_shape},
+    )
+
+
+def hybrid() -> Offers:
+    from shardwright.train.models.native import hugging_face_tables, hybrid, plans
+
+    return Offers(
+        model=hybrid.Hybrid,
+        tensor_plan=plans.hybrid_plan,
+        uneven=plans.hybrid_uneven,
+        key_map=hugging_face_tables.hybrid_keys,
+        config_json=hugging_face_tables.hybrid_config,
+        shapes={
+            "nemotron_h": hugging_face_tables.hybrid_shape,
+            "shardwright_hybrid": hugging_face_tables.hybrid_shape,
+        },
+    )
+
+
+def hf() -> Offers:
+    from shardwright.train.models.hf import checks, transformers_model
+
+    return Offers(
+        model=transformers_model.HuggingFaceModel,
+        key_map=transformers_model.key_map,
+        config_json=transformers_model.config_json,
+        check=checks.check,
+    )
+
+
+def python() -> Offers:
+    from shardwright.train.models.foreign import python
+
+    return Offers(model=python.PythonModel, check=python.check)

@@ -1,0 +1,247 @@
+"""Checks before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
+
+Nothing here needs a process group. Importing this file imports no engine, see `launch/environment.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config.catalog.kinds import kind_of, offers_of
+from shardwright.train.config.catalog.optimizers import optimizers
+from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.dims import ParallelDims
+from shardwright.train.config.schema import toml_value
+from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
+from shardwright.train.data.sources.places import locate
+from shardwright.train.errors import UserError
+from shardwright.train.launch.environment import choose_device, under_launcher
+from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
+from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.position import saved_steps
+
+if TYPE_CHECKING:
+    from shardwright.train.models.language_model import LanguageModel
+
+EPOCHS_PER_STEP = 1000
+"""Passes over the training text in one step from which on a global batch is taken for a mistake."""
+
+
+def check_device(config: Config, kind: str) -> None:
+    """Refuse what only a GPU, or some GPUs, can do on another device."""
+    if config.train.float8 != "none":
+        from shardwright.train.parallel.float8 import check_float8
+
+        check_float8(config, kind)
+    for key, value, expected in (
+        ("cuda_graph", config.train.cuda_graph, False),
+        ("memory_snapshot", config.train.memory_snapshot, ()),
+    ):
+        if value != expected and kind != "cuda":
+            raise UserError(
+                f"train.{key}: expected {toml_value(expected)} on the {kind.upper()}, found {toml_value(value)}; it "
+                "needs a CUDA device"
+            )
+
+
+def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
+    """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group.
+
+    `resumes`: the job continues a run, so that messages advise what may change then.
+    """
+    parallel = config.parallel
+    if parallel.engine == "none" and ranks != 1:
+        raise UserError(
+            f"parallel.engine: the engine 'none' runs on exactly 1 rank, found {ranks}; use --nproc 1 or another "
+            "engine"
+        )
+    if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
+        raise UserError(
+            f"parallel.reduce_dtype: expected float32 with engine ddp, found {parallel.reduce_dtype}"
+        )
+    kind = kind_of(config.model.shape()).name
+    for key, value in (("tensor", parallel.tensor), ("expert", parallel.expert)):
+        if value > 1 and kind in ("hf", "python"):
+            raise UserError(
+                f"parallel.{key}: expected 1 with model.kind {kind!r}, found {value}; only the kinds llama and hybrid "
+                "have a plan that divides layers"
+            )
+    dims = ParallelDims.of(parallel, ranks)
+    if dims.tensor > 1:
+        _check_tensor_parallel(config)
+    if isinstance(parallel.reshard_after_forward, int) and dims.shard % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
+            f"{dims.shard}, found {parallel.reshard_after_forward}"
+        )
+    if dims.expert > 1:
+        _check_expert_parallel(config, dims)
+    config.train.accumulation_steps(dims.data, tensor=dims.sharing_data, resumes=resumes)
+    shape = config.model.shape()
+    if (check_model := offers_of(shape).check) is not None:
+        check_model(shape, config)
+    check_model_fits(config, ranks, ranks_of_host(ranks, under_launcher()), choose_device(config))
+
+
+def check_least_ranks(config: Config, ranks: int) -> None:
+    """Refuse a smallest number of ranks that this job does not have. A launcher calls it before its first attempt."""
+    if config.fault.least_ranks > ranks:
+        raise UserError(
+            f"fault.least_ranks: expected at most {ranks}, the number of ranks, found {config.fault.least_ranks}"
+        )
+
+
+def check_files(config: Config) -> None:
+    """Refuse local data that is missing. Files on other machines are looked up when they are read."""
+    data = config.data
+    paths = [(f"data.sources.{number}.path", each.path) for number, each in enumerate(data.sources)]
+    paths = paths or [("data.source", data.source)]
+    if config.validation.every:
+        paths += [("data.validation_source", data.validation_source or ())]
+        paths += [
+            (f"data.validation_sources.{number}.path", each.path)
+            for number, each in enumerate(data.validation_sources)
+        ]
+    for key, path in paths:
+        for each in (path,) if isinstance(path, str) else path:
+            if "://" not in each:
+                locate(each, key)
+
+
+def check_steps(config: Config, folder: RunFolder) -> None:
+    """Refuse a resume for which every checkpoint has enough steps, whole or not."""
+    if config.train.epochs:
+        return  # the data says how many steps there are
+    try:
+        steps = saved_steps(checkpoints_of(folder, config))
+    except OSError as error:
+        raise UserError(f"checkpoint.folder: {error}") from error
+    if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
+        raise UserError(no_more_steps(config, folder, max(steps)))
+
+
+def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:
+    """Whether a run has `done` all its steps, but was ended before it could write its results."""
+    return done == config.train.steps and folder.record().get("status") != "finished"
+
+
+def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:
+    """The error of a resume to no further step than the `done` ones."""
+    return (
+        f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
+        f"{config.train.steps}; set more steps to continue"
+    )
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    """Refuse what tensor parallelism cannot be combined with, or does not divide."""
+    from shardwright.train.config.catalog.kinds import uneven
+
+    ranks, shape = config.parallel.tensor, config.model.shape()
+    if optimizers.get(config.optimizer.name).whole:
+        raise UserError(
+            f"parallel.tensor: expected 1 with optimizer {config.optimizer.name!r}, which needs tensors or blocks "
+            f'that are not cut, found {ranks}; or set optimizer.name = "adamw"'
+        )
+    if config.train.cuda_graph:
+        raise UserError(
+            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
+        )
+    for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
+        of_what = (
+            f"parallel.tensor = {ranks}"
+            if multiple == ranks
+            else f"{multiple // ranks} x parallel.tensor = {multiple}"
+        )
+        raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
+
+
+def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
+    """Refuse what expert parallelism cannot be combined with, or does not divide."""
+    parallel, shape = config.parallel, config.model.shape()
+    if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
+        raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
+    rules: dict[str, tuple[object, object, str]] = {
+        "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
+        "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
+    }
+    if optimizers.get(config.optimizer.name).whole:
+        rules["optimizer.name"] = (
+            config.optimizer.name,
+            "adamw",
+            "it needs tensors or blocks that are not cut",
+        )
+    for key, (value, expected, why) in rules.items():
+        if value != expected:
+            raise UserError(
+                f"{key}: expected {expected!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
+            )
+    for what, size in (
+        ("the number of ranks that share a replica", dims.shard),
+        ("model.n_experts", shape.n_experts),
+    ):
+        if size % parallel.expert:
+            raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
+    same = dims.with_same_experts
+    if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
+            f"{same}, found {parallel.reshard_after_forward}"
+        )
+
+
+def check_batch_fits(train: TrainConfig, windows: int) -> None:
+    """Refuse a global batch that no step would ever get through. `windows` is the sequences of the training text."""
+    if train.global_batch > EPOCHS_PER_STEP * windows:
+        raise UserError(
+            f"train.global_batch: expected at most {EPOCHS_PER_STEP} times the {windows} sequences of the training "
+            f"text (that is {EPOCHS_PER_STEP * windows}), found {train.global_batch}"
+        )
+
+
+def numbers_padding(config: Config, model: LanguageModel) -> bool:
+    """Whether forward must know padding as a document, since losses beside the cross-entropy are over all its tokens.
+
+    Models of other libraries leave padding out themselves.
+    """
+    return config.data.packing == "none" and bool(model.auxiliary) and not model.foreign and model.separates
+
+
+def check_separates(config: Config, model: LanguageModel) -> None:
+    """Refuse samples of several documents for a model that would mix them."""
+    data = config.data
+    if config.train.cuda_graph:
+        _check_graph_of(model, config)
+    if data.separates and not model.separates:
+        key, expected, value = (
+            ("packing", "'none' or 'split'", data.packing)
+            if data.packing == "best_fit"
+            else ("document_mask", "false", data.document_mask)
+        )
+        raise UserError(
+            f"data.{key}: expected {expected} with model.kind {config.model.kind!r}, whose tokens would see other "
+            f"documents of their sample, found {toml_value(value)}; set {ONE_OR_UNMASKED}"
+        )
+
+
+def _check_graph_of(model: LanguageModel, config: Config) -> None:
+    """Refuse to capture steps that differ: in the numbers they draw, in documents or in padding."""
+    if model.draws:
+        raise UserError(
+            "train.cuda_graph: expected false with a model that may draw random numbers (model.kind "
+            f"{config.model.kind!r}), found true; a graph cannot draw from another seed in each step"
+        )
+    if config.data.separates:
+        # With "none" such a model numbers its padding, and the amount of padding changes in every step.
+        other = UNMASKED if model.auxiliary and not model.foreign else ONE_OR_UNMASKED
+        raise UserError(
+            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
+            f"every step, found true; or set {other}"
+        )
+    if numbers_padding(config, model):
+        raise UserError(
+            "train.cuda_graph: expected false with data.packing 'none' and a model with losses beside the "
+            "cross-entropy, which must not count padding, found true; its amount changes in every step. Or set "
+            f"{UNMASKED}"
+        )

@@ -1,0 +1,132 @@
+"""The ranks of a job: who this process is among them, its device and its process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwright._torch import use_one_gloo_thread
+from shardwright.comm.noted import noted
+from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config.dims import ParallelDims
+from shardwright.train.errors import UserError
+from shardwright.train.launch.environment import (
+    choose_device,
+    collective_timeout,
+    rank_and_size,
+    under_launcher,
+)
+from shardwright.train.parallel.checks import check_device, check_ranks
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a job, as one of them sees them."""
+
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    dims: ParallelDims
+
+    @classmethod
+    def of(cls, config: ParallelConfig, rank: int, size: int, device: torch.device) -> World:
+        """The world of one of `size` ranks, whose process group exists. Called by all ranks together."""
+        dims = ParallelDims.of(config, size)
+        axes = dims.axes
+        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return cls(rank, device, mesh, dims)
+
+    @property
+    def size(self) -> int:
+        return self.dims.ranks
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.dims.data_rank(self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks, or groups of them, that have data of their own."""
+        return self.dims.data
+
+    def figures(self, values: Sequence[float]) -> Tensor:
+        """These numbers on the device, float64 [len(values)]. The host does not wait for the device."""
+        accelerator = self.device.type != "cpu"
+        figures = torch.tensor(values, dtype=torch.float64, pin_memory=accelerator)
+        return figures.to(self.device, non_blocking=True)
+
+
+def pick_device(config: Config) -> torch.device:
+    """The device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for nobody."""
+    _, size = rank_and_size()
+    check_ranks(config, size)
+    kind = choose_device(config)
+    check_device(config, kind)
+    device = torch.device(kind)
+    if kind == "cuda":
+        # Who has made the group has chosen the device.
+        local = torch.cuda.current_device() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"expected a GPU for each rank of this machine, found {torch.cuda.device_count()} for at least "
+                f"{local + 1} ranks; use a smaller --nproc"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def join_world(config: Config, store: dist.Store | None = None) -> Iterator[World]:
+    """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end.
+
+    `store` is where the ranks of a launched job have met. A process group that exists is used, and stays.
+    """
+    (rank, size), device = rank_and_size(), pick_device(config)
+    kind = device.type
+    if dist.is_initialized():
+        _check_group(kind)
+        yield World.of(config.parallel, rank, size, device)
+        return  # who has made the group ends it
+    options: dict[str, Any] = {"timeout": collective_timeout()}
+    if store is not None or not under_launcher():
+        meeting = dist.HashStore() if store is None else dist.PrefixStore("default_pg", store)
+        options |= {"store": meeting, "rank": rank, "world_size": size}
+    if kind == "cuda":
+        options["device_id"] = device
+    use_one_gloo_thread()
+    # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
+    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
+    try:
+        yield World.of(config.parallel, rank, size, device)
+        with noted("barrier at the end", None):
+            dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
+    except BaseException:
+        # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
+        if kind == "cpu" or size == 1:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _check_group(kind: str) -> None:
+    """Refuse a process group of another framework that cannot serve. Objects of checkpoints go by gloo."""
+    backends = dist.get_backend_config()
+    for device, backend in {"cpu": "gloo", **({"cuda": "nccl"} if kind == "cuda" else {})}.items():
+        if f"{device}:{backend}" not in backends:
+            wanted = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+            raise UserError(
+                f"expected a process group with {device}:{backend}, found {backends}; make it with backend={wanted!r}"
+            )

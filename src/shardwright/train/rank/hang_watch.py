@@ -1,0 +1,93 @@
+"""The ranks of a job write boards, and any rank that still runs detects a hang. ``watching`` has the rules for that.
+
+Our launcher judges the ranks that it has started. Without it each rank has a thread that does.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright import board as boards
+from shardwright._torch import call_before_compiling
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+from shardwright.train.launch.environment import rank_and_size
+from shardwright.train.launch.judgement import end_of_hang
+from shardwright.train.launch.resume import to_continue
+from shardwright.train.run.exits import End
+from shardwright.train.run.folder import RunFolder
+from shardwright.watching.api import start
+from shardwright.watching.launched import Hang
+from shardwright.watching.reading import Reader
+from shardwright.watching.watcher import Settings, Watcher
+
+KEY = "fault.stall_seconds"
+"""The setting in messages."""
+
+
+def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
+    """Write the board of a rank of our launcher until the process ends."""
+    if not config.fault.stall_seconds:
+        return
+    board = _opened(rank, size)
+    atexit.register(boards.close_board)
+    Watcher(board, {rank: Reader(board)}, _settings(config, folder, judges=False))
+    _prepare(config)
+
+
+@contextmanager
+def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iterator[None]:
+    """Watch the ranks of a job without our launcher. All of them call it, inside their process group.
+
+    ``record``: called on one rank with the end of a job that hangs.
+    """
+    if not config.fault.stall_seconds:
+        yield
+        return
+
+    def keep(hang: Hang) -> None:
+        record(end_of_hang(hang.verdict))
+
+    try:
+        settings = _settings(config, folder, record=keep)
+        watch = start(replace(settings, frame=lambda text: _framed(RunFolder(folder), text)))
+    except OSError as error:
+        raise UserError(f"{KEY}: {error} 0 is no watch") from error
+    _prepare(config)
+    with watch:
+        yield
+
+
+def _framed(folder: RunFolder, text: str) -> str:
+    """The text that our launcher prints about a hang: an error, and how to continue."""
+    _, size = rank_and_size()
+    text = text if size > 1 else text.removeprefix("rank 0: ")
+    return "\n".join([f"error: {text}", "the job has ended", *to_continue(folder, size)])
+
+
+def _opened(rank: int, size: int) -> boards.Board:
+    try:
+        return boards.open_board(rank, size)
+    except OSError as error:
+        raise UserError(
+            f"{KEY}: expected room for a file of {boards.SIZE:,} bytes in {boards.folder_of_boards()}, found {error}; "
+            "make room, or set it to 0, which is no watch"
+        ) from error
+
+
+def _settings(
+    config: Config, folder: Path, judges: bool = True, record: Callable[[Hang], None] | None = None
+) -> Settings:
+    return Settings(
+        config.fault.stall_seconds, folder / "hangs", KEY, judges=judges, strict=True, record=record
+    )
+
+
+def _prepare(config: Config) -> None:
+    """Let compilation take its time: later steps may compile again."""
+    if config.train.compile != "none":
+        call_before_compiling(boards.be_patient)

@@ -1,0 +1,232 @@
+"""One rank of a job, from its process to its exit status; or all of a job that has only one.
+
+`train_together` is the same for every rank. A `LaunchedRank` leaves the end of the job to our launcher. Ranks that
+another launcher or framework has started, each an `IndependentRank`, agree on the one that records it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwright.train.config import Config
+from shardwright.train.launch.environment import (
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    SPEAKING,
+    attempt_of_launcher,
+    collective_timeout,
+    rank_and_size,
+)
+from shardwright.train.launch.job_end import SECONDS_FOR_FIRST, Complaint, JobEnd
+from shardwright.train.launch.opening import OpenedRun, refuse_resume
+from shardwright.train.launch.progress import START
+from shardwright.train.launch.relay import note_mistake
+from shardwright.train.parallel.world import World, join_world
+from shardwright.train.rank.complaints import complaint_of
+from shardwright.train.rank.hang_watch import watched, write_board
+from shardwright.train.rank.rendezvous import fresh_store
+from shardwright.train.rank.shared_folder import open_together
+from shardwright.train.rank.siblings import watch_start
+from shardwright.train.rank.start import read_data, start_together
+from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.lock import share
+from shardwright.train.step.session import train
+
+SECONDS_FOR_CAUSE = 1.0
+"""Seconds that a rank which lost contact leaves to the rank that caused it, to record its error."""
+
+
+def train_alone(config: Config, run: OpenedRun) -> int:
+    """Train with one rank in this process and return the exit status. Raises what ended the job."""
+    START.doing("reading the data")
+    try:
+        dataset = read_data(config, progress=True)
+        with join_world(config) as world, watched(config, run.folder.path, run.job_end.record):
+            end = train(config, run, dataset, world)
+    except BaseException as error:
+        run.job_end.record(complaint_of(error, 0).end)
+        raise
+    run.job_end.record(end)
+    return end.status
+
+
+def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) -> int:
+    """Train as one rank that a launcher has started, and return its exit status. After an error the process ends."""
+    rank, size = rank_and_size()
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    job = LaunchedRank(int(launcher)) if launcher else IndependentRank(configured, resume, debug)
+    try:
+        job.begin(rank)
+        # The store must hear of what this rank cannot do, so it is there first.
+        patience = max(collective_timeout(), PATIENCE)
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
+        job.store = fresh_store(store, rank, size, patience.total_seconds())
+        return train_together(job, configured, resume, job.store, rank, size).status
+    except BaseException as error:
+        START.end()
+        status = job.failed(complaint_of(error, rank))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        note_mistake(status)
+        # Not sys.exit: destructors of process groups may wait for ranks that will never come.
+        os._exit(status)
+
+
+def train_together(
+    job: LaunchedRank | IndependentRank,
+    configured: Callable[[], Config],
+    resume: str | None,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    saved: Callable[[RunFolder, int], None] | None = None,
+) -> End:
+    """Run the job as one of its ranks, which have met at `store`. `saved`: see `train_in_group`."""
+    config, dataset = start_together(configured, resume, store, rank, size)
+    with join_world(config, store) as world:
+        run = job.open(config, resume, world)
+        with run.lock, job.watch(config, run, world):
+            end = train(config, run, dataset, world, saved and partial(saved, run.folder))
+            if world.is_first:
+                run.job_end.record(end)
+    return end
+
+
+class LaunchedRank:
+    """A rank of our launcher, which speaks for the job: it prints, judges the boards, and writes exit.json."""
+
+    def __init__(self, launcher: int) -> None:
+        self.launcher = launcher  #: its process
+        self.store: dist.Store | None = None
+
+    def begin(self, rank: int) -> None:
+        threading.Thread(target=leave_with, args=(self.launcher,), daemon=True).start()
+        if rank == 0:
+            _contact().set(SPEAKING, "")
+            START.begin("waiting for the other ranks")
+
+    def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
+        """The folder that the launcher chose. The first rank shares its lock."""
+        folder = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
+        lock = share(folder.path) if world.is_first else nullcontext()
+        return OpenedRun(lock, resume is not None, JobEnd(folder, attempt_of_launcher(), speaks=False))
+
+    def watch(self, config: Config, run: OpenedRun, world: World) -> AbstractContextManager[None]:
+        write_board(config, world.rank, world.size, run.folder.path)
+        return nullcontext()
+
+    def failed(self, complaint: Complaint) -> int:
+        """Pass the complaint to the launcher through its store: disks may be full. Returns this rank's exit status."""
+        try:
+            store = _contact()
+            order = store.add("complaints", 1)
+            store.set(f"complaint/{complaint.rank}", json.dumps({**asdict(complaint), "order": order}))
+        except RuntimeError:
+            pass  # The launcher is gone; the log has it all.
+        print(complaint.trace, end="", file=sys.stderr)  # a log
+        return USER_ERROR if complaint.kind == "user" else FAILED
+
+
+def _contact() -> dist.TCPStore:
+    """The launcher's store."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def leave_with(launcher: int) -> None:
+    """End this rank when the launcher is killed: nobody else would. The first rank records the end of the job."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    try:
+        if os.environ["RANK"] == "0":
+            folder = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
+            JobEnd(folder, attempt_of_launcher()).record(End(TRY_AGAIN, "the launcher was killed"))
+        else:
+            time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
+    finally:
+        os._exit(TRY_AGAIN)
+
+
+class IndependentRank:
+    """A rank of torchrun, SLURM or a framework. The ranks agree on the one that prints and records the end of the job.
+
+    Args:
+        configured: the configuration, which is read again if the job ends before the run's folder is open.
+        resume: the run to go on with, if any.
+        debug: print the traceback of an error.
+    """
+
+    def __init__(self, configured: Callable[[], Config], resume: str | None, debug: bool = False) -> None:
+        self.configured, self.resume, self.debug = configured, resume, debug
+        self.store: dist.Store | None = None
+        self.run: OpenedRun | None = None
+        self._begun = threading.Event()
+
+    def begin(self, rank: int) -> None:
+        if rank == 0:
+            START.begin("waiting for the other ranks")
+        watch_start(rank, self.configured, self._record, self._begun)
+
+    def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
+        self.run = open_together(config, resume, world)
+        return self.run
+
+    @contextmanager
+    def watch(self, config: Config, run: OpenedRun, world: World) -> Iterator[None]:
+        with watched(config, run.folder.path, run.job_end.record):
+            self._begun.set()
+            yield
+
+    def failed(self, complaint: Complaint) -> int:
+        """Print and record the complaint, unless another rank does. Returns this rank's exit status."""
+        if threading.current_thread() is threading.main_thread():
+            # torchrun sends it to all ranks once one has failed. The end would else not be recorded.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._print(complaint)
+        self.record_failure(complaint)
+        if self.debug:
+            print(complaint.trace, end="", file=sys.stderr)
+        return complaint.end.status
+
+    def _print(self, complaint: Complaint) -> None:
+        """Print the complaint, with the number of the rank unless that is 0; once, where all ranks met the same."""
+        shared = complaint.is_shared
+        if not shared or self.store is None or is_to_report(self.store, complaint.rank, complaint.message):
+            hint = "" if self.debug or shared else " (add --debug to see the traceback)"
+            where = f"rank {complaint.rank}: " if complaint.rank or not shared else ""
+            print(f"error: {where}{complaint.in_line}{hint}", file=sys.stderr, flush=True)
+        if complaint.rank == 0 and shared:
+            time.sleep(1.0)  # It may host the store, which the others ask whether this was said.
+
+    def record_failure(self, complaint: Complaint) -> None:
+        """Record the end of the job, if this rank is the one to do so: best one with an error of its own."""
+        if self.run is None:
+            if complaint.kind == "user" and complaint.rank == 0:
+                self._record(complaint.end)
+            return
+        if complaint.kind == "lost contact":
+            time.sleep(SECONDS_FOR_CAUSE)
+        store, own = self.store, str(complaint.rank)
+        first = asked(lambda: store.compare_set("end", "", own).decode(), "") if store is not None else ""
+        # Without an answer the store has gone with the first rank.
+        if first == own or (not first and not self.run.folder.exit_file.exists()):
+            self._record(complaint.end)
+
+    def _record(self, end: End) -> None:
+        if self.run is not None:
+            self.run.job_end.record(end)
+        else:
+            refuse_resume(self.configured, self.resume, end)

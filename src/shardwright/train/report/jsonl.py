@@ -1,0 +1,156 @@
+"""metrics.jsonl: the records of a run's steps, the failed saves and the incidents, written, moved away and read.
+
+Nothing here prints or measures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
+from shardwright.train.errors import UserError
+from shardwright.train.run.position import INCIDENT
+from shardwright.train.run.writing import writing
+
+SAVE_FAILURE = "save_failure"
+"""The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
+
+
+MAPPINGS = ("extra_losses", "metrics", "validation_metrics")
+"""The keys of a step whose values are objects of numbers."""
+EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
+
+
+class JsonLines:
+    """metrics.jsonl: every step, floats in full precision, every checkpoint that could not be written, incidents."""
+
+    def __init__(
+        self, path: Path, steps_done: int, dropped: Path, left_out: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Lines of steps after `steps_done` go to the end of the file `dropped`, without the incidents before the
+        checkpoint, which has the samples `left_out`."""
+        self.path, self._dropped = path, dropped
+
+        def came_before(incident: Mapping[str, Any]) -> bool:
+            first, stop = incident["samples"]
+            return any(start <= first and stop <= end for start, end in left_out)
+
+        with writing(path):
+            if os.path.isfile(path):  # not a device: a new run does not look for earlier lines
+                drop_after(path, steps_done, dropped, came_before)
+            self.stream: TextIO = path.open("a" if steps_done else "w", encoding="utf-8")
+
+    def step(self, record: StepRecord) -> None:
+        self._write(asdict(record))
+
+    def save_failed(self, step: int, reason: str) -> None:
+        self._write({"step": step, SAVE_FAILURE: reason})
+
+    def incident(self, incident: Incident) -> None:
+        content = {
+            key: value for key, value in asdict(incident).items() if key != "step" and value is not None
+        }
+        self._write({"step": incident.step, INCIDENT: content})
+
+    def rewind(self, step: int) -> None:
+        """Move the lines of later steps away, because the run repeats these steps. Those of rewinds stay."""
+        with writing(self.path):
+            self.stream.close()
+            drop_after(self.path, step, self._dropped, lambda incident: incident["action"] == "rewind")
+            self.stream = self.path.open("a", encoding="utf-8")
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        with writing(self.path):
+            self.stream.write(json.dumps(content) + "\n")
+            self.stream.flush()
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self, end: RunEnd) -> None:
+        with writing(self.path):
+            self.stream.close()
+
+
+def drop_after(
+    path: Path, steps_done: int, dropped: Path, keeps: Callable[[Mapping[str, Any]], bool] = lambda _: False
+) -> None:
+    """Move records of steps after `steps_done` to the end of another file, because the run repeats these steps.
+
+    `keeps` gets the content of each line about an incident of such a step, and says whether it stays.
+    """
+    if steps_done < 0:
+        raise ValueError(f"expected steps_done >= 0, found {steps_done}")
+    if steps_done:
+        kept, gone = "", ""
+        for line in _lines(path):
+            if line["step"] <= steps_done or (INCIDENT in line and keeps(line[INCIDENT])):
+                kept += json.dumps(line) + "\n"
+            else:
+                gone += json.dumps(line) + "\n"
+    else:
+        kept, gone = "", path.read_text(encoding="utf-8", errors="replace")
+    if gone:
+        with dropped.open("a", encoding="utf-8") as stream:
+            stream.write(gone if gone.endswith("\n") else gone + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(kept)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of the steps in a metrics file. If a crash cut off the last line, it is left out.
+
+    Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
+    """
+    return [line for line in _lines(path) if line.keys() not in EVENTS]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the metrics: {error.strerror}; restore the file") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: cannot read the metrics: {error}; the file is damaged: restore it"
+        ) from None
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [_record(line, f"line {number} of {path}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"metrics: expected JSON, found something else in {where}") from None
+    if not isinstance(record, dict):
+        raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
+    if record.keys() in EVENTS and type(record["step"]) is int:
+        return record
+    for column in fields(StepRecord):
+        if column.name in MAPPINGS:
+            continue
+        value, optional = record.get(column.name), str(column.type).endswith("| None")
+        finite = isinstance(value, int | float) and abs(value) < float("inf")
+        if not finite and not (optional and value is None):
+            raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
+    for name in MAPPINGS:
+        values = record.get(name, {})
+        if not isinstance(values, dict) or not all(
+            isinstance(value, int | float) for value in values.values()
+        ):
+            raise UserError(f"metrics: expected an object of numbers for {name}, found {values!r} in {where}")
+    if record["seconds"] <= 0:
+        raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
+    return record

@@ -1,0 +1,148 @@
+"""The sinks of a run as one: records, lines and the end go to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from shardwright.extend.registry import in_words
+from shardwright.train.config.catalog.records import Incident, RunEnd, Sink, StepRecord
+from shardwright.train.report import sink_thread
+from shardwright.train.report.jsonl import JsonLines
+from shardwright.train.report.sink_thread import SinkThread
+
+
+class Reporter:
+    """Passes records and lines to all sinks of a run. Only the first rank has sinks.
+
+    Args:
+        sinks: the run's own files and terminal. An error of one ends the run.
+        added: the sinks of `[log] sinks`, by name. If one raises an error or hangs, it is not called again; the run
+            goes on.
+        steps_done: optimizer steps before the first record.
+
+    Attributes:
+        stopped: in words, for each added sink that raised an error or hung, the step and the error.
+        failed_saves: in words, for each checkpoint that could not be written, the step and the error.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], added: Mapping[str, SinkThread] | None = None, steps_done: int = 0
+    ) -> None:
+        self.sinks = list(sinks)
+        self.added = dict(added or {})
+        self.last_step = steps_done
+        self.stopped: list[str] = []
+        self.failed_saves: list[str] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.last_step = record.step
+        for sink in self.sinks:
+            sink.step(record)
+        for name, added in list(self.added.items()):
+            try:
+                added.step(record)
+            except Exception as error:
+                self._stop(name, error)
+
+    def say(self, text: str) -> None:
+        for sink in self.sinks:
+            sink.say(text)
+        for name, added in list(self.added.items()):
+            try:
+                added.say(text)
+            except Exception as error:
+                self._stop(name, error)
+
+    def answer(self, text: str) -> None:
+        """Print lines at once, from any thread. Sinks of `[log] sinks` do not get them."""
+        for sink in list(self.sinks):
+            sink.say(text)
+
+    def save_failed(self, step: int, reason: str) -> None:
+        """Record that a checkpoint could not be written and that the run goes on."""
+        self.failed_saves.append(f"checkpoint of step {step}: {reason}")
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.save_failed(step, reason)
+        self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
+
+    def incident(self, incident: Incident, quiet: bool = False) -> None:
+        """Record that samples were left out, and that the run goes on. `quiet`: only in metrics.jsonl."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.incident(incident)
+        if not quiet:
+            self.say(f"warning: {incident.in_words}")
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after `step`, so later steps come again."""
+        self.last_step = step
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.rewind(step)
+        for name, added in list(self.added.items()):
+            try:
+                added.rewind(step)
+            except Exception as error:
+                self._stop(name, error)
+
+    def _stop(self, name: str, error: Exception) -> None:
+        """Close an added sink that raised an error, and warn."""
+        sink = self.added.pop(name, None)
+        if sink is None:
+            return  # its error was met in a warning about another sink
+        try:
+            sink.close(RunEnd("failed", self.last_step), sink_thread.HURRIED_SECONDS)
+        except Exception:
+            pass  # its first error is the one to report
+        self._warn_stopped(name, sink, error)
+
+    def _warn_stopped(self, name: str, sink: SinkThread, error: Exception) -> None:
+        step = self.last_step if sink.failed_step is None else sink.failed_step
+        self._warn(
+            f"sink {name!r} stopped at step {step}: it raised {in_words(error)}",
+            "The run goes on without this sink; metrics.jsonl has all steps",
+        )
+
+    def _warn(self, stop: str, advice: str) -> None:
+        self.stopped.append(stop)
+        self.say(f"warning: {stop}. {advice}")
+
+    def close(self, end: RunEnd) -> None:
+        """Close the sinks of `[log] sinks`, then the run's own. A second call does nothing."""
+        hurried = end.status == "failed"
+        for name in list(self.added):
+            sink = self.added.pop(name)
+            try:
+                sink.close(end, sink_thread.HURRIED_SECONDS if hurried else sink_thread.CLOSE_SECONDS)
+            except Exception as error:
+                if sink.failed_step is not None:
+                    self._warn_stopped(name, sink, error)
+                    continue
+                self._warn(
+                    f"sink {name!r} raised {in_words(error)} when it was closed after step {self.last_step}",
+                    "Its last records may be missing; metrics.jsonl has all steps",
+                )
+        sinks, self.sinks = self.sinks, []
+        problem: Exception | None = None
+        for own in sinks:
+            try:
+                own.close(end)
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close what is still open: the run failed, or it has only sinks that do not use its end."""
+        try:
+            self.close(RunEnd("finished" if error is None else "failed", self.last_step))
+        except Exception:
+            if error is None:  # else the error on its way is the one that matters
+                raise

@@ -1,0 +1,1 @@
+"""Sinks for TensorBoard and for services. Each service's package is imported by its own module alone."""

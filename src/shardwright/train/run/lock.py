@@ -1,0 +1,85 @@
+"""One run at a time in a folder: a lock of the operating system, which ends with the process that holds it.
+
+Nothing here knows what a run writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from shardwright.train.errors import UserError
+
+NAME = ".lock"
+UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""Errors of file systems that have no locks: there the folder is used without one."""
+
+
+class FolderLock:
+    """The lock of a folder in use. The file stays, the lock does not: it belongs to the open file, not to its name."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder, self._descriptor = folder, descriptor
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def remove(self) -> None:
+        """Release it and delete its file, with a folder in which no run began."""
+        (self.folder / NAME).unlink(missing_ok=True)
+        self.release()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def claim(folder: Path) -> FolderLock:
+    """Take the lock of a folder for a run. If another run has it, raises a UserError that names that run."""
+    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        # A shared lock is enough to keep other runs out, and the first rank takes it too: see `share`.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            return FolderLock(folder, descriptor)
+        holder = (
+            os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a process that has just begun"
+        )
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            raise
+        raise UserError(
+            f"{folder}: expected a folder that no run is using, found a run that uses it ({holder}); wait until this "
+            "run has ended, or stop it, or set another run.dir"
+        ) from None
+    return FolderLock(folder, descriptor)
+
+
+def share(folder: Path) -> FolderLock:
+    """Hold the lock that this rank's launcher has claimed, so that it outlives a launcher that is killed."""
+    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            os.close(descriptor)
+            raise UserError(
+                f"{folder}: another run has just started in this folder; wait until it has ended"
+            ) from None
+    return FolderLock(folder, descriptor)

@@ -1,0 +1,127 @@
+"""The position of a run, and the places of its checkpoints. Nothing here reads a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from shardwright.train.errors import UserError
+from shardwright.train.run.past import NOTHING, Past
+from shardwright.train.run.writing import may_pass
+
+Place = Path | str  #: a folder here, or a URL
+INCIDENT = "incident"
+"""The second key of a line of metrics.jsonl about samples that were left out. Its step is the one that comes next."""
+LAST_BYTES = 1 << 16
+"""The end of a file of metrics that certainly has a whole line."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a run: optimizer steps done, and samples seen, which is all the data order needs.
+
+    Samples that were left out count as seen. `past` says which ones.
+    """
+
+    step: int
+    samples: int
+    past: Past = NOTHING
+
+    def after_step(self, samples: int, loss: float, window: int) -> Position:
+        """The position after an optimizer step on so many samples. `window`: losses that the past keeps."""
+        return Position(self.step + 1, self.samples + samples, self.past.after_step(loss, window))
+
+    def after_skip(self, samples: int) -> Position:
+        """The position after so many samples without an optimizer step."""
+        stop = self.samples + samples
+        return Position(self.step, stop, self.past.after_skip((self.samples, stop)))
+
+    def after_untrained(self, stop: int, batches: int) -> Position:
+        """The position after so many global batches without a trained token, up to sample `stop`."""
+        if not batches:
+            return self
+        return Position(self.step, stop, self.past.after_untrained((self.samples, stop), batches))
+
+    def after_rewind(self, before: Position, stop: int) -> Position:
+        """This is the position in the checkpoint that was loaded. The run goes on with sample `stop`."""
+        return Position(self.step, stop, self.past.after_rewind(before.past, (self.samples, stop)))
+
+    def stored(self) -> dict[str, Any]:
+        """The plain values of a checkpoint."""
+        past = self.past.stored()
+        return {"step": self.step, "samples": self.samples, **({"past": past} if past else {})}
+
+
+@overload
+def step_folder(checkpoints: Path, step: int) -> Path: ...
+@overload
+def step_folder(checkpoints: Place, step: int) -> Place: ...
+def step_folder(checkpoints: Place, step: int) -> Place:
+    name = f"step-{step}"
+    return checkpoints / name if isinstance(checkpoints, Path) else f"{checkpoints}/{name}"
+
+
+def saved_steps(checkpoints: Place, *, recover: bool = False) -> list[int]:
+    """Steps that have a folder, newest first; whole or not. Raises OSError if a store does not answer.
+
+    `recover`: a folder that was being replaced when the process ended gets its name back.
+    """
+    from shardwright.checkpoint import list_checkpoints
+
+    names = list_checkpoints(checkpoints, recover=recover)
+    return sorted(
+        (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))), reverse=True
+    )
+
+
+def recorded_step(metrics_file: Path) -> int:
+    """The step of the last line of metrics.jsonl: the steps that a run has done. 0 if it has none."""
+    return int(last_record(metrics_file).get("step", 0))
+
+
+def last_record(metrics_file: Path) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl about a step that was done. Empty if there is none."""
+    if not os.path.isfile(metrics_file):
+        return {}
+    try:
+        with open(metrics_file, "rb") as stream:
+            stream.seek(-min(LAST_BYTES, os.path.getsize(metrics_file)), os.SEEK_END)
+            # After the last line end there is nothing, or half a line.
+            lines = stream.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and type(record.get("step")) is int and INCIDENT not in record:
+            return record
+    return {}
+
+
+def recovered_steps(checkpoints: Place) -> list[int]:
+    """As :func:`saved_steps`, after folders that were being replaced got their names back."""
+    return saved_steps(checkpoints, recover=True)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Raise the error of a store that does not answer as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(str(error), passes=may_pass(error)) from error
+
+
+def remove_step(checkpoints: Place, step: int) -> None:
+    """Remove a checkpoint, whole or not. Raises OSError."""
+    from shardwright.checkpoint import remove_checkpoint
+
+    remove_checkpoint(step_folder(checkpoints, step))

@@ -1,0 +1,75 @@
+"""A checkpoint of a run on disk: where the run stood, what it holds, and whether it can be whole.
+
+It is a folder checkpoints/step-N by ``sw.save_checkpoint``. Nothing here communicates or executes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint import Damaged, StoredCheckpoint, open_checkpoint
+from shardwright.train.run.past import Past
+from shardwright.train.run.position import Place, Position
+
+DESCRIPTION = "index.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint whose description is sound, and where the run stood."""
+
+    position: Position
+    checkpoint: StoredCheckpoint
+
+    @property
+    def folder(self) -> str:
+        """The folder, or the URL."""
+        return self.checkpoint.path
+
+
+def examine(folder: Place) -> Stored:
+    """Read what describes a checkpoint of a run.
+
+    Raises:
+        Damaged: it contradicts itself or the folder's name, or the folder holds none.
+        UnknownVersion: a later version of shardwright has saved it.
+    """
+    try:
+        checkpoint = open_checkpoint(folder)
+    except FileNotFoundError:
+        gone = "it is not whole"
+        if isinstance(folder, Path):
+            gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
+        raise Damaged(gone) from None
+    if not checkpoint.has_digests:
+        raise Damaged(f"{DESCRIPTION} is not there")
+    position = position_in(checkpoint)
+    if str(folder).rpartition("/")[2] != f"step-{position.step}":
+        raise Damaged(f"{DESCRIPTION} is of step {position.step}")
+    return Stored(position, checkpoint)
+
+
+def position_in(checkpoint: StoredCheckpoint) -> Position:
+    """The position of the run. Raises Damaged for a checkpoint that no run has saved."""
+    extra = checkpoint.value("extra")
+    content = extra.get("position") if isinstance(extra, Mapping) else None
+    if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
+        raise Damaged(f"{DESCRIPTION} has no position of a run")
+    step, samples = content["step"], content["samples"]
+    if type(step) is not int or type(samples) is not int or step < 0 or samples < 0:
+        raise Damaged(f"{DESCRIPTION} has no position of a run")
+    try:
+        return Position(step, samples, Past.from_stored(content.get("past", {})))
+    except ValueError as error:
+        raise Damaged(f"{DESCRIPTION} has no position of a run: {error}") from None
+
+
+def what_is_missing(folder: Place) -> str | None:
+    """The reason why the checkpoint cannot be whole; None if every file has its length. Reads no large file."""
+    try:
+        examine(folder).checkpoint.check_lengths()
+    except ValueError as problem:
+        return str(problem)
+    return None

@@ -1,0 +1,490 @@
+"""Checkpoints of a run: a model, its optimizer, random generators and the position, by all ranks together.
+
+Written by ``sw.save_checkpoint`` and read by ``sw.load_checkpoint``, so torch's distributed checkpoint reads them, too.
+Rates and decay of the optimizer are stored for other readers; a run takes its own from the configuration. Frozen
+parameters are neither saved nor loaded. Which checkpoints stay is decided in `saves`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import shardwright as sw
+from shardwright.checkpoint import (
+    Damaged,
+    StoredCheckpoint,
+    StoredForm,
+    UnknownVersion,
+    seed_generators,
+    set_generator_states,
+)
+from shardwright.collective import RankGroup
+from shardwright.train.errors import UserError, counted
+from shardwright.train.launch.progress import patience
+from shardwright.train.run.position import (
+    Place,
+    Position,
+    answering,
+    recovered_steps,
+    saved_steps,
+    step_folder,
+)
+from shardwright.train.run.stored_checkpoint import Stored, examine, what_is_missing
+from shardwright.train.run.writing import may_pass, unwritable
+
+__all__ = [
+    "Loaded",
+    "Position",
+    "SaveFailedError",
+    "continue_generators",
+    "load",
+    "load_newest",
+    "load_newest_weights",
+    "load_weights",
+    "save",
+    "save_in_background",
+    "saved_steps",
+    "shapes_of",
+    "step_folder",
+    "verified",
+    "wait",
+    "what_is_missing",
+    "with_weights",
+]
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+class SaveFailedError(UserError):
+    """A checkpoint cannot be written, so all earlier ones are as they were."""
+
+
+def save(
+    checkpoints: Place,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    say: Say = _silent,
+    hooks: Mapping[str, Any] | None = None,
+) -> Place:
+    """Write a checkpoint, with the states of hooks, and read it back before it gets its name. Called by every rank;
+    returns its folder.
+
+    Raises, on every rank:
+        SaveFailedError: the folder cannot be written. It names rank, file and reason.
+        UserError: the optimizer's state has a value that no checkpoint can hold.
+    """
+    final = step_folder(checkpoints, position.step)
+    started = time.perf_counter()
+    with _failures(final), patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
+        sw.save_checkpoint(
+            final,
+            model,
+            optimizer,
+            extra=_extra(position, hooks),
+            frozen=False,
+            overwrite=True,
+            verified=True,
+        )
+    return final
+
+
+def save_in_background(
+    background: sw.AsyncCheckpoint,
+    checkpoints: Place,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    hooks: Mapping[str, Any] | None = None,
+) -> None:
+    """Copy what `save` writes, and let processes of their own write it. Called by every rank. Raises as `save`."""
+    final = step_folder(checkpoints, position.step)
+    with _failures(final):
+        background.save(final, model, optimizer, extra=_extra(position, hooks), frozen=False, overwrite=True)
+
+
+HOOK = "hook_"
+"""Prefix of the key of a hook's state; the hook's name follows."""
+
+
+def _extra(position: Position, hooks: Mapping[str, Any] | None) -> dict[str, Any]:
+    states = {f"{HOOK}{name}": state for name, state in (hooks or {}).items()}
+    return {"position": position.stored(), **states}
+
+
+def wait(background: sw.AsyncCheckpoint, folder: Place) -> None:
+    """Wait until the checkpoint in this folder is written. Called by every rank.
+
+    Raises, on every rank:
+        SaveFailedError: it cannot be written, or a process that writes has died.
+    """
+    with _failures(folder):
+        try:
+            background.wait()
+        except RuntimeError as error:
+            outcome = background.poll()
+            if outcome is None or outcome.error is None:
+                raise  # the ranks have lost contact
+            message = f"{folder}: cannot write: {error}; earlier files are unchanged"
+            raise SaveFailedError(message, passes=True) from error
+
+
+@contextmanager
+def _failures(final: Place) -> Iterator[None]:
+    """Raise errors of a save as those of `save`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
+        raise SaveFailedError(unwritable(final, reason), may_pass(error)) from error
+    except ValueError as error:
+        raise UserError(f"{final}: cannot save: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes a checkpoint of this plain, unsharded model holds."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tuple(each.shape) for name, each in model.state_dict().items() if name not in frozen}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The position from which a checkpoint lets a run go on.
+
+    Attributes:
+        position: of the run.
+        ranks: that saved it; None if it has no states of random generators.
+        generators: the states of this rank's, if as many ranks saved as load.
+        checkpoint: it, for the states of hooks.
+    """
+
+    position: Position
+    ranks: int | None
+    generators: Mapping[str, Tensor] | None
+    checkpoint: StoredCheckpoint
+
+
+def hook_states(loaded: Loaded, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stored states of hooks by their names, of those that are in `own`, their present states. Tensors are read
+    into those at the same places there, whose sharding they have then. Called by all ranks together."""
+    plain = loaded.checkpoint.value("extra")
+    plain = plain if isinstance(plain, Mapping) else {}
+    stored = {name: copy.deepcopy(plain.get(f"{HOOK}{name}", {})) for name in own}
+    targets: dict[str, Tensor] = {}
+    for keys, form in loaded.checkpoint.entries.items():
+        if not isinstance(form, StoredForm) or keys[0] != "extra" or not str(keys[1]).startswith(HOOK):
+            continue
+        name = str(keys[1]).removeprefix(HOOK)
+        if name not in own:
+            continue
+        place: Any = stored[name]
+        there: Any = own[name]
+        for key in keys[2:-1]:
+            place = place.setdefault(key, {})
+            there = there.get(key, {}) if isinstance(there, Mapping) else {}
+        target = there.get(keys[-1]) if isinstance(there, Mapping) else None
+        if not isinstance(target, Tensor):
+            target = torch.empty(form.shape, dtype=form.dtype)
+        place[keys[-1]] = targets[form.name] = target.detach()
+    if targets:
+        loaded.checkpoint.read(targets)
+    return {name: state for name, state in stored.items() if state}
+
+
+def continue_generators(loaded: Loaded, seed: int, ranks: RankGroup) -> str | None:
+    """Let this rank's random generators go on from a checkpoint. Returns a line to print if they start again.
+
+    They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
+    """
+    step, reason = loaded.position.step, "has no states of random generators"
+    if loaded.generators is not None:
+        try:
+            set_generator_states(loaded.generators)
+            return None
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:  # of another version of torch or Python
+            reason = f"has states of random generators that cannot be restored ({error})"
+    elif loaded.ranks is not None:
+        reason = (
+            f"was saved by {counted(loaded.ranks, 'rank')} and is loaded by {counted(ranks.size, 'rank')}"
+        )
+    digest = hashlib.sha256(f"{seed} {step} {ranks.rank}".encode()).digest()
+    seed_generators(int.from_bytes(digest[:8], "little") >> 1)
+    return (
+        f"the checkpoint of step {step} {reason}: random generators do not go on where they were; each rank has a "
+        "seed derived from run.seed, the step and the rank"
+    )
+
+
+def load_newest(
+    checkpoints: Place,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shapes: Shapes,
+    say: Say = _silent,
+    latest: float = math.inf,
+) -> Loaded:
+    """Read the newest whole checkpoint, of step `latest` at most, into a model and its optimizer. Called by every rank.
+
+    Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
+    called for each one passed over. Raises UserError where none is whole.
+    """
+    with answering():
+        # The first rank's answer: others may see a folder later.
+        steps = RankGroup().run_on_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
+    return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
+
+
+def load_newest_weights(checkpoints: Place, model: nn.Module, say: Say = _silent) -> None:
+    """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
+    with answering():
+        steps = recovered_steps(checkpoints)
+    _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
+
+
+def _newest(checkpoints: Place, steps: list[int], read: Callable[[Place], T], say: Say) -> T:
+    damaged = []
+    for step, older in zip(steps, [*steps, None][1:], strict=True):
+        folder = step_folder(checkpoints, step)
+        try:
+            return read(folder)
+        except Damaged as problem:
+            damaged.append(f"step-{step}: {problem}")
+            next_one = f"; falling back to step-{older}" if older is not None else ""
+            say(f"{folder} is damaged ({problem}){next_one}")
+    problems = (
+        f"found only damaged ones ({'; '.join(damaged)}); restore one of them"
+        if damaged
+        else "found none; the run has saved nothing"
+    )
+    raise UserError(f"{checkpoints}: expected a whole checkpoint, {problems}")
+
+
+def load(
+    folder: Place,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shapes: Shapes,
+    say: Say = _silent,
+) -> Loaded:
+    """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
+
+    `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
+    Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
+    """
+    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
+
+    def fits(stored: Stored) -> None:
+        check_fits(stored, shapes)
+        check_optimizer_fits(stored, state)
+
+    stored = opened(folder, fits)
+    _load(stored, model, optimizer, say)
+    return Loaded(stored.position, *_generators(stored.checkpoint, RankGroup()), stored.checkpoint)
+
+
+def _load(stored: Stored, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
+    """Read a checkpoint that fits. Precisions may differ from those of the save, and so may an optimizer's groups."""
+    started, done = time.perf_counter(), 0
+    whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+
+    def text() -> str:
+        compared = f"{min(done / 1e9, whole):.1f} of {whole:.1f} GB of each rank compared with checksums"
+        return f"loading {stored.folder}: {compared}, {time.perf_counter() - started:.0f} s"
+
+    try:
+        with patience(say, text):
+            sw.load_checkpoint(
+                stored.checkpoint,
+                model,
+                optimizer,
+                generators=False,
+                frozen=False,
+                settings=False,
+                convert=True,
+                progress=progress,
+            )
+    except Damaged as problem:
+        raise Damaged(str(problem).removeprefix(f"{stored.folder}: ")) from problem
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _generators(
+    checkpoint: StoredCheckpoint, ranks: RankGroup
+) -> tuple[int | None, dict[str, Tensor] | None]:
+    """Number of ranks that have stored random generators, and the states of this rank's.
+
+    None without stored generators; None in place of the states if another number of ranks saved them.
+    """
+    names = [name.split(".") for name in checkpoint.tensors if name.startswith("generators.")]
+    saved = len({name[1] for name in names})
+    if not saved or saved != ranks.size:
+        return saved or None, None
+    own = {name[2]: ".".join(name) for name in names if name[1] == f"rank{ranks.rank}" and len(name) == 3}
+    forms = {key: checkpoint.tensors[name] for key, name in own.items()}
+    states = {key: torch.empty(form.shape, dtype=form.dtype) for key, form in forms.items()}
+    checkpoint.read({own[key]: state for key, state in states.items()})
+    return saved, states or None
+
+
+def load_weights(folder: Place, model: nn.Module, say: Say = _silent) -> None:
+    """Read the weights alone into a plain model. Every rank, if there are several. Raises as `load` does."""
+    _load(opened(folder, lambda stored: check_fits(stored, shapes_of(model))), model, None, say)
+
+
+Read = Callable[[Mapping[str, Tensor]], None]
+
+
+def with_weights(
+    checkpoints: Place,
+    step: int | None,
+    shapes: Shapes,
+    use: Callable[[Position, Read], T],
+    say: Say = _silent,
+) -> T:
+    """Call `use` with a function that reads single weights into plain tensors, by name. In one process.
+
+    The checkpoint is that of `step`, or for None the newest whole one: if it is damaged, also while it is read, `use`
+    is called again with the one before. Raises UserError where there is none.
+    """
+    with answering():
+        steps = recovered_steps(checkpoints)
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
+
+    def open_folder(folder: Place) -> T:
+        stored = verified(folder, say, lambda stored: check_fits(stored, shapes))
+
+        def read(tensors: Mapping[str, Tensor]) -> None:
+            stored.checkpoint.read({f"model.{name}": tensor for name, tensor in tensors.items()})
+
+        return use(stored.position, read)
+
+    if step is not None:  # one error says that it is damaged
+        return _newest(checkpoints, [step], open_folder, _silent)
+    return _newest(checkpoints, steps, open_folder, say)
+
+
+def _nothing(stored: Stored) -> None:
+    pass
+
+
+def opened(folder: Place, fits: Callable[[Stored], None] = _nothing) -> Stored:
+    """A checkpoint that every rank has found sound, and that `fits` accepts. Its files are not compared yet.
+
+    Raises, on every rank:
+        Damaged: its description is damaged, or the ranks read different ones.
+        UserError: a later version of shardwright has saved it, or `fits` raised ValueError.
+    """
+    found: list[Stored] = []
+
+    def look() -> str:
+        try:
+            found.append(examine(folder))
+        except UnknownVersion as error:
+            raise ValueError(f"{folder}: {error}") from error
+        fits(found[0])
+        return found[0].checkpoint.fingerprint
+
+    try:
+        prints = RankGroup().run_on_all(look)
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
+    if other is not None:
+        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
+    return found[0]
+
+
+def verified(folder: Place, say: Say = _silent, fits: Callable[[Stored], None] = _nothing) -> Stored:
+    """As :func:`opened`, and its files are those that were saved. Each rank compares its share."""
+    stored, done = opened(folder, fits), 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+
+    whole = sum(stored.checkpoint.files.values()) / RankGroup().size
+    with patience(
+        say,
+        lambda: f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB of each rank",
+    ):
+        stored.checkpoint.verify(progress)
+    return stored
+
+
+def check_fits(stored: Stored, shapes: Shapes) -> None:
+    """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
+    folder, tensors = stored.folder, stored.checkpoint.tensors
+    start = "model."
+    parameters = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
+    for name, shape in shapes.items():
+        if name not in parameters:
+            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found no such parameter; this is a "
+                             "checkpoint of another model")  # fmt: skip
+        if parameters[name] != shape:
+            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found {list(parameters[name])}; this "
+                             "is a checkpoint of another model")  # fmt: skip
+    for name, shape in parameters.items():
+        if name not in shapes:
+            raise ValueError(f"{folder}: expected no parameter {name}, found one of shape {list(shape)}; this is a "
+                             "checkpoint of another model")  # fmt: skip
+
+
+def check_optimizer_fits(stored: Stored, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for a checkpoint of another optimizer. Names the first value that it does not hold."""
+    tensors, values = stored.checkpoint.tensors, stored.checkpoint.values
+    for name, own in state.items():
+        start = f"optimizer.state.{name}"
+        whole = values.get(start)  # of a parameter whose state has no tensors
+        for key, value in own.items():
+            form = tensors.get(f"{start}.{key}")
+            there = form or f"{start}.{key}" in values or (isinstance(whole, Mapping) and key in whole)
+            shape = list(value.shape) if isinstance(value, Tensor) else None
+            stored_shape = None if form is None else list(form.shape)
+            if there and shape == stored_shape:
+                continue
+            found = "none" if not there else "no tensor" if stored_shape is None else f"shape {stored_shape}"
+            raise ValueError(
+                f"{stored.folder}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of "
+                "another optimizer; resume with the optimizer.name of the saved run"
+            )

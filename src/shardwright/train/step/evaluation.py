@@ -1,0 +1,163 @@
+"""A model in training, looked at between steps: validation, a sample of text, and whether its code fits the trainer.
+
+Every function is called by all ranks together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import board as boards
+from shardwright.comm.noted import noted
+from shardwright.extend import ExtensionError
+from shardwright.train.data.dataset import validation_samples
+from shardwright.train.models import outputs
+from shardwright.train.models.language_model import sees_later_tokens
+from shardwright.train.models.sampling import NonFiniteLogitsError, sample
+from shardwright.train.parallel import recipe
+from shardwright.train.step.hooks import means, on_device
+from shardwright.train.step.trainer import Trainer
+
+CHECKED_TOKENS = 8
+"""Length of the sample that shows whether a model is causal."""
+
+
+class Sample(NamedTuple):
+    """A prompt of the data, the text that the model puts after it, and the one in the data if that is to be learnt."""
+
+    prompt: str
+    generated: str
+    expected: str | None
+
+
+class Validation(NamedTuple):
+    """The mean loss over the validation samples, and the metrics of hooks by their names."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def check_model(trainer: Trainer) -> None:
+    """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, if its own
+    loss cannot be used, or if a token sees a later one, which is the target that it shall predict."""
+    if not trainer.foreign:
+        return
+    if trainer.losses.has_loss:
+        _check_loss(trainer)
+        if not trainer.config.run.sample_tokens:
+            return
+    owner, vocabulary = trainer.in_words, trainer.dataset.vocab_size
+    length = min(CHECKED_TOKENS, trainer.config.train.seq_len)
+    tokens = torch.arange(length, device=trainer.world.device).remainder(vocabulary).unsqueeze(0)
+    precision = recipe.compute_precision(trainer.config.parallel, trainer.world.device)
+    with _tried(trainer.model), precision:  # another length than in training
+        try:
+            logits = outputs.called(f"forward of {owner}", trainer.model, tokens)
+            outputs.check_logits(owner, logits, tokens, vocabulary)
+        except ExtensionError as error:
+            if not trainer.losses.has_loss:
+                raise
+            raise ExtensionError(
+                f"{error}. A model with its own loss needs logits only for the sample after the last step: or set "
+                "run.sample_tokens to 0"
+            ) from error
+        # A loss of its own may have other targets than the next token.
+        later = (
+            length > 1
+            and not trainer.losses.has_loss
+            and sees_later_tokens(trainer.model, tokens, vocabulary)
+        )
+    recipe.free_gathered(trainer.model)
+    if later:
+        raise ExtensionError(
+            f"{owner} is not causal: another last token changes the logits of tokens before it. Each token would "
+            "see the token that it shall predict, and the loss would mean nothing. Give its attention a causal mask"
+        )
+
+
+def _check_loss(trainer: Trainer) -> None:
+    """Compute the model's own loss once, of samples of the size that steps have."""
+    batch = trainer.dataset.train.batch(0, trainer.config.train.micro_batch).to(trainer.world.device)
+    with _tried(trainer.model):
+        outputs.called(f"loss(batch) of {trainer.in_words}", trainer.losses.of_tokens, batch)
+    recipe.free_gathered(trainer.model)
+
+
+@contextmanager
+def _tried(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode. Nothing is compiled for one pass."""
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train()
+
+
+@boards.during(boards.VALIDATION)
+@torch.no_grad()
+def validate(trainer: Trainer) -> Validation:
+    """Mean loss over the validation samples, and the metrics of hooks. The samples are the same ones every time
+    and for any number of ranks."""
+    train, world, stream = trainer.config.train, trainer.world, trainer.dataset.validation
+    assert stream is not None
+    names = trainer.hooks.validation_metrics
+    samples = validation_samples(trainer.config, stream)
+    rounds = math.ceil(samples / (world.data_size * train.micro_batch))
+    totals = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=world.device)
+    trainer.model.eval()
+    for number in range(rounds):
+        boards.at(boards.VALIDATION)
+        first = (number * world.data_size + world.data_rank) * train.micro_batch
+        # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
+        # do not count.
+        count = max(0, min(train.micro_batch, samples - first))
+        batch = stream.batch(first if count else 0, count or 1).to(world.device)
+        with recipe.parallel_loss(trainer.config.parallel):
+            losses, logits = trainer.losses.of_tokens_and_logits(batch, logits=bool(names))
+        if not count:
+            continue
+        totals[:1] += losses.double().sum()
+        if logits is not None:
+            sums = trainer.hooks.validate(logits, batch.targets)
+            totals[1:] += on_device(sums, world.device)
+    trainer.model.train()
+    recipe.free_gathered(trainer.model)
+    with noted("all-reduce of the validation loss", None):
+        dist.all_reduce(totals)
+        loss_sum, *sums_of_all = totals.tolist()
+    loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
+    return Validation(loss, means(names, sums_of_all))
+
+
+@boards.during(boards.SAMPLE)
+@torch.no_grad()
+def sample_text(trainer: Trainer) -> Sample:
+    """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
+
+    The text may end early, see `sample`. It is the reason in brackets if the logits are not finite.
+    """
+    tokenizer, (ids, answer) = trainer.dataset.tokenizer, trainer.dataset.question()
+    if answer and answer[-1] in tokenizer.ends:
+        answer = answer[:-1]
+    prompt, expected = tokenizer.decode(ids), None if answer is None else tokenizer.decode(answer)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # every token is of another length
+            tokens = sample(
+                trainer.model, torch.tensor(ids), count=trainer.config.run.sample_tokens, temperature=0.8,
+                top_k=50, seed=0, context=trainer.config.train.seq_len, device=trainer.world.device,
+                multiple=trainer.world.dims.tensor, ends=tokenizer.ends,
+            )  # fmt: skip
+    except NonFiniteLogitsError as error:
+        return Sample(prompt, f"(none: {error})", expected)
+    finally:
+        recipe.free_gathered(trainer.model)
+    return Sample(prompt, tokenizer.decode(tokens), expected)

@@ -1,0 +1,243 @@
+"""The hooks of a job as one: the trainer's own and those of `[run] hooks`, called in this order.
+
+An error of a user's hook names the hook and the line. Nothing here communicates: what ranks must agree on travels in
+the reduction of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.extend import ExtensionError
+from shardwright.extend.registry import call
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import Action, Fault, Job, StepInProgress, Sums, TrainerHook
+from shardwright.train.config.catalog.hooks import hooks as named_hooks
+from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.errors import UserError
+from shardwright.train.report.reporter import Reporter
+
+ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
+"""Actions that a hook may ask for, the strongest first."""
+
+
+def hooks_of(config: Config) -> Hooks:
+    """The hooks of `[run] hooks`, each made without arguments.
+
+    Raises:
+        ExtensionError: one cannot be made.
+        UserError: two have the same name or metric.
+    """
+    made = []
+    for path in config.run.hooks:
+        kind = named_hooks.get(path)
+        made.append(call(f"Hook {kind.name!r}", kind))
+    return Hooks(made)
+
+
+class Hooks:
+    """Several hooks, called one after another."""
+
+    def __init__(self, users: Sequence[TrainerHook] = ()) -> None:
+        """`users`: those of `[run] hooks`. Their errors are ExtensionErrors."""
+        self.users = list(users)
+        self.own: list[TrainerHook] = []
+        names: list[str] = []
+        for kind, of in (("hook", _name), ("metric", _step_metrics), ("metric", _validation_metrics)):
+            found = [name for hook in self.users for name in of(hook)]
+            twice = next((name for name in found if found.count(name) > 1), None)
+            if twice is not None:
+                raise UserError(f"run.hooks: expected each name once, found the {kind} {twice!r} twice")
+            names += found
+        self.step_metrics = [name for hook in self.users for name in hook.step_metrics]
+        self.validation_metrics = [name for hook in self.users for name in hook.validation_metrics]
+        taken = {each.name for each in fields(StepRecord)}
+        if wrong := next(
+            (name for name in [*self.step_metrics, *self.validation_metrics] if name in taken), None
+        ):
+            raise UserError(f"run.hooks: expected another name for the metric {wrong!r}, which each step has")
+
+    def in_words(self, validates: bool = True) -> dict[str, str]:
+        """Descriptions of the metrics, by their names in the lines of steps."""
+        words: dict[str, str] = {}
+        for hook in self.users:
+            summary = f"hook {hook.name}: {hook.summary}" if hook.summary else f"of hook {hook.name}"
+            words |= {f"validation {name}": summary for name in hook.validation_metrics if validates}
+            words |= dict.fromkeys(hook.step_metrics, summary)
+        return words
+
+    def _call(self, hook: TrainerHook, method: str, *arguments: Any) -> Any:
+        if hook in self.own:
+            return getattr(hook, method)(*arguments)
+        return call(f"The method {method} of hook {hook.name!r}", getattr(hook, method), *arguments)
+
+    def _all(self, method: str, *arguments: Any) -> None:
+        for hook in (*self.own, *self.users):
+            self._call(hook, method, *arguments)
+
+    def setup(self, job: Job) -> None:
+        self._all("setup", job)
+
+    def before_step(self, step: int) -> None:
+        self._all("before_step", step)
+
+    def after_step(self, record: StepRecord) -> None:
+        self._all("after_step", record)
+
+    def saved(self, step: int) -> None:
+        self._all("saved", step)
+
+    def end(self, end: RunEnd) -> None:
+        """Every hook is called. After an error of the run, errors of hooks are not raised."""
+        for hook in (*self.own, *self.users):
+            with suppress(*([Exception] if end.status == "failed" else [])):
+                self._call(hook, "end", end)
+
+    def faults(self, step: StepInProgress) -> list[Fault]:
+        """Faults that this rank's hooks report."""
+        found = []
+        for hook in self.users:
+            if type(hook).before_optimizer is TrainerHook.before_optimizer:
+                continue
+            fault = self._call(hook, "before_optimizer", step)
+            if fault is not None and (not isinstance(fault, Fault) or fault.action not in ACTIONS):
+                raise ExtensionError(
+                    f"The method before_optimizer of hook {hook.name!r} returned {fault!r}; expected None or a Fault "
+                    f"whose action is one of {', '.join(ACTIONS)}"
+                )
+            found += [] if fault is None else [fault]
+        return found
+
+    def metrics(self, step: int) -> list[float | Tensor]:
+        """Sum and count of each of `step_metrics`, in their order."""
+        found: list[float | Tensor] = []
+        for hook in self.users:
+            if hook.step_metrics:
+                sums = self._call(hook, "metrics", step)
+                found += _in_order(f"The method metrics of hook {hook.name!r}", hook.step_metrics, sums)
+        return found
+
+    def validate(self, logits: Tensor, targets: Tensor) -> list[float | Tensor]:
+        """Sum and count of each of `validation_metrics`, in their order."""
+        found: list[float | Tensor] = []
+        for hook in self.users:
+            if hook.validation_metrics:
+                sums = self._call(hook, "validate", logits, targets)
+                found += _in_order(
+                    f"The method validate of hook {hook.name!r}", hook.validation_metrics, sums
+                )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the hooks that have one, by their names."""
+        states = {hook.name: self._call(hook, "state_dict") for hook in self.users}
+        for name, state in states.items():
+            if not isinstance(state, dict) or not _has_tensors_in_dicts_alone(state):
+                raise ExtensionError(
+                    f"The method state_dict of hook {name!r} returned {state!r:.100}; expected a dict of plain values, "
+                    "and of tensors and dicts of them"
+                )
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        for hook in self.users:
+            if hook.name in states:
+                self._call(hook, "load_state_dict", states[hook.name])
+
+
+def _has_tensors_in_dicts_alone(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_has_tensors_in_dicts_alone, value.values()))
+    return not (isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value))
+
+
+def _name(hook: TrainerHook) -> list[str]:
+    return [hook.name]
+
+
+def _step_metrics(hook: TrainerHook) -> list[str]:
+    return list(hook.step_metrics)
+
+
+def _validation_metrics(hook: TrainerHook) -> list[str]:
+    return list(hook.validation_metrics)
+
+
+def _in_order(owner: str, names: Iterable[str], sums: Sums) -> list[float | Tensor]:
+    """Sum and count of each name; 0 and 0 for one that is not there.
+
+    Raises:
+        ExtensionError: it is no such mapping.
+    """
+    names = list(names)
+    if not isinstance(sums, Mapping) or not sums.keys() <= set(names):
+        raise ExtensionError(
+            f"{owner} returned {sums!r:.100}; expected a dict with the keys {', '.join(names)}"
+        )
+    found: list[float | Tensor] = []
+    for name in names:
+        pair = sums.get(name, (0.0, 0.0))
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
+            raise ExtensionError(
+                f"{owner} returned {pair!r:.100} for {name!r}; expected a sum and a count: two numbers, or tensors "
+                "without dimensions"
+            )
+        found += pair
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float)
+
+
+def on_device(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """Numbers and 0-d tensors in one row: float64 [len(values)]. The host does not wait for the device."""
+    numbers = [0.0 if isinstance(each, Tensor) else float(each) for each in values]
+    row = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type != "cpu").to(
+        device, non_blocking=True
+    )
+    for place, each in enumerate(values):
+        if isinstance(each, Tensor):
+            row[place : place + 1].copy_(each.detach().reshape(1), non_blocking=True)
+    return row
+
+
+def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """By name the sum by the count, of sums and counts one after another. A metric without a count is left out."""
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {name: total / count for name, total, count in pairs if count}
+
+
+class JobOfHooks:
+    """The job as hooks see it: `config.catalog.hooks.Job`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        ranks: tuple[int, int],
+        steps_done: int,
+        reporter: Reporter,
+    ) -> None:
+        """`ranks`: this one's number, and how many there are."""
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.device, self.steps_done = device, steps_done
+        self.rank, self.ranks = ranks
+        self._reporter = reporter
+        self.stop_reason = ""  #: of this rank; empty: no hook has asked to stop
+
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+
+    def stop(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason

@@ -1,0 +1,67 @@
+"""The training loop of one rank: step, evaluate, log, save; until the last step, a signal, or the end by a hook."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from shardwright.train.launch.progress import START
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.numerics.acting import answer
+from shardwright.train.step.numerics.looking import fault_of_state
+from shardwright.train.step.reporting.conclusion import Ended
+from shardwright.train.step.reporting.recording import (
+    report_untrained,
+    step_record,
+)
+from shardwright.train.step.saves import Saves
+from shardwright.train.step.trainer import Trainer
+
+
+def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> Ended:
+    """Run steps, validations and checkpoints until the last step, a signal, or a hook that ends the run.
+
+    When this returns, the state is saved.
+    """
+    config = trainer.config
+    trainer.continue_generators(reporter)
+    while True:
+        started = time.perf_counter()
+        with trainer.recompiles.step():
+            result = trainer.train_step(stop, saves.has_ended())
+        seconds = time.perf_counter() - started
+        START.end()
+        step = trainer.position.step
+        is_last = step == config.train.steps
+        leaving = result.stop != 0 or result.stops_early or is_last
+        if result.stop and stop.signal_number is None:
+            doing = "the run is at its end" if is_last else f"saving step {step}"
+            reporter.answer(f"{signal.Signals(result.stop).name} received by another rank; {doing}")
+        ends = is_last or result.stops_early
+        validates = due(step, config.validation.every) or (ends and config.validation.every > 0)
+        saving = leaving or due(step, config.checkpoint.every)
+        if result.untrained is not None:
+            report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
+        if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
+            answer(fault, trainer, saves, reporter)
+            if result.save_ended:
+                saves.conclude(goes_on=leaving)
+            if result.stop and trainer.position.step:
+                trainer.save(saves, last=True)
+                return Ended(result.stop)
+            continue
+        validation = validate(trainer) if validates else None
+        trainer.hooks.after_step(step_record(trainer, result, seconds, validation))
+        if result.save_ended:
+            saves.conclude(goes_on=leaving)
+        if saving:
+            trainer.save(saves, last=leaving)
+        if leaving:
+            early = trainer.stop_reason() if result.stops_early and not is_last else ""
+            return Ended(result.stop if not is_last else 0, early)
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

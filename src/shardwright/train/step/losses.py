@@ -1,0 +1,128 @@
+"""The losses of a model over a batch: the cross-entropy and those beside it, as sums over tokens.
+
+The losses of a step are the sums of all micro-batches and ranks by the number of trained tokens. Nothing here steps,
+draws samples or communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import model_in_words
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.errors import UserError
+from shardwright.train.models import outputs
+from shardwright.train.models.language_model import LanguageModel
+from shardwright.train.models.packed import within_trained
+from shardwright.train.parallel import recipe
+from shardwright.train.parallel.checks import numbers_padding
+from shardwright.train.parallel.world import World
+
+
+class Losses:
+    """The losses of a model on one rank.
+
+    Attributes:
+        auxiliary: weights of the losses beside the cross-entropy, by name.
+        meanings: what such a loss is, in words, by name, where the model says so.
+        has_loss: whether the model computes its own loss.
+    """
+
+    def __init__(
+        self, config: Config, world: World, model: nn.Module, plain: LanguageModel, vocab_size: int
+    ) -> None:
+        """`model` is `plain` after an engine has sharded it. `vocab_size` is the tokenizer's."""
+        self._in_words = model_in_words(config.model.shape(), config.model.kind)
+        self._parallel, self._world = config.parallel, world
+        self._model, self._vocab_size = model, vocab_size
+        self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
+        self._numbers_padding = numbers_padding(config, plain)
+        self.auxiliary = plain.auxiliary
+        #: The factor of each loss in the gradients, float64 [1 + auxiliaries].
+        self._factors = world.figures([1.0, *self.auxiliary.values()])
+        # A module of another class may lack them, see `language_model.NEEDED`.
+        self.meanings: Mapping[str, str] = getattr(plain, "meanings", {})
+
+    def counts(self, trained: int) -> Tensor:
+        """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
+        return torch.full_like(self._factors, trained)
+
+    def weights(self, counts: Tensor) -> Tensor:
+        """Factors of a rank's sums in its backward: float32 [1 + auxiliaries].
+
+        Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
+        """
+        return (self._factors * (self._world.data_size / counts)).float()
+
+    def zeros(self) -> Tensor:
+        """Sums over no batch: float64 [1 + auxiliaries]."""
+        return torch.zeros_like(self._factors)
+
+    def sums(self, batch: Batch) -> Tensor:
+        """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32 [1 + auxiliaries]."""
+        if not self.auxiliary:
+            return self.of_tokens(batch).sum()[None]
+        with recipe.compute_precision(self._parallel, self._world.device):
+            documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
+            returned = self._model(batch.inputs, extras=True, **documents)
+        targets_BS = batch.targets
+        logits, extras = outputs.check_pair(self._in_words, returned)
+        logits_BSV = outputs.check_logits(self._in_words, logits, targets_BS, self._vocab_size)
+        sums = outputs.auxiliary_sums(
+            self._in_words, self._auxiliary_sums, self.auxiliary, extras, targets_BS
+        )
+        return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
+
+    def of_tokens(self, batch: Batch) -> Tensor:
+        """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
+        return self.of_tokens_and_logits(batch, logits=False)[0]
+
+    def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
+        """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for.
+
+        Raises:
+            UserError: the model has its own loss, and logits are asked for.
+        """
+        with recipe.compute_precision(self._parallel, self._world.device):
+            if self.has_loss:
+                if logits:
+                    raise UserError(
+                        f"run.hooks: expected hooks without validation_metrics with {self._in_words}, which computes "
+                        "its own loss and returns no logits"
+                    )
+                return self._model(batch.inputs, batch=batch).float()[None], None
+            returned = self._model(batch.inputs, **documents_of(batch))
+        logits_BSV = outputs.check_logits(self._in_words, returned, batch.targets, self._vocab_size)
+        return cross_entropy(logits_BSV, batch.targets), whole(logits_BSV) if logits else None
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Cross-entropy of every token, float32 [B * S]."""
+    return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
+
+
+def whole(loss: Tensor) -> Tensor:
+    """Every rank's, of logits that may be cut."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def documents_of(batch: Batch) -> dict[str, Tensor]:
+    """Arguments of forward beside the tokens of a batch with several documents in a sample."""
+    if batch.documents is None or batch.positions is None:
+        return {}
+    return {"documents": batch.documents, "positions": batch.positions}
+
+
+def padding_of(batch: Batch) -> dict[str, Tensor]:
+    """Arguments of forward beside the tokens of a batch with one document in a sample: padding is another document, on
+    which no loss of the first one depends."""
+    padding_BS = ~within_trained(batch.targets)
+    index_S = torch.arange(padding_BS.shape[1], device=padding_BS.device)
+    length_B1 = (~padding_BS).sum(1, keepdim=True)
+    return {"documents": padding_BS.int(), "positions": index_S - length_B1 * padding_BS}

@@ -1,0 +1,30 @@
+"""Whether the numbers of a step are wrong: pure decisions, from what all ranks know after the step's reduction.
+
+Nothing here reads tensors or communicates, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.errors import JobError
+
+
+class NonFiniteError(JobError):
+    """Numbers have gone wrong, and by the settings the run cannot continue."""
+
+
+def is_spike(loss: float, before: Sequence[float], settings: FaultConfig) -> bool:
+    """Whether a loss is far above those of the steps before it."""
+    if settings.on_spike == "ignore" or len(before) < settings.spike_window // 2:
+        return False
+    return loss > spike_limit(before, settings.spike_sigmas)
+
+
+def spike_limit(before: Sequence[float], sigmas: float) -> float:
+    """The highest loss that is no spike: the mean and so many standard deviations."""
+    mean = math.fsum(before) / len(before)
+    variance = math.fsum((each - mean) ** 2 for each in before) / (len(before) - 1)
+    return mean + sigmas * math.sqrt(variance)

@@ -1,0 +1,146 @@
+"""Looks at the numbers of each step: the flag that a rank adds to the step's reduction, and the fault that follows.
+
+A step without a fault has no collective and no wait for the device for this. The fault is named afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+from shardwright.collective import RankGroup, ranks_in_words
+from shardwright.comm.noted import noted
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import Action, Fault
+from shardwright.train.parallel.world import World
+from shardwright.train.run.position import Position
+from shardwright.train.step.numerics.blaming import computed_by
+from shardwright.train.step.numerics.fault import is_spike, spike_limit
+from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
+from shardwright.train.step.numerics.verifying import verify_copies
+
+
+class Job(Protocol):
+    """Attributes of a trainer that this module reads."""
+
+    config: Config
+    world: World
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    position: Position
+
+
+def flag(job: Job, norm: Tensor | None) -> Tensor:
+    """1 if the norm of all gradients is not finite, else 0: float64 [1]. It does not wait for the device.
+
+    An optimizer that steps in backward leaves no norm. A pass over the weights in each step would cost too much, so a
+    wrong gradient shows in the loss of a later step there, or before a save.
+    """
+    if norm is None:
+        return torch.zeros(1, dtype=torch.float64, device=job.world.device)
+    return (~norm.isfinite()).to(job.world.device, torch.float64, non_blocking=True)[None]
+
+
+def fault_of_step(
+    job: Job, loss: float, norm: float | None, flags: float, shares: Tensor, work: Callable[[], Tensor]
+) -> Fault | None:
+    """The fault of the step whose gradients are here, or None. `flags`: of all ranks. `shares`: of the losses.
+
+    `work` does forward and backward of the step again, to find the rank that computed a wrong gradient. The gradients
+    are lost then.
+    """
+    settings, position = job.config.fault, job.position
+    samples = position.samples, position.samples + job.config.train.global_batch
+    head = f"step {position.step + 1}"
+    if not math.isfinite(loss) or flags:
+        shown = "not known" if norm is None else norm
+        text = f"{head}: expected a finite loss and gradient norm, found loss {loss}, norm {shown}"
+        where, kinds = _where(job, loss, shares, work)
+        good = norm is not None and not kinds & {"weight", "optimizer"}
+        action = settings.on_non_finite
+        if action == "skip" and not good:
+            return Fault("stop", f"{text}; {where}; a skip does not mend that", samples, good)
+        return Fault(action, f"{text}; {where}", samples, good)
+    losses = position.past.losses
+    if settings.on_spike != "ignore" and is_spike(loss, losses, settings):
+        limit = spike_limit(losses, settings.spike_sigmas)
+        text = (
+            f"{head}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses and "
+            f"{settings.spike_sigmas:g} standard deviations"
+        )
+        return Fault(settings.on_spike, text, samples, norm is not None)
+    return None
+
+
+def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good: bool) -> Fault:
+    """The fault that hooks of some rank have asked for; the reason is that of the first rank that has it.
+
+    `own`: those of this rank. Called by all ranks together.
+    """
+    reason = next((each.reason for each in own if each.action == action), None)
+    rank, shown = next((r, each) for r, each in enumerate(RankGroup().all_gather(reason)) if each is not None)
+    where = f" (rank {rank})" if job.world.size > 1 else ""
+    samples = job.position.samples, job.position.samples + job.config.train.global_batch
+    text = f"step {job.position.step + 1}: {' '.join(str(shown).split())}{where}"
+    if action == "skip" and not state_is_good:
+        return Fault(
+            "stop",
+            f"{text}; a skip does not mend that, since optimizer.in_backward has changed weights",
+            samples,
+            False,
+        )
+    return Fault(action, text, samples, state_is_good)
+
+
+def _where(job: Job, loss: float, shares: Tensor, work: Callable[[], Tensor]) -> tuple[str, set[str]]:
+    """In words what is not finite, and the kinds of tensors that have such values."""
+    kinds = ("weight", "optimizer", "buffer", "gradient")
+    scaled = isinstance(job.model, FSDP1)  # which makes all gradients nan
+    text, wrong = first_bad(job.model, job.optimizer, job.world.rank, kinds[:3] if scaled else kinds)
+    parts = [text] if text else []
+    if not math.isfinite(loss) and not wrong & {"weight", "buffer"}:
+        ranks = ranks_with_bad_loss(shares)
+        parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite, with finite weights")
+    elif not wrong - {"gradient"} and not scaled:
+        parts = [*parts, largest_gradient(job.model, job.world.rank)][:1]
+        if job.world.size == 1:
+            parts = [parts[0].removeprefix("reduced ")]
+        else:
+            parts = _with_rank(parts[0], wrong, computed_by(job, work, job.world.rank))
+    return "; ".join(parts) or "weights and optimizer state are finite", wrong
+
+
+def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
+    """Lines about gradients after the reduction (`text`) and before it (`computed`); None if those are not known."""
+    if computed is None:
+        return [text, "the rank that computed it is not known"]
+    if computed.startswith("gradient ") or not wrong:
+        return [computed]
+    return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
+
+
+def fault_of_state(job: Job) -> Fault | None:
+    """The fault of the weights and the optimizer's state between two steps, before they are saved; or None.
+
+    It costs a pass over them and one reduction of a number. With `verify_every`, copies are compared, too.
+
+    Raises:
+        CorruptionError: copies differ.
+    """
+    if job.config.fault.verify_every:
+        verify_copies(job)
+    wrong = is_wrong(job.model, job.optimizer).to(job.world.device, torch.float64)
+    with noted("all-reduce of a flag"):
+        dist.all_reduce(wrong)
+    if not wrong.item():
+        return None
+    where, _ = first_bad(job.model, job.optimizer, job.world.rank, ("weight", "optimizer"))
+    action: Action = "rewind" if job.config.fault.on_non_finite == "rewind" else "stop"
+    text = f"step {job.position.step}: expected finite weights and optimizer state after it, found otherwise; {where}"
+    return Fault(action, text, (job.position.samples, job.position.samples), False)

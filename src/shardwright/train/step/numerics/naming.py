@@ -1,0 +1,142 @@
+"""Names the values that are not finite: of which parameter and unit, on which rank. Called only after they are known.
+
+Every function is called by all ranks together. They wait for the device, which a step without a fault does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.collective import RankGroup
+from shardwright.engine.assembly.states import plain_tensors
+from shardwright.engine.front.corruption import plain_name, unit_name
+from shardwright.engine.gradients.stepping import SteppedGradient
+from shardwright.train.errors import counted
+
+MEANINGS = {
+    "weight": "the weights",
+    "optimizer": "the optimizer's state",
+    "gradient": "the gradients",
+    "buffer": "the buffers",
+}
+
+
+class Named(NamedTuple):
+    """A tensor of the state, or a gradient, on this rank."""
+
+    kind: str  #: a key of `MEANINGS`
+    name: str  #: of the parameter or buffer
+    key: str  #: of the optimizer's state
+    unit: str | None
+    tensor: Tensor
+
+
+class Bad(NamedTuple):
+    """A tensor with values that are not finite. The first one in this order is named."""
+
+    kind: int
+    place: int
+    rank: int
+    text: str
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
+    """Weights, then the optimizer's state, as they are between steps; this rank's part."""
+    names: dict[Tensor, str] = {each: plain_name(name) for name, each in model.named_parameters()}
+    for weight, name in names.items():
+        yield Named("weight", name, "", unit_name(weight), weight)
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                yield Named("optimizer", names.get(parameter, "?"), key, unit_name(parameter), value)
+
+
+def gradients(model: nn.Module) -> Iterator[Named]:
+    """The gradients in the order of backward: what is wrong in one passes into those after it."""
+    for name, parameter in reversed(list(model.named_parameters())):
+        gradient = parameter.grad
+        if gradient is not None and not isinstance(gradient, SteppedGradient):
+            yield Named("gradient", plain_name(name), "", unit_name(parameter), gradient)
+
+
+def floats_of(tensor: Tensor) -> list[Tensor]:
+    """This rank's floating-point values behind a tensor, without classes of one byte, which have no arithmetic."""
+    return [
+        each
+        for each in plain_tensors(tensor.detach())
+        if each.is_floating_point() and each.itemsize > 1 and each.numel()
+    ]
+
+
+@torch.no_grad()
+def is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Whether this rank's weights or optimizer state have a value that is not finite: bool, 0-d, on the device of the
+    first weight. It does not wait for the device."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for named in state_tensors(model, optimizer):
+        for each in floats_of(named.tensor):
+            kinds.setdefault((each.device, each.dtype), []).append(each)
+    device = next(iter(kinds))[0] if kinds else torch.device("cpu")
+    wrong = torch.zeros((), dtype=torch.bool, device=device)
+    for tensors in kinds.values():
+        largest = torch.stack(torch._foreach_norm(tensors, float("inf")))
+        wrong = wrong | ~largest.isfinite().all().to(device)
+    return wrong
+
+
+@torch.no_grad()
+def first_bad(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, kinds: tuple[str, ...]
+) -> tuple[str, set[str]]:
+    """In words the first tensor of any rank with values that are not finite, and the kinds that have such values."""
+    bad: list[Bad] = []
+    order = list(MEANINGS)
+    tensors = [*state_tensors(model, optimizer), *gradients(model)]
+    tensors += [Named("buffer", plain_name(name), "", None, each) for name, each in model.named_buffers()]
+    for place, named in enumerate(tensors):
+        if named.kind not in kinds or any(each.kind == order.index(named.kind) for each in bad):
+            continue
+        if count := sum(int((~each.isfinite()).sum()) for each in floats_of(named.tensor)):
+            bad.append(Bad(order.index(named.kind), place, rank, _in_words(named, count, rank)))
+    everyones = sorted(each for found in RankGroup().all_gather(bad) for each in found)
+    return (everyones[0].text if everyones else ""), {order[each.kind] for each in everyones}
+
+
+def _in_words(named: Named, count: int, rank: int) -> str:
+    what = {
+        "weight": "weight",
+        "gradient": "reduced gradient of",
+        "buffer": "buffer",
+        "optimizer": f"optimizer state {named.key!r} of",
+    }[named.kind]
+    unit = "" if named.unit is None else f" (unit {named.unit})"
+    first = ", the first one in the order of backward," if named.kind == "gradient" else ""
+    values = counted(count, "value")
+    verb = "is" if count == 1 else "are"
+    return f"{what} {named.name}{unit}{first} has {values} on rank {rank} that {verb} not finite"
+
+
+@torch.no_grad()
+def largest_gradient(model: nn.Module, rank: int) -> str:
+    """In words the gradient with the largest value, where all are finite and their norm is not."""
+    largest: tuple[float, str] = (-1.0, "")
+    for named in gradients(model):
+        for each in floats_of(named.tensor):
+            value = float(each.abs().max())
+            if value > largest[0]:
+                unit = "" if named.unit is None else f" (unit {named.unit})"
+                largest = (
+                    value,
+                    f"all gradients are finite; the largest, {value:.3g}, is in {named.name}{unit} on rank {rank}",
+                )
+    return max(RankGroup().all_gather(largest), key=lambda each: each[0])[1]  # of equal ones the first rank's
+
+
+def ranks_with_bad_loss(share: Tensor) -> list[int]:
+    """The ranks whose own part of the losses is not finite."""
+    finite = RankGroup().all_gather(bool(share.isfinite().all()))
+    return [rank for rank, each in enumerate(finite) if not each]

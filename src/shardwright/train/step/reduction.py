@@ -1,0 +1,114 @@
+"""The one reduction of a step: all that ranks must know of each other before they step, added up in one row.
+
+Losses, signals, votes and metrics of hooks travel together. The host waits for the device here and nowhere else in a
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.noted import noted
+from shardwright.train.config.catalog.hooks import Action
+from shardwright.train.launch.signals import SIGNALS
+from shardwright.train.parallel.world import World
+from shardwright.train.step.hooks import ACTIONS, means, on_device
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """The values that one rank adds.
+
+    Attributes:
+        shares: its parts of the losses, float64 [losses], on the device.
+        flag: 1 if the gradient norm is not finite, else 0; float64 [1], on the device.
+        norm: the gradient norm, which all ranks have; None if there is none.
+        data_seconds: its wait for data.
+        signal: the signal that it got; None for none.
+        save_ended: it knows that a checkpoint in the background is written or has failed.
+        stops_early: one of its hooks has asked to end the run.
+        votes: the actions that its hooks ask for.
+        sums: sums and counts of the metrics of its hooks.
+    """
+
+    shares: Tensor
+    flag: Tensor
+    norm: Tensor | None
+    data_seconds: float
+    signal: int | None
+    save_ended: bool
+    stops_early: bool
+    votes: Sequence[str]
+    sums: Sequence[float | Tensor]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The values that all ranks have after the reduction, equal on all.
+
+    Attributes:
+        losses: means over all trained tokens of the step.
+        flags: ranks whose gradient norm is not finite.
+        norm: the gradient norm; None if there is none.
+        data_seconds: the wait of the rank that waited longest.
+        signal: the signal by which all stop; 0 for none. Signals reach ranks at different moments.
+        save_ended, stops_early: a rank has said so.
+        action: the strongest that a hook has asked for; None for none.
+        metrics: by name, those of hooks.
+    """
+
+    losses: list[float]
+    flags: float
+    norm: float | None
+    data_seconds: float
+    signal: int
+    save_ended: bool
+    stops_early: bool
+    action: Action | None
+    metrics: Mapping[str, float]
+
+
+def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
+    """Add the parts of all ranks up. Called by all ranks together."""
+    waits = [0.0] * world.size  # a rank adds to its own number alone, so the sum keeps them apart
+    waits[world.rank] = own.data_seconds
+    seen = [
+        *(float(own.signal == each) for each in SIGNALS),
+        float(own.save_ended),
+        float(own.stops_early),
+        *(float(each in own.votes) for each in ACTIONS),
+    ]
+    row = torch.cat([own.shares, own.flag, on_device([*seen, *waits, *own.sums], world.device)])
+    with noted("all-reduce of the loss", None):
+        dist.all_reduce(row)
+        if own.norm is not None:
+            norm = own.norm.to(row.device, row.dtype, non_blocking=True)
+            row = torch.cat([row, norm[None]])
+        figures = row.tolist()
+    grad_norm = None if own.norm is None else figures.pop()
+
+    def taken(count: int) -> list[float]:
+        first, figures[:] = figures[:count], figures[count:]
+        return first
+
+    losses = [
+        loss / world.dims.with_same_loss for loss in taken(len(own.shares))
+    ]  # ranks of the same data have each
+    (flags,), signals = taken(1), taken(len(SIGNALS))
+    (save_ended, stops_early), votes = taken(2), taken(len(ACTIONS))
+    return Agreed(
+        losses,
+        flags,
+        grad_norm,
+        max(taken(world.size)),
+        next((int(each) for each, count in zip(SIGNALS, signals, strict=True) if count), 0),
+        save_ended > 0,
+        stops_early > 0,
+        next((action for action, count in zip(ACTIONS, votes, strict=True) if count), None),
+        means(metric_names, figures),
+    )

@@ -1,0 +1,212 @@
+"""The end of a run: its figures in run.json, the curve, a sample, the summary, and what the terminal says."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from shardwright import board as boards
+from shardwright.comm.noted import noted
+from shardwright.engine.front.report import in_units
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.records import RunEnd
+from shardwright.train.launch.job_end import stopped_by
+from shardwright.train.launch.resume import resume_command
+from shardwright.train.parallel.activations import Recompiles
+from shardwright.train.report import plots
+from shardwright.train.report.console import gib
+from shardwright.train.report.jsonl import read_records
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.exits import DONE, End
+from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.position import Place, saved_steps, step_folder
+from shardwright.train.run.record import RunRecord
+from shardwright.train.run.writing import write_text, writing
+from shardwright.train.step import checkpoint
+from shardwright.train.step.best import BestCheckpoint
+from shardwright.train.step.evaluation import Sample, sample_text
+from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
+from shardwright.train.step.reporting.memory_report import MemoryReport
+from shardwright.train.step.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of the steps of a session.
+
+    Attributes:
+        signal: the signal that stopped them; 0 for none.
+        early: the reason of the hook that stopped them; empty for none.
+    """
+
+    signal: int = 0
+    early: str = ""
+
+
+def conclude(
+    trainer: Trainer,
+    folder: RunFolder,
+    record: RunRecord | None,
+    ended: Ended,
+    reporter: Reporter,
+    memory_report: MemoryReport,
+) -> End:
+    """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
+    ended_by = ended.signal
+    boards.at(boards.END)
+    end = stopped_by(ended_by) if ended_by else End(DONE, "done")
+    memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
+    with noted("all-reduce of memory", None):
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        peak, held, leased = memory.tolist()
+    memory_report.after_last_step()  # before the sample, which leases in another way
+    sampled = sample_text(trainer) if trainer.config.run.sample_tokens and not ended_by else None
+    if record is None:
+        trainer.hooks.end(RunEnd("interrupted" if ended_by else "finished", trainer.position.step))
+        return end
+    records = read_records(folder.metrics_file)
+    results = {**plots.results(records, record.content["sessions"]), "peak_memory": peak}
+    if leased >= 0:
+        results |= {"held_memory": held, "leased_memory": leased}
+    if trainer.config.train.compile != "none":
+        results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    results |= counts_of_incidents(trainer)
+    if trainer.config.checkpoint.keep_best:
+        finder = BestCheckpoint(trainer.config, folder, trainer.hooks)
+        if best := finder.among(saved_steps(checkpoints_of(folder, trainer.config))):
+            results |= {"best": {"step": best.step, finder.name: best.value}}
+    if ended.early:
+        results |= {"ended_early": ended.early}
+    if reporter.failed_saves:
+        results |= {"failed_saves": len(reporter.failed_saves)}
+    status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
+    record.close(status, trainer.position.step, results, end.reason if ended_by else "")
+    with writing(folder.picture):
+        plots.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
+    run_end = RunEnd(status, trainer.position.step, results, folder.picture.absolute())
+    trainer.hooks.end(run_end)
+    reporter.close(run_end)
+    if ended_by:
+        print(
+            *reporter.stopped,
+            *reporter.failed_saves,
+            f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
+            f"to continue:\n  {resume_command(folder, trainer.world.size)}",
+            sep="\n",
+            flush=True,
+        )
+        return end
+    warnings = [*reporter.stopped, *reporter.failed_saves, *incidents_in_words(results)]
+    text = summary(trainer, folder, results, sampled, warnings)
+    write_text(folder.summary_file, text)
+    print(text, end="", flush=True)
+    return end
+
+
+def engine_memory(trainer: Trainer) -> tuple[int, int]:
+    """Bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine leased
+    during a step. -1 with other engines, and before a whole step."""
+    if trainer.config.parallel.engine != "shardwright":
+        return -1, -1
+    memory = sw.memory_report(trainer.model, trainer.optimizer)
+    if memory.peak is None:
+        return -1, -1
+    return memory.shards + memory.rest + memory.buffers + memory.optimizer, memory.peak
+
+
+def summary(
+    trainer: Trainer,
+    folder: RunFolder,
+    results: Mapping[str, Any],
+    sampled: Sample | None,
+    warnings: Sequence[str],
+) -> str:
+    sample_lines = []
+    if sampled is not None and sampled.expected is not None:
+        sample_lines = [
+            f"  sample          prompt     {printable(sampled.prompt)!r}",
+            f"                  expected   {printable(sampled.expected)!r}",
+            f"                  generated  {printable(sampled.generated)!r}",
+        ]
+    elif sampled is not None:
+        sample_lines = [
+            f"  sample          {printable(sampled.prompt)!r} ->",
+            *("    " + line for line in printable(sampled.generated).split("\n")),
+        ]
+    validation = results["validation_loss"]
+    compiled = []
+    if "graphs" in results:
+        later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
+        compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
+    engine = []
+    if "leased_memory" in results:
+        held, leased = (in_units(results[key]) for key in ("held_memory", "leased_memory"))
+        engine = [
+            f"  engine memory   {held} always, and up to {leased} more during a step (largest of all ranks)"
+        ]
+    memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
+    alike = vocabulary(trainer.config)
+    lines = [
+        "",
+        f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
+        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f} "
+        f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
+        *validation_lines(validation, results["train_loss"], trainer.config),
+        *best_lines(results, checkpoints_of(folder, trainer.config)),
+        *(f"  {name:<14}  {value:.4f}" for name, value in results.get("metrics", {}).items()),
+        *([f"  ended early     {results['ended_early']}"] if "ended_early" in results else []),
+        f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
+        f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
+        f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
+        *engine,
+        *compiled,
+        f"  checkpoint      {checkpoint.step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
+        f"  loss curve      {folder.picture}",
+        *(f"  warning         {warning}" for warning in warnings),
+        *sample_lines,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def best_lines(results: Mapping[str, Any], checkpoints: Place) -> list[str]:
+    """The summary's line about the best checkpoint."""
+    if "best" not in results:
+        return []
+    step, (name, value) = results["best"]["step"], list(results["best"].items())[-1]
+    return [f"  best            {step_folder(checkpoints, step)} ({name} {value:.4f})"]
+
+
+def validation_lines(validation: float | None, training: float, config: Config) -> list[str]:
+    """The summary's lines about the last validation. They explain a loss below the training loss."""
+    if validation is None:
+        return ["  validation      none"]
+    lines = [f"  validation      {validation:.4f} on {validation_text(config)}"]
+    if validation < training:
+        lines += [
+            "                  lower than the training loss: this text may be easier, and validation",
+            "                  runs after the step's update, but the training loss is measured before",
+        ]
+    return lines
+
+
+def validation_text(config: Config) -> str:
+    if config.data.validation_source or config.data.validation_sources:
+        return "the validation source"
+    return f"the text's last {100 * config.data.validation_fraction:.3g}%, which no step trains on"
+
+
+def vocabulary(config: Config) -> int:
+    return config.model.shape().vocab_size
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which would change the terminal. A model may produce any byte."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

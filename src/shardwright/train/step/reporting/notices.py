@@ -1,0 +1,196 @@
+"""Notices about settings that are allowed and look like a mistake: before step 1, and about the first loss.
+
+Each notice names what was found, what it changes and what to do. Errors are elsewhere; nothing here ends a run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import TrainerHook
+from shardwright.train.config.catalog.records import StepRecord
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.statement import escaped
+from shardwright.train.data.tokens.tokenizers import Tokenizer
+from shardwright.train.errors import UserError
+from shardwright.train.finetune.finetuning import source_of
+from shardwright.train.finetune.peft_files import base_in
+from shardwright.train.models.generation_settings import ends_of_export, tokenizer_beside
+from shardwright.train.report.reporter import Reporter
+
+if TYPE_CHECKING:
+    from shardwright.train.step.trainer import Trainer
+
+FAR = 3.0
+"""Multiple of ln(V) from which a first loss is implausible. Logits of random weights with the standard deviation s add
+about s^2 / 2 to ln(V): three times ln(256) needs s = 4.7, and usual initial values give less than 1."""
+LOW = 0.1
+"""A mean loss below this part of ln(V) is implausible in a first step: trained models of text have about 0.2 of it."""
+
+
+def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[str]:
+    """The notices of a run before its first step. The process of the first rank calls it."""
+    notices = [_other_tokenizer(config, dataset.tokenizer), _unknown_end_of_turns(config, dataset)]
+    if not resumes:
+        notices.append(_other_base(config))
+    yield from filter(None, notices)
+
+
+# -- the first loss ----------------------------------------------------------------------------------------------------
+
+
+def of_first_loss(trainer: Trainer, loss: float) -> str | None:
+    """The notice about the loss of step 1. None if there is nothing to explain."""
+    train = trainer.config.train
+    first = trainer.position.samples - train.global_batch
+    trained = trainer.dataset.train.trained(first, train.global_batch)
+    per_micro_batch = trained * train.micro_batch / train.global_batch
+    own = trainer.in_words if trainer.losses.has_loss else None
+    shape = trainer.config.model.shape()
+    trained_before = isinstance(shape, HuggingFaceShape) and shape.weights == "pretrained"
+    return first_loss_in_words(loss, shape.vocab_size, own, per_micro_batch, trained_before)
+
+
+class FirstLoss(TrainerHook):
+    """Says what an unusual loss of step 1 may mean."""
+
+    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
+        self._trainer, self._reporter = trainer, reporter
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step == 1 and (note := of_first_loss(self._trainer, record.loss)):
+            self._reporter.say(note)
+
+
+def first_loss_in_words(
+    loss: float,
+    tokens: int,
+    own: str | None = None,
+    per_micro_batch: float = 1.0,
+    pretrained: bool = False,
+) -> str | None:
+    """The reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
+
+    Args:
+        loss: the first loss.
+        tokens: of the vocabulary.
+        own: the model in words, if it has a loss of its own.
+        per_micro_batch: the targets of a micro-batch that its loss is a mean over.
+        pretrained: the model began with weights that were trained before.
+    """
+    alike = math.log(tokens)
+    if loss <= alike:
+        return None
+    above = f"the first loss is above ln({tokens}) = {alike:.4f}"
+    equal = f"A model that gives all {tokens} tokens the same probability has that loss"
+    if pretrained:
+        return (
+            f"{above}. {equal}, and pretrained weights usually have a lower one: check that data.tokenizer is the one "
+            "beside the model, and that the text is of the kind that the model was trained on"
+        )
+    if loss <= FAR * alike:
+        return f"{above}. {equal}; random weights prefer some tokens by chance, so their loss is higher"
+    above = f"the first loss, {loss:.4f}, is {loss / alike:.3g} times ln({tokens}) = {alike:.4f}"
+    if own is not None and LOW * alike <= loss / per_micro_batch <= FAR * alike:
+        return (
+            f"{above}. loss(batch) of {own} seems to be a sum over the targets, where their mean is expected: "
+            f"{loss:.4f} = {per_micro_batch:g} targets of a micro-batch x {loss / per_micro_batch:.4f}. Gradients and "
+            "norms have this factor, too. Return the mean over the targets that are not -100, or the loss of each"
+        )
+    way = "look at the initial values, above all those of the embedding and the output layer"
+    if own is not None:
+        way = f"look at loss(batch) of {own}, which returns a mean over targets, and at the initial values"
+    return f"{above}. {equal}. Random weights with usual initial values have a loss near it: {way}"
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+def _other_tokenizer(config: Config, tokenizer: Tokenizer) -> str | None:
+    """Pretrained weights know the ids of their own tokenizer alone."""
+    shape = config.model.shape()
+    if not isinstance(shape, HuggingFaceShape) or shape.weights != "pretrained":
+        return None
+    beside = tokenizer_beside(shape)
+    if beside is None or beside.fingerprint == tokenizer.fingerprint:
+        return None
+    return (
+        f"data.tokenizer = {config.data.tokenizer} ({tokenizer.vocab_size:,} ids) is not the tokenizer beside the "
+        f"model, {beside.file} ({beside.vocab_size:,} ids), with whose ids the weights were trained. If you did not "
+        f"change the tokenizer on purpose, set data.tokenizer to {config.model.path}"
+    )
+
+
+def _unknown_end_of_turns(config: Config, dataset: Dataset) -> str | None:
+    """The token that ends a turn in the data, if a generation does not end there."""
+    tokenizer = dataset.tokenizer
+    last = _end_of_turn(config, dataset)
+    if last is None or tokenizer.file is None or last in (ends := ends_of_export(config, tokenizer)):
+        return None
+    names = ", ".join(_token(tokenizer, each) for each in ends) or "none"
+    way = "Write the tokenizer's end token after each turn in the template"
+    if last in tokenizer.special:
+        way = f"Add id {last} to eos_token_id in the generation_config.json beside the tokenizer"
+    return (
+        f"turns of the assistant end with {_token(tokenizer, last)}, which is not an end token of the tokenizer "
+        f"(end tokens: {names}). shardwright generate, and generate of transformers with the exported folder, will not "
+        f"stop there. {way}"
+    )
+
+
+def _end_of_turn(config: Config, dataset: Dataset) -> int | None:
+    """The last trained token of the first conversation that has one: as the template writes it. None without."""
+    kinds = [each.kind for each in config.data.sources] or [config.data.kind]
+    for kind, material in zip(kinds, dataset.materials, strict=True):
+        tokens = material.tokens
+        if kind != "conversations" or tokens.trained is None:
+            continue
+        start = 0
+        for stop in tokens.ends[:LOOKED_AT].tolist():
+            trained = np.flatnonzero(np.asarray(tokens.trained[start:stop]))
+            if len(trained):
+                return int(np.asarray(tokens.ids[start : start + int(trained[-1]) + 1])[-1])
+            start = stop
+    return None
+
+
+LOOKED_AT = 100
+"""Conversations of a source that are searched for one with a trained token."""
+
+
+def _token(tokenizer: Tokenizer, number: int) -> str:
+    return f"{escaped(tokenizer.decode([number]))!r} (id {number})"
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def _other_base(config: Config) -> str | None:
+    """Adapters to start from that name another base than the run's. Paths move, so this is no error."""
+    if config.finetune.method == "full" or not config.finetune.adapters:
+        return None
+    try:
+        named = base_in(config.finetune.adapters)
+    except UserError:
+        return None  # which the run has said
+    own = source_of(config)
+    if not named or _same_base(named, str(getattr(config.model, "path", "") or "")):
+        return None
+    return (
+        f"the adapters in {config.finetune.adapters} were trained on {named} (base_model_name_or_path in their "
+        f"adapter_config.json), and the base of this run comes from {own}. On another base they mean nothing. Ignore "
+        "this if it is the same model at another place"
+    )
+
+
+def _same_base(named: str, own: str) -> bool:
+    if os.path.isdir(own):
+        return os.path.isdir(named) and os.path.samefile(named, own)
+    return named == own.partition("@")[0]

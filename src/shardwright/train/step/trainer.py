@@ -1,0 +1,361 @@
+"""A model in training on one rank: steps, validation, samples, and where the run stands.
+
+It reads as if there were one engine and one rank: engines differ in `parallel/recipe.py`. The position of a
+run is one integer, the samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a contiguous part
+of them, so any number of ranks sees the same sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright import board as boards
+from shardwright.checkpoint import seed_generators
+from shardwright.collective import RankGroup
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import Fault, StepInProgress
+from shardwright.train.config.catalog.kinds import model_in_words
+from shardwright.train.data.dataset import Dataset, extended
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.data.samples.loader import Loader, Share, StepBatches
+from shardwright.train.errors import UserError
+from shardwright.train.finetune import adapters
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel import float8, recipe
+from shardwright.train.parallel.activations import Recompiles, prepare_blocks
+from shardwright.train.parallel.checks import check_batch_fits, check_separates
+from shardwright.train.parallel.same_model import check_same_model
+from shardwright.train.parallel.world import World
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.position import Place
+from shardwright.train.step import checkpoint
+from shardwright.train.step.hooks import Hooks, JobOfHooks
+from shardwright.train.step.losses import Losses
+from shardwright.train.step.lr_schedule import learning_rate
+from shardwright.train.step.numerics import looking, verifying
+from shardwright.train.step.reduction import OwnPart, agree
+from shardwright.train.step.saves import Saves
+
+
+def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
+    """The tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
+    return [
+        each
+        for batch in batches
+        for each in (batch.inputs, batch.targets, batch.documents, batch.positions)
+        if each is not None
+    ]
+
+
+def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
+    """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
+    if not separate:
+        return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
+    return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+
+
+class Untrained(NamedTuple):
+    """Global batches without a trained token, one after another: their samples from `first` to before `stop`."""
+
+    batches: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The values of a step that all ranks know.
+
+    `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none. `data_seconds` is the wait
+    for data on the rank that waited longest: the others wait for it in the step's collectives.
+    """
+
+    loss: float
+    grad_norm: float | None  # None where the optimizer has used the gradients before all were known
+    data_seconds: float
+    stop: int
+    auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
+    save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
+    stops_early: bool  # a hook has asked to end the run
+    metrics: Mapping[str, float]  # of hooks, by name
+    rate: float  # of the optimizer's first group
+    fault: Fault | None  # wrong numbers, for which the step was not done
+    untrained: Untrained | None  # global batches before this one, of which no step was made
+
+
+class Trainer:
+    """A model in training on one rank. Every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        dataset: Dataset,
+        reads_weights: bool = True,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
+        self.config, self.world, self.dataset = config, world, dataset
+        self.hooks = hooks or Hooks()
+        self.job: JobOfHooks | None = None  # until `open_hooks`
+        config.train.accumulation_steps(world.data_size)
+        check_batch_fits(config.train, dataset.windows)
+        seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
+        plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
+        check_separates(config, plain)
+        self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
+        check_same_model(plain, world.mesh, self.in_words)
+        self.parameters = plain.num_params()
+        self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
+        self.draws, self.foreign = plain.draws, plain.foreign
+        self.shapes = checkpoint.shapes_of(plain)
+        matrices = recipe.matrix_names(plain)
+        float8.convert(plain, config)
+        prepare_blocks(plain, config)
+        self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
+        self.losses = Losses(config, world, self.model, plain, dataset.vocab_size)
+        self.optimizer = recipe.build_optimizer(self.model, config, matrices)
+        #: Forward and backward of a step.
+        self.work: Callable[..., Tensor] = self._forward_backward
+        if config.train.cuda_graph:
+            self.work = sw.GraphedStep(self.model, self._forward_backward)
+        self.position = checkpoint.Position(step=0, samples=0)
+        self.recompiles = Recompiles()
+        self.peak_memory = 0  # bytes held at most by this rank
+        self.stops_after = 0  # the step after which a signal that comes now ends the run
+        self._loader: Loader | None = None
+        self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
+
+    def open_hooks(self, reporter: Reporter) -> None:
+        """Set the hooks up, with the state that a loaded checkpoint has of them."""
+        world = self.world
+        self.job = JobOfHooks(
+            self.config,
+            self.model,
+            self.optimizer,
+            world.device,
+            (world.rank, world.size),
+            self.position.step,
+            reporter,
+        )
+        self.hooks.setup(self.job)
+        self._load_hooks()
+
+    def _load_hooks(self) -> None:
+        """Give the hooks the states that the loaded checkpoint has of them."""
+        if self._loaded is not None and (own := self.hooks.state_dict()):
+            self.hooks.load_state_dict(checkpoint.hook_states(self._loaded, own))
+
+    def stop_reason(self) -> str:
+        """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
+        own = "" if self.job is None else self.job.stop_reason
+        return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
+
+    def close(self) -> None:
+        """End the threads that prepare batches."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    # -- one step
+
+    def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
+        """Forward and backward over the step's micro-batches, then one optimizer step.
+
+        A global batch without a trained token has no gradient. The step is made of the next one that has some.
+
+        `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
+
+        With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
+        """
+        train, step = self.config.train, self.position.step
+        self.stops_after = step + 1
+        boards.begin_step(step + 1)
+        boards.at(boards.DATA)
+        started = time.perf_counter()
+        data, untrained = self._next_trained()
+        batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
+        counts = self.losses.counts(data.trained)
+        data_seconds = time.perf_counter() - started
+        rate = learning_rate(step, train.steps, self.config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.hooks.before_step(step + 1)
+        boards.at(boards.MODEL)
+        tensors = self.losses.weights(counts), *tensors_of(batches)
+        with recipe.parallel_loss(self.config.parallel):
+            loss_sums = self._work(*tensors)
+        boards.at(boards.CLIP)
+        norm = recipe.clip_gradients(self.model, self.config)
+        shares = loss_sums / counts
+        faults = self.hooks.faults(StepInProgress(step + 1, norm, shares[0]))
+        # A signal from here on is answered in the next step, and this one's thread may print that at once.
+        self.stops_after = step + 2
+        own = OwnPart(
+            shares, looking.flag(self, norm), norm, data_seconds, stop.signal_number, save_ended,
+            self.job is not None and bool(self.job.stop_reason), [each.action for each in faults],
+            self.hooks.metrics(step + 1),
+        )  # fmt: skip
+        agreed = agree(self.world, own, self.hooks.step_metrics)
+        loss, *others = agreed.losses
+        auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
+        with recipe.parallel_loss(self.config.parallel):
+            fault = looking.fault_of_step(
+                self, loss, agreed.norm, agreed.flags, shares, partial(self.work, *tensors)
+            )
+        if fault is None and agreed.action is not None:
+            fault = looking.fault_of_hooks(self, faults, agreed.action, norm is not None)
+        result = StepResult(
+            loss, agreed.norm, agreed.data_seconds, agreed.signal, auxiliary, agreed.save_ended, agreed.stops_early,
+            agreed.metrics, float(self.optimizer.param_groups[0]["lr"]), fault, untrained,
+        )  # fmt: skip
+        if fault is None or norm is None:  # in backward most of it is done, and it ends here
+            boards.at(boards.OPTIMIZER)
+            self.optimizer.step()
+            float8.prepare_scales(self.model, self.config)
+        self.optimizer.zero_grad(set_to_none=True)
+        boards.at(boards.OUTSIDE)
+        if fault is None:
+            self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
+            if self.job is not None:
+                self.job.steps_done = self.position.step
+        boards.end_step(self.position.step + 1)
+        if step == 0:
+            self._check_adapters_called()
+        return result
+
+    def _check_adapters_called(self) -> None:
+        """Refuse adapters on layers whose weights the model uses without calling the layers."""
+        if self.config.train.compile == "none" and (names := adapters.uncalled_layers(self.model)):
+            raise UserError(
+                f"finetune.targets: expected layers that the model calls, found {names[0]!r}, whose weight it uses "
+                f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
+            )
+
+    def _next_trained(self) -> tuple[StepBatches, Untrained | None]:
+        """The data of the next step, and the global batches before it that have no trained token.
+
+        Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
+        """
+        first, batches = self.position.samples, 0
+        while not (data := next(self._steps())).trained:
+            boards.at(boards.DATA)
+            batches += 1
+        self.position = self.position.after_untrained(data.first, batches)
+        return data, Untrained(batches, first, data.first) if batches else None
+
+    def _steps(self) -> Loader:
+        """The data of the steps from here on."""
+        if self._loader is None:
+            train, world = self.config.train, self.world
+            self._loader = Loader(
+                self.dataset.train,
+                Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size),
+                first=self.position.samples,
+                stop=self.position.samples + (train.steps - self.position.step) * train.global_batch,
+                workers=self.config.data.workers,
+                pin=world.device.type == "cuda",
+            )
+        return self._loader
+
+    def _work(self, *tensors: Tensor) -> Tensor:
+        """Forward and backward of a step; twice if it is verified."""
+        if not verifying.is_due(self):
+            return self.work(*tensors)
+        trial = partial(self.work, *tensors)
+        if self.config.optimizer.in_backward:
+            trial = partial(self._forward_backward, *tensors, completes=False)
+        return verifying.twice(self, trial, partial(self.work, *tensors))
+
+    def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
+        """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
+        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
+
+        Unless it `completes` the step, the last micro-batch is as those before it.
+        """
+        train = self.config.train
+        batches = batches_of(tensors, self.dataset.train.separate)
+        loss_sums = self.losses.zeros()
+        for number, batch in enumerate(batches):
+            last = number + 1 == len(batches)
+            reduced = last or train.accumulate == "communicate"
+            if self.draws:
+                torch.manual_seed(self._seed_of(number))
+            adapters.set_samples(self.model, self._samples(number))
+            boards.at(boards.MODEL)
+            with recipe.gradient_sync(self.model, synchronise=reduced, last=last and completes):
+                sums = self.losses.sums(batch)
+                (sums * weights).sum().backward()
+            loss_sums += sums.detach()
+        return loss_sums
+
+    def _seed_of(self, number: int) -> int:
+        """The seed of what forward draws for a micro-batch: a function of its first sample, so also after a resume."""
+        first = self._first_sample(number)
+        return (
+            int.from_bytes(
+                hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()
+            )
+            >> 1
+        )
+
+    def _first_sample(self, number: int) -> int:
+        """Number of the first sample of micro-batch `number` of this rank and step."""
+        share = self.config.train.global_batch // self.world.data_size
+        return self.position.samples + self.world.data_rank * share + number * self.config.train.micro_batch
+
+    def _samples(self, number: int) -> Tensor:
+        """Numbers of the samples of a micro-batch: int64 [B]."""
+        first = self._first_sample(number)
+        return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
+
+    # -- between steps
+
+    @boards.during(boards.SAVE)
+    def save(self, saves: Saves, last: bool = False) -> None:
+        saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
+
+    @boards.during(boards.LOAD)
+    def load(self, folder: RunFolder, reporter: Reporter) -> None:
+        """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
+        self.close()
+        self._loaded = checkpoint.load_newest(
+            checkpoints_of(folder, self.config), self.model, self.optimizer, self.shapes, reporter.say
+        )
+        self.position = self._loaded.position
+        self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        for line in lines:
+            reporter.say(line)
+
+    def skip(self) -> None:
+        """Leave the samples of the next step out."""
+        self.close()  # its loader ends where no sample was left out
+        self.position = self.position.after_skip(self.config.train.global_batch)
+
+    def rewind(self, checkpoints: Place, reporter: Reporter, latest: int, stop: int) -> None:
+        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
+        self.close()
+        self._loaded = checkpoint.load_newest(
+            checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
+        )
+        self.position = self._loaded.position.after_rewind(self.position, stop)
+        self._load_hooks()
+        float8.prepare_scales(self.model, self.config)
+
+    def continue_generators(self, reporter: Reporter) -> None:
+        """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and (
+            line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup())
+        ):
+            reporter.say(line)

@@ -1,0 +1,63 @@
+"""Values between ranks of groups and meshes, errors that all ranks raise, and words for ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from shardwright.collective import OtherRankFailed, RankGroup, ranks_in_words
+from tests.support import multirank, world_mesh
+
+
+@multirank(1, 2, 4)
+def test_values_of_ranks(rank: int, world_size: int) -> None:
+    sizes = (2, 2) if world_size == 4 else (world_size,)
+    mesh = RankGroup.of_mesh(world_mesh(*sizes, names=("a", "b")[: len(sizes)]))
+    for ranks in (RankGroup(), mesh, RankGroup(dist.group.WORLD)):
+        assert (ranks.rank, ranks.size, ranks.is_first) == (rank, world_size, rank == 0)
+        assert list(ranks.numbers) == list(range(world_size))
+        assert ranks.all_gather({"rank": rank}) == [{"rank": r} for r in range(world_size)]
+        assert ranks.broadcast(f"of {rank}") == "of 0"
+        assert ranks.run_on_all(lambda: rank * 2) == [r * 2 for r in range(world_size)]
+        assert ranks.run_on_first(lambda: rank + 7) == 7
+        assert ranks.run_or_stop(lambda: rank) == rank
+    ranks = RankGroup()
+    assert ranks.gather(rank) == (list(range(world_size)) if rank == 0 else None)
+    assert ranks.scatter([f"for {r}" for r in range(world_size)] if rank == 0 else None) == f"for {rank}"
+
+
+@multirank(2)
+def test_an_error_on_any_rank_is_raised_on_all(rank: int, world_size: int) -> None:
+    mesh = RankGroup.of_mesh(world_mesh(world_size))
+    for failing in (0, 1):
+        for kind, there in ((ValueError, ValueError), (OSError, OSError), (ZeroDivisionError, RuntimeError)):
+
+            def action(failing: int = failing, kind: type[Exception] = kind) -> None:
+                if rank == failing:
+                    raise kind("on purpose")
+
+            for ranks in (RankGroup(), mesh):
+                with pytest.raises(there, match=rf"rank {failing}: .*on purpose"):
+                    ranks.run_on_all(action)
+            with pytest.raises(kind if rank == failing else OtherRankFailed, match="on purpose") as caught:
+                mesh.run_or_stop(action)
+            if rank != failing:
+                assert str(caught.value) == (
+                    f"Rank {failing} failed, so all ranks stop. {kind.__name__}: on purpose"
+                )
+            with pytest.raises(kind if rank == failing else LookupError):
+                mesh.run_or_stop(action, LookupError)
+    with pytest.raises(ValueError, match=r"^equal$"):
+        RankGroup().run_on_all(lambda: (_ for _ in ()).throw(ValueError("equal")))
+
+
+def test_one_process_and_words() -> None:
+    for alone in (RankGroup(alone=True), RankGroup.of_mesh(None)):
+        assert alone.alone and alone.all_gather(3) == [3] and alone.broadcast(3) == 3
+        assert alone.gather(3) == [3] and alone.scatter([3]) == 3
+        with pytest.raises(ZeroDivisionError):
+            alone.run_on_all(lambda: 1 / 0)
+    assert [ranks_in_words(each, 2) for each in ([1], [1, 2], [1, 2, 5])] == [
+        "rank 1", "ranks 1, 2", "ranks 1, 2 and 1 more",
+    ]  # fmt: skip
+    assert ranks_in_words(range(4)) == "ranks 0, 1, 2, 3"
