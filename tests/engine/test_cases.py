@@ -105,8 +105,7 @@ def kind_of(name: str) -> str:
 
 def shows(case_: tuple[str, Row], strength: int) -> Iterator[Hashable]:
     """Each setting, and each kind of behaviour once. Of two settings every pair for some behaviour, and each behaviour
-    once. Of three every triple for some, and for each behaviour every pair of some settings: some 30 times as many rows.
-    """
+    once. Of three every triple for some, and for each behaviour every pair of some settings: 30 times as many rows."""
     name, row = case_
     yield from together(strength, *settings_of(row))
     mine = (row.accumulation, row.precision, row.reshard, row.place in USUAL)
