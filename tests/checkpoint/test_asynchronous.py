@@ -106,6 +106,7 @@ def number_in(path: Path) -> float:
     return float(number)
 
 
+@pytest.mark.extensive("more writers")
 @multirank(2)
 def test_a_failure_is_raised_on_every_rank_and_the_next_save_works(
     rank: int, world_size: int, tmp_path: Path

@@ -461,7 +461,7 @@ for number in range(20):
 """
 
 
-@pytest.mark.extensive("each moment kills a process", but=("begun",))
+@pytest.mark.extensive("each moment kills a process")
 @pytest.mark.parametrize("when", ["agreed", "begun"])
 def test_a_rank_that_is_killed_is_named_at_once(when: str, tmp_path: Path) -> None:
     """After the ranks have agreed on a collective, before and after it has begun. What it has posted is still read."""

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
@@ -97,14 +98,19 @@ def settings_of(row: Row) -> tuple[Hashable, ...]:
     return row.accumulation, row.precision, row.reshard, row.place.at, row.place.layout
 
 
+def kind_of(name: str) -> str:
+    """The kind of a behaviour, by which the names of its cases begin."""
+    return re.split("[:,]", name)[0]
+
+
 def shows(case_: tuple[str, Row], strength: int) -> Iterator[Hashable]:
-    """Of two settings every pair for some behaviour, and each behaviour once. Of three every triple for some, and for
-    each behaviour every pair of some settings: some 30 times as many rows."""
+    """Each setting, and each kind of behaviour once. Of two settings every pair for some behaviour, and each behaviour
+    once. Of three every triple for some, and for each behaviour every pair of some settings: 30 times as many rows."""
     name, row = case_
     yield from together(strength, *settings_of(row))
     mine = (row.accumulation, row.precision, row.reshard, row.place in USUAL)
     for settings in together(strength - 1, *mine) if strength > 2 else [()]:
-        yield name, settings
+        yield (name if strength > 1 else kind_of(name)), settings
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

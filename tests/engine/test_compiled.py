@@ -171,6 +171,7 @@ def check_compiled(row: Row, mesh: DeviceMesh, graphs: int) -> None:
     assert found["graphs"] == [graphs] * STEPS
 
 
+@pytest.mark.extensive("many compiled graphs", but=("per_parameter-*",))
 @multirank(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 def test_no_bit_changes(rank: int, world_size: int, row: Row) -> None:

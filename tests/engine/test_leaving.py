@@ -176,7 +176,7 @@ def interrupted_at(n: int, part: str = "/shardwright/") -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-@pytest.mark.extensive("each place of a step", but=("ddp-pages-2ranks",))
+@pytest.mark.extensive("each place of a step")
 @multirank(2, timeout=120.0)
 @pytest.mark.parametrize(("strategy", "way"), [("zero3", "gloo"), ("ddp", "pages")])
 def test_an_interrupt_anywhere_in_a_step_leaves_the_ranks_in_order(

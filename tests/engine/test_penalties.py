@@ -122,7 +122,7 @@ SELECTIONS: dict[str, Callable[[Any], list[torch.Tensor]]] = {
 }
 
 
-@pytest.mark.extensive("each layout", but=("element-2ranks", "ragged ddp-2ranks"))
+@pytest.mark.extensive("each layout", but=("element-2ranks",))
 @needs_subclasses
 @multirank(2, 3)
 @pytest.mark.parametrize("setting", SETTINGS)

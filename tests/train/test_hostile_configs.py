@@ -10,6 +10,8 @@ import random
 import re
 from pathlib import Path
 
+import pytest
+
 from shardwright.train.config import load_config
 from shardwright.train.errors import UserError
 from tests.train.jobs import TINY
@@ -51,6 +53,7 @@ def spoiled(rng: random.Random, text: str) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.extensive("hundreds of damaged files")
 def test_hostile_configurations(tmp_path: Path) -> None:
     seed = os.environ.get("SHARDWRIGHT_HOSTILE_SEED", "0")
     count = int(os.environ.get("SHARDWRIGHT_HOSTILE_CONFIGS", "300"))

@@ -189,7 +189,7 @@ MEMORIES = ("max_pool", "arena")
 
 @pytest.mark.extensive(
     "each order with each kind of memory",
-    but=("in order-*", "failing-*"),
+    but=("in order-*",),
 )
 @multirank(2)
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     assert [record["step"] for record in records(folder)] == list(range(1, done + 3))
 
 
+@pytest.mark.extensive("test_signals has the signals")
 def test_signal_ends_a_run_of_one_rank_too(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start("train", config, "--run.dir", folder, "--train.steps", "100000", "--validation.every", "0")

@@ -62,6 +62,7 @@ def check_undisturbed(cases: dict[str, Any], rank: int, world_size: int, **more:
         assert take_steps(trainer(sections({**case, **more}, 1), rank, world_size), 2) == plain, name
 
 
+@pytest.mark.extensive("each step is computed twice")
 @multirank(2)
 def test_a_verified_run_is_the_same_run(rank: int, world_size: int) -> None:
     check_undisturbed(CLEAN, rank, world_size)

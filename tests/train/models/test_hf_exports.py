@@ -128,6 +128,7 @@ def test_a_run_of_two_ranks_is_exported_by_one(
     assert torch.equal(logits(theirs), logits(model_of_run(run)))
 
 
+@pytest.mark.extensive("architectures of transformers", but=("llama*",))
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_merged_adapters_compute_the_logits_of_the_run(
     kind: str,

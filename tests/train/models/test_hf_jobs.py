@@ -51,6 +51,7 @@ def test_no_rank_holds_the_whole(tmp_path: Path) -> None:
     assert ended.returncode == 0 and ended.stdout.split()[-1:] == ["passed"], ended.stdout + ended.stderr
 
 
+@pytest.mark.extensive("each way of drawing")
 @multirank(2)
 def test_values_are_read_or_drawn_into_shards(rank: int, world_size: int, tmp_path: Path) -> None:
     """Read ones are those of the files, drawn ones those of a model that is built at once."""
