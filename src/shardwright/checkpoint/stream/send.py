@@ -270,7 +270,9 @@ def _state(entry: ModelTensor) -> tuple[int, int]:
     local = local_of(now) if isinstance(now, (DTensor, RaggedTensor)) else now
     if local is None:
         return 0, 0
-    return (0 if local.is_inference() else local._version), storage_key(local)
+    # On torch 2.11 an edit of a DTensor increases its own counter alone, on later versions that of its local tensor.
+    counters = [t._version for t in (now, local) if t is not None and not t.is_inference()]
+    return sum(counters), storage_key(local)
 
 
 # -- streaming ---------------------------------------------------------------------------------------------------------
