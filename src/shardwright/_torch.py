@@ -465,9 +465,12 @@ class _FSDPClasses(dict[type, type]):
         return self.ours[cls]
 
 
-def _share_classes() -> _FSDPClasses:
+def _share_classes() -> Any:
     module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-    classes = _FSDPClasses(getattr(module, "cls_to_fsdp_cls", {}))
+    known = getattr(module, "cls_to_fsdp_cls", {})
+    if hasattr(known, "ours"):  # of this file under another name, or imported before
+        return known
+    classes = _FSDPClasses(known)
     if hasattr(
         module, "cls_to_fsdp_cls"
     ):  # else this torch has no such table, and nothing that looks into it
@@ -476,7 +479,7 @@ def _share_classes() -> _FSDPClasses:
 
 
 #: The sharded class of each class, where torch.compile looks for it.
-fsdp_classes = _share_classes().ours
+fsdp_classes: dict[type, type] = _share_classes().ours
 
 
 #: Lets torch.compile run a function as it is, with all that it calls.

@@ -204,13 +204,12 @@ def read_adapters(
     Raises:
         UserError: there are no such files, they use a feature that is not supported, or they belong to another model
             or other settings. The error names the first difference, and the model is unchanged.
-        RuntimeError: another rank failed.
     """
     path = Path(folder)
     names = _names(model, key_map)
     # The files may be missing on one host alone. Then no other rank may wait in the collectives of load_pretrained.
     file = RankGroup.of_mesh(mesh_of(units_of(model))).run_or_stop(
-        lambda: _checked_file(model, path, settings, names)
+        lambda: _checked_file(model, path, settings, names), UserError
     )
     try:
         sw.load_pretrained(model, file, key_map=names.key_map, allow_unexpected=list(names.copies))
