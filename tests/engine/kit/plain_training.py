@@ -76,7 +76,9 @@ def farness(case: Case, found: Outcome, steps: int, rank: int, world: int) -> li
     each weight's whole change may differ by a part of itself.
     """
     plain, start = plain_outcome(case, steps, rank, world), [p.detach() for p in plain_net().parameters()]
-    part = LOSSY.get(case.event, 0.0 if case.dtypes == (None, None) else 0.3)
+    # AdamW steps by the sign of a gradient first, which sums in bfloat16 change where the gradient is nearly 0.
+    of_dtypes = 0.0 if case.dtypes == (None, None) else 0.4 if case.dtypes[1] is torch.bfloat16 else 0.3
+    part = LOSSY.get(case.event, of_dtypes)
     tolerance = 3e-2 if part else 1e-5
     far = []
     for i, (ours, theirs) in enumerate(zip(found.losses, plain.losses, strict=True)):
