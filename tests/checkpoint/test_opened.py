@@ -163,6 +163,7 @@ def test_a_folder_by_torchs_writer(tmp_path: Path) -> None:
     assert torch.equal(room, state["model"]["w"])
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2)
 def test_a_background_save_leaves_out_what_is_frozen(rank: int, world_size: int, tmp_path: Path) -> None:
     model, optimizer = saved(tmp_path / "now", frozen=False)

@@ -237,6 +237,7 @@ def test_the_examples_of_the_page_run(folder: Path, capsys: pytest.CaptureFixtur
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
 
 
+@pytest.mark.extensive("runs on several numbers of ranks")
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 def test_states_of_hooks_go_on_in_another_sharding(folder: Path, layout: str) -> None:
     """Four steps on two ranks and four on one are as eight on two. A hook that the checkpoint does not know begins."""
@@ -337,6 +338,7 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
 # -- epochs and the best checkpoint ------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("runs of several epochs")
 def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     job = config_file(folder, JOB.replace("steps = 8\n", ""))

@@ -289,6 +289,7 @@ def from_sample(first: int) -> Plant:
     return lambda job, sums: sums * math.nan if job.position.samples >= first else sums
 
 
+@pytest.mark.extensive("runs with many faults")
 @multirank(2)
 def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_path: Path) -> None:
     config = job(fault={"on_non_finite": "skip", "max_skips": 3})
