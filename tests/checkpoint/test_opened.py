@@ -79,6 +79,7 @@ def test_what_is_open_says_what_there_is(rank: int, world_size: int, tmp_path: P
         assert torch.equal(read, values(model)[TRAINED].to(dtype))
 
 
+@pytest.mark.extensive("each choice")
 @multirank(1, 2)
 def test_loads_with_every_choice(rank: int, world_size: int, tmp_path: Path) -> None:
     """Frozen parameters, settings, dtypes and groups; a choice that does not fit is one error, and changes nothing."""

@@ -217,6 +217,7 @@ ALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensive("every example of the page")
 def test_the_examples_of_the_page_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All at once, on two ranks; a run that goes on from the middle on one rank has the same numbers."""
     assert [status for status, _ in train(folder, 2, hooks=ALL)] == [0, 0]
@@ -355,6 +356,7 @@ def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.Captur
     assert "train.epochs: expected 0 with train.steps = 3, found 1" in capsys.readouterr().err
 
 
+@pytest.mark.extensive("a run with many checkpoints")
 def test_the_best_checkpoint_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also after a resume. A rate that is far too high lets the loss rise."""
     options = ["--checkpoint.keep", "1", "--checkpoint.keep_best", "validation_loss", "--optimizer.lr", "0.3",
