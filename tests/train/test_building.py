@@ -51,7 +51,7 @@ def check_values(rank: int, world_size: int, model: dict[str, Any], options: dic
     config = tiny(
         model={**model, **options.get("model", {})},
         train={"micro_batch": 1},
-        recipe={
+        parallel={
             "engine": "shardwright",
             **{key: value for key, value in options.items() if key != "model"},
         },

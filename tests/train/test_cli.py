@@ -45,9 +45,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"run": run, "prompt": prompt, **options})
         return prompt + " and so on"
 
-    command(monkeypatch, "launch", run_train=run_train)
-    command(monkeypatch, "compare", compare=compare)
-    command(monkeypatch, "generate", generate=generate)
+    command(monkeypatch, "commands.train", run_train=run_train)
+    command(monkeypatch, "commands.compare", compare=compare)
+    command(monkeypatch, "commands.generate", generate=generate)
     return seen
 
 
@@ -271,7 +271,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run_train(config: Config, **options: Any) -> int:
         raise error
 
-    command(monkeypatch, "launch", run_train=run_train)
+    command(monkeypatch, "commands.train", run_train=run_train)
 
 
 def test_failure_is_one_line_and_status_1(capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
@@ -286,8 +286,8 @@ def test_failure_is_one_line_and_status_1(capsys: Capture, monkeypatch: pytest.M
 
 def test_without_the_extra_it_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
     monkeypatch.setitem(sys.modules, "pydantic", None)  # as if it were not installed
-    for name in ("config", "keys", "schema"):
-        monkeypatch.delitem(sys.modules, f"shardwright.train.{name}")
+    for name in [name for name in sys.modules if name.startswith("shardwright.train.config")]:
+        monkeypatch.delitem(sys.modules, name)
     for arguments in (["train", job], ["train", "--help"]):
         message = refused(capsys, *arguments)
         assert message.startswith("pydantic is not installed; ")

@@ -300,7 +300,7 @@ def test_written_configuration_loads_back_equal(tmp_path: Path) -> None:
     lr = 1e-05
     betas = [0, 0.5]
     [log]
-    tensorboard = false
+    sinks = []
     """
     config = load_config(write(tmp_path, text.replace("\u007f", "")))
     config = config.model_copy(

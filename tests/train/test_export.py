@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shardwright import cli
+from shardwright.checkpoint import StoredCheckpoint
 from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.commands import export as exporting
@@ -126,13 +127,13 @@ def test_one_tensor_is_in_memory_at_a_time(
     plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[list[str]] = []
-    read_state = checkpoint.read_state
+    whole = StoredCheckpoint.read
 
-    def counted(stored: Any, state: Any, *arguments: Any) -> Any:
-        read.append(list(state["model"]))
-        return read_state(stored, state, *arguments)
+    def counted(stored: StoredCheckpoint, tensors: Any, *arguments: Any) -> Any:
+        read.append(list(tensors))
+        return whole(stored, tensors, *arguments)
 
-    monkeypatch.setattr(checkpoint, "read_state", counted)
+    monkeypatch.setattr(StoredCheckpoint, "read", counted)
     export(plain_run, tmp_path / "out")
     assert len(read) == 21 and all(len(names) == 1 for names in read)
 
@@ -275,9 +276,6 @@ def test_a_tokenizer_that_has_changed_since_the_run_is_refused(
     assert cli.main(["generate", "run", "--prompt", "The", "--tokens", "1"]) == 0
     assert cli.main(["export", "run", "out"]) == 0
     record = json.loads((run / "run.json").read_text())
-    del record["tokenizer"]  # as an older version wrote it
-    (run / "run.json").write_text(json.dumps(record))
-    assert cli.main(["generate", "run", "--prompt", "The", "--tokens", "1"]) == 0
     (run / "run.json").write_text(json.dumps({**record, "tokenizer": {"name": 3}}))
     assert "run.json: expected a valid tokenizer" in error_of(capsys, "run", "other")
 

@@ -22,6 +22,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord, repair_record
 from shardwright.train.run.writing import write_text
+from shardwright.train.step import session
 from shardwright.train.step.checkpoint import saved_steps, what_is_missing
 from shardwright.train.step.trainer import Trainer
 from tests.train.jobs import (
@@ -108,10 +109,10 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_failure_before_the_run_begins_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: Trainer) -> None:
+    def fails(trainer: Trainer) -> None:
         raise RuntimeError("of the machine")
 
-    monkeypatch.setattr(Trainer, "check_model", fails)
+    monkeypatch.setattr(session, "check_model", fails)
     assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run") == 1
     assert "error: RuntimeError: of the machine (add --debug" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

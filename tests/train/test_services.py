@@ -26,7 +26,7 @@ from tests.train.jobs import TINY, config_file, records, run, tiny
 
 PACKAGES = ("wandb", "mlflow", "trackio")
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
-SOURCE = str(Path(sink_thread.__file__).parents[2])
+SOURCE = str(Path(sink_thread.__file__).parents[3])
 
 
 def test_a_missing_package_is_named_with_its_version() -> None:

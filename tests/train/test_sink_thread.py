@@ -16,11 +16,11 @@ import pytest
 
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
-from shardwright.train.extend import NamedSink, RunEnd, RunSite
+from shardwright.train.extend import NamedSink, RunEnd
 from shardwright.train.report import sink_thread
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
-from tests.train.jobs import TINY, config_file, finish, ranks, records, start, tiny, train_here
+from tests.train.jobs import TINY, config_file, finish, ranks, records, start, train_here
 
 SHORT = TINY.replace("steps = 8", "steps = 3")
 END = RunEnd("finished", 3)
@@ -287,22 +287,3 @@ def test_a_close_with_other_arguments_is_one_error(folder: Path, capsys: pytest.
     assert re.search(
         r"returned a Wide with close\(end, code\); expected close\(end\)", capsys.readouterr().err
     )
-
-
-def test_a_sink_of_version_0_2_is_closed_without_an_argument(tmp_path: Path) -> None:
-    class Old:
-        closed = 0
-
-        def step(self, record: Any) -> None:
-            pass
-
-        def say(self, text: str) -> None:
-            pass
-
-        def close(self) -> None:
-            self.closed += 1
-
-    old = Old()
-    sink = NamedSink("old", "", lambda site: old).make(RunSite(tmp_path, tiny(), 0))  # type: ignore[arg-type,return-value]
-    sink.close(END)
-    assert old.closed == 1

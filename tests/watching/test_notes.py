@@ -29,7 +29,6 @@ EXCEPTIONS = {
     "train/rank/shared_folder.py": ("before there is a board", 2),
     "train/launch/attempts.py": ("before there is a board", 1),
     "train/models/native/styles.py": ("in a compiled graph, which cannot write", 1),
-    "watching/api.py": ("where boards begin", 1),
 }
 
 
