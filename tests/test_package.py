@@ -97,6 +97,7 @@ def test_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> Non
     assert {info + "licenses/LICENSE", info + "METADATA", info + "entry_points.txt"} <= names
 
 
+@pytest.mark.extensive("a package is built")
 def test_metadata_is_that_of_pyproject(built: tuple[Path, Path]) -> None:
     wheel, _ = built
     with zipfile.ZipFile(wheel) as archive:

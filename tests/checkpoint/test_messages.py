@@ -198,6 +198,7 @@ TABLE: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.extensive("each wrong call", but=("save*", "load a f*"))
 @multirank(2)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_wrong_call_is_one_clear_error_on_every_rank(

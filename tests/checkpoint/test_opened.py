@@ -79,6 +79,7 @@ def test_what_is_open_says_what_there_is(rank: int, world_size: int, tmp_path: P
         assert torch.equal(read, values(model)[TRAINED].to(dtype))
 
 
+@pytest.mark.extensive("each choice")
 @multirank(1, 2)
 def test_loads_with_every_choice(rank: int, world_size: int, tmp_path: Path) -> None:
     """Frozen parameters, settings, dtypes and groups; a choice that does not fit is one error, and changes nothing."""
@@ -163,6 +164,7 @@ def test_a_folder_by_torchs_writer(tmp_path: Path) -> None:
     assert torch.equal(room, state["model"]["w"])
 
 
+@pytest.mark.extensive("another writer")
 @multirank(2)
 def test_a_background_save_leaves_out_what_is_frozen(rank: int, world_size: int, tmp_path: Path) -> None:
     model, optimizer = saved(tmp_path / "now", frozen=False)

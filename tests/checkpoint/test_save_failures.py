@@ -89,7 +89,7 @@ def test_any_call_may_fail(tmp_path: Path, older: bool, reason: int) -> None:
     assert failures > 12
 
 
-@pytest.mark.extensive("each call", but=("first-*",))
+@pytest.mark.extensive("each call")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> None:
     number, happened = 0, True
@@ -110,7 +110,7 @@ def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> Non
     assert number > 12
 
 
-@pytest.mark.extensive("each call", but=("first-*",))
+@pytest.mark.extensive("each call")
 @pytest.mark.parametrize("onwards", [False, True], ids=["once", "from_then_on"])
 def test_a_cut_of_power_after_a_failure(tmp_path: Path, older: bool, onwards: bool) -> None:
     """What the clean-up after a failure removes must not be what a cut would bring back."""

@@ -79,7 +79,7 @@ def test_every_model_of_transformers_is_saved_under_its_stored_names(tmp_path: P
         assert again.keys() == expected.keys(), name
 
 
-@pytest.mark.extensive("transformers", but=("llama-share-*",))
+@pytest.mark.extensive("transformers")
 @multirank(3, timeout=90)
 @pytest.mark.parametrize("way", ["group", "share"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -17,7 +17,7 @@ from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 
-@pytest.mark.extensive("each layout", but=("0-*",))
+@pytest.mark.extensive("each layout")
 @multirank(2)
 @pytest.mark.parametrize("part", range(3))
 def test_every_layout_gets_what_was_saved(rank: int, world_size: int, part: int, tmp_path: Path) -> None:

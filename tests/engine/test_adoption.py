@@ -269,6 +269,7 @@ def test_ranks_may_read_parameters_in_different_orders(rank: int, world_size: in
             check(case, FIRST[name] if rank == 0 else FIRST["nothing"], mesh)
 
 
+@pytest.mark.extensive("each way of moving")
 @multirank(2)
 def test_values_that_are_missing_stay_missing_when_a_parameter_moves(rank: int, world_size: int) -> None:
     """A unit that adopts a parameter of another one, sharded on the meta device, does not compute with its NaN."""

@@ -114,7 +114,7 @@ def by(backend: str) -> Compile:
     return lambda function, **options: torch.compile(function, backend=backend, **options)
 
 
-@pytest.mark.extensive("many compiled graphs", but=("3-2ranks",))
+@pytest.mark.extensive("many compiled graphs")
 @multirank(2, timeout=180)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_compiled_edits_are_those_of_eager(rank: int, world_size: int, number: int) -> None:

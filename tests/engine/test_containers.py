@@ -194,7 +194,7 @@ POLICIES = (
 )
 
 
-@pytest.mark.extensive("both ways", but=("True-2ranks",))
+@pytest.mark.extensive("both ways")
 @multirank(2)
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_containers_keep_their_class_and_attributes(rank: int, world_size: int, needs_grad: bool) -> None:

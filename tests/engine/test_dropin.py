@@ -33,10 +33,7 @@ def printed(source: str, name: str) -> str:
     return output.getvalue()
 
 
-@pytest.mark.extensive(
-    "each program written for FSDP2",
-    but=("plain_loop*",),
-)
+@pytest.mark.extensive("each program written for FSDP2")
 @multirank(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_losses_are_those_of_fsdp2(rank: int, world_size: int, program: str) -> None:

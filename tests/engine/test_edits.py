@@ -418,7 +418,7 @@ class Scaled(nn.Module):
         return x + self.down(torch.tanh(self.up(x))) * self.scale
 
 
-@pytest.mark.extensive("compiled graphs", but=("in place after-*",))
+@pytest.mark.extensive("compiled graphs")
 @multirank(2)
 @pytest.mark.parametrize("how", ["wrapped before", "in place before", "in place after"])
 def test_a_unit_with_parameters_of_its_own_is_compiled(rank: int, world_size: int, how: str) -> None:

@@ -66,7 +66,7 @@ class Spmd(nn.Module):
         return out.full_tensor() if isinstance(out, DTensor) else out
 
 
-@pytest.mark.extensive("each arrangement", but=("several-row-*", "both-element-*", "shard-per*"))
+@pytest.mark.extensive("each arrangement")
 @multirank(4)
 @pytest.mark.parametrize(
     ("dims", "layout"), [*((dims, "per_parameter") for dims in DIMS), ("both", "element"), ("several", "row")]

@@ -107,7 +107,7 @@ CASES = select(
 )
 
 
-@pytest.mark.extensive("each place", but=("zero3@2-*", "hsdp@2x2-*", "zero1@2-*"))
+@pytest.mark.extensive("each place")
 @on_meshes(CASES)
 def test_bits_of_the_whole_tensor(rank: int, world_size: int, at: On, precision: str, place: str) -> None:
     for way in WAYS:
@@ -313,6 +313,7 @@ def test_training(
             assert torch.equal(full(p.detach()), q[1].detach()), name
 
 
+@pytest.mark.extensive("compiled graphs")
 @multirank(2)
 def test_compiled_blocks(rank: int, world_size: int) -> None:
     """The bits of the same blocks without a compiler."""

@@ -99,7 +99,7 @@ def test_full_state_dicts(rank: int, world_size: int, on: On, layout: str) -> No
             torch.testing.assert_close(states[name][key], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.extensive("each place", but=("zero3@2-*", "hsdp@2x2-*"))
+@pytest.mark.extensive("each pair of layouts")
 @on_meshes(STATES)
 def test_checkpoints_load_into_other_layouts(
     rank: int, world_size: int, on: On, layout: str, tmp_path: Path

@@ -92,7 +92,7 @@ def counts(units: int, memory: str, dtype: torch.dtype | None) -> dict[str, int]
     return found
 
 
-@pytest.mark.extensive("each kind of memory", but=("dynamic-*",))
+@pytest.mark.extensive("each kind of memory")
 @pytest.mark.parametrize(
     ("memory", "dtype"), [("dynamic", None), ("arena", torch.bfloat16), ("max_pool", None)], ids=str
 )

@@ -34,7 +34,7 @@ def train(model: Model, loop: str, rank: int, steps: int) -> list[torch.Tensor]:
     return [full(t).detach().clone() for p in model.parameters() for t in (p, p.grad) if t is not None]
 
 
-@pytest.mark.extensive("each strategy", but=("zero2-*", "ddp-*"))
+@pytest.mark.extensive("each strategy")
 @multirank(2)
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 def test_gradients_that_stay_are_planned_for(rank: int, world_size: int, strategy: str) -> None:

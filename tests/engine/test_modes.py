@@ -62,7 +62,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.extensive("each mode", but=("0-*", "2-*"))
+@pytest.mark.extensive("each mode")
 @multirank(2)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_steps_inside_modes_are_those_of_a_plain_model(rank: int, world_size: int, number: int) -> None:

@@ -140,6 +140,7 @@ def test_numbers_are_global(rank: int, world_size: int, layout: str) -> None:
             check_numbers(states[1]["exp_avg"], states[0]["exp_avg"], FEW, f"state, {what}")
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4)
 def test_numbers_on_two_axes(rank: int, world_size: int) -> None:
     mesh = world_mesh(2, 2, names=("replicate", "shard"))

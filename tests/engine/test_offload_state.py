@@ -241,7 +241,7 @@ def test_the_next_units_state_comes_up_while_one_is_stepped(rank: int, world_siz
 # -- in and out ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.extensive("each layout", but=("*-ragged-*",))
+@pytest.mark.extensive("each layout")
 @multirank(2)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 @pytest.mark.parametrize("way", WRAPS)

@@ -183,7 +183,7 @@ def test_on_meshes_of_two_dimensions(rank: int, world_size: int) -> None:
             model.zero_grad()
 
 
-@pytest.mark.extensive("each layout", but=("per_parameter-2ranks",))
+@pytest.mark.extensive("each layout")
 @needs_subclasses
 @multirank(2, 3)
 @pytest.mark.parametrize("setting", ["per_parameter", "ragged", "ddp"])
@@ -236,7 +236,7 @@ def test_in_micro_batches_that_are_not_synchronised(rank: int, world_size: int, 
             model.zero_grad()
 
 
-@pytest.mark.extensive("each layout", but=("ragged-2ranks", "ddp-2ranks"))
+@pytest.mark.extensive("each layout")
 @needs_subclasses
 @multirank(2)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -298,7 +298,7 @@ DIVERGENCES: dict[str, Callable[[Any, int], torch.Tensor]] = {
 }
 
 
-@pytest.mark.extensive("each layout", but=("per_parameter-2ranks", "ragged ddp-2ranks"))
+@pytest.mark.extensive("each layout", but=("ragged ddp-2ranks",))
 @needs_subclasses
 @multirank(2, 3)
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -392,6 +392,7 @@ def state(tensors: Any) -> dict[str, Any]:
     return {f"t{i}": t for i, t in enumerate(tensors)}
 
 
+@pytest.mark.extensive("each pair")
 @multirank(3)
 def test_checkpoints_between_layouts_and_world_sizes(rank: int, world_size: int, tmp_path: Path) -> None:
     """Saved by two ranks ragged, by three as Shard(0), and from plain tensors; loaded by one, two and three as each."""

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -235,6 +236,7 @@ def rows() -> list[tuple[Any, ...]]:
     return [(*pair, *(next(turn) for turn in turns)) for pair in pairs]
 
 
+@pytest.mark.extensive("each kind of view")
 @multirank(2, timeout=300)
 def test_views_that_a_unit_returns_may_be_changed_in_place(rank: int, world_size: int) -> None:
     done = 0

@@ -128,6 +128,7 @@ def test_requires_all_reduce(rank: int, world_size: int, at: On) -> None:
         model.zero_grad()
 
 
+@pytest.mark.extensive("each strategy", but=("zero3@2", "hsdp@2x2", "zero1@2"))
 @on_meshes(some(2))
 def test_all_reduce_hook(rank: int, world_size: int, at: On) -> None:
     """Called once for each unit and complete reduction, with what ``.grad`` becomes; its changes count."""

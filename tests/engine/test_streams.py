@@ -129,6 +129,15 @@ def test_asynchronous_collectives_are_refused() -> None:
 # -- streams and an engine that are wrong ----------------------------------------------------------------------------
 
 
+@pytest.mark.extensive(
+    "each wait; `make defects` takes all of them away",
+    but=(
+        "weights are read too soon",
+        "gradients are read too soon",
+        "reduced before packed",
+        "released under*",
+    ),
+)
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_wrong_order_is_found(wrong: Wrong) -> None:
     assert race_of(wrong) is not None

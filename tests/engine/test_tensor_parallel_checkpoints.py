@@ -57,7 +57,7 @@ _MOVES = [
 ]
 
 
-@pytest.mark.extensive("each pair of meshes", but=("sw-(2, 2)-element*", "fsdp2-(2, 2)-None-sw-(2, 1, 2)*"))
+@pytest.mark.extensive("each pair of meshes")
 @multirank(4)
 @pytest.mark.parametrize(("one", "other"), _MOVES, ids=lambda m: "-".join(map(str, m)))
 def test_checkpoints_move(rank: int, world_size: int, one: Any, other: Any, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def outcomes(use: Use, *models: nn.Module, x: torch.Tensor) -> Iterator[Any]:
 LONG = ("nested", "linearize", "jacobian", "checkpoint")
 
 
-@pytest.mark.extensive("each setting", but=("2-2ranks", "3-2ranks"))
+@pytest.mark.extensive("each setting")
 @multirank(2)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_transforms_give_what_a_plain_model_gives(rank: int, world_size: int, number: int) -> None:

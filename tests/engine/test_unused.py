@@ -10,6 +10,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -139,6 +140,7 @@ def compare(model: nn.Module, plain: nn.Module, where: str, gradients: bool) -> 
             )
 
 
+@pytest.mark.extensive("every setting")
 @multirank(2)
 def test_unused_parameters_get_zeros_in_every_setting(rank: int, world_size: int) -> None:
     ragged, element = sw.Ragged("row"), sw.Ragged("element")
@@ -153,6 +155,7 @@ def test_unused_parameters_get_zeros_in_every_setting(rank: int, world_size: int
             train(row, rank, world_size)
 
 
+@pytest.mark.extensive("each mesh")
 @multirank(4)
 def test_unused_parameters_get_zeros_on_meshes_of_two_axes(rank: int, world_size: int) -> None:
     for strategy, micros in (("hsdp", "reduced"), ("hsdp", "last"), ("hfsdp", "held")):

@@ -183,6 +183,7 @@ def test_writes_are_those_of_the_plain_tensor(rank: int, world_size: int) -> Non
     check_writes("rows")
 
 
+@pytest.mark.extensive("each layout")
 @multirank(2, timeout=120)
 @pytest.mark.parametrize("how", ["columns", "whole"])
 def test_writes_are_those_of_the_plain_tensor_cut_otherwise(rank: int, world_size: int, how: str) -> None:
@@ -211,6 +212,7 @@ def test_reads_through_views_are_those_of_the_plain_tensor(rank: int, world_size
     assert rows[1].sum().item() == pytest.approx(rows[0].sum().item(), rel=1e-5)
 
 
+@pytest.mark.extensive("each layout")
 @multirank(2)
 def test_ragged_layouts_write_the_same_or_raise(rank: int, world_size: int) -> None:
     for layout in ("ragged", sw.Ragged("element")):

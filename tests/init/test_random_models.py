@@ -42,6 +42,7 @@ def seeded(test: object) -> object:
     return hypothesis.seed(int(SEED))(test) if SEED is not None else test
 
 
+@pytest.mark.extensive("each layer of many models")
 @seeded
 @drawn(COUNT)
 @given(model=descriptions())
@@ -57,6 +58,7 @@ def one_of_three() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.extensive("each layer of many models")
 @pytest.mark.usefixtures("one_of_three")
 @seeded
 @drawn(COUNT)

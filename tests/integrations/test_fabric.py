@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("runs in each setting")
 @multirank(2, timeout=TIMEOUT)
 def test_parameter_groups_can_be_added(rank: int, world_size: int) -> None:
     from tests.integrations.fabrics import fabric_of

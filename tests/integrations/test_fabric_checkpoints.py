@@ -196,6 +196,7 @@ def _loaded(model: nn.Module, path: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.extensive("each number of ranks")
 def test_sharded_checkpoints_load_at_another_number_of_ranks(
     worker_pools: WorkerPools, tmp_path: Path
 ) -> None:

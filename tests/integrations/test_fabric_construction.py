@@ -23,6 +23,7 @@ class _Loud(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 3))
 
 
+@pytest.mark.extensive("each way of building")
 @multirank(2, timeout=TIMEOUT)
 def test_empty_init_is_the_plain_build(rank: int, world_size: int) -> None:
     """Values, buffers and generators; nothing is allocated before set-up, and no module needs reset_parameters."""

@@ -47,6 +47,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.extensive("each form")
 @multirank(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_save_that_fails_leaves_what_was_there(

@@ -121,6 +121,7 @@ def test_plans_of_real_steps_are_within_2_percent(step: Step) -> None:
     assert plan.nbytes <= 1.02 * plan.lower_bound, plan.nbytes / plan.lower_bound
 
 
+@pytest.mark.extensive("a search of seconds")
 def test_plans_depend_on_the_leases_alone() -> None:
     """All ranks must compute one plan. This step needs a search with random numbers."""
     with fake_ranks(256):

@@ -164,7 +164,7 @@ def folder_of(tmp_path: Path) -> str:
     return str(tmp_path / "state")
 
 
-@pytest.mark.extensive("each sharding at each moment", but=("before-per_parameter-*", "held-zero1-*"))
+@pytest.mark.extensive("each sharding at each moment", but=("held-zero1-*",))
 @multirank(2, timeout=240)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("moment", ["before", "held", "after"])

@@ -49,7 +49,7 @@ def test_bits_of_one_device(rank: int, world_size: int, name: str) -> None:
             steps_equal(world_size, name, strategy, layout, dtype)
 
 
-@pytest.mark.extensive("each optimizer", but=("Muon-*",))
+@pytest.mark.extensive("each optimizer")
 @multirank(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_of_one_device_over_two_axes(rank: int, world_size: int, name: str) -> None:

@@ -126,7 +126,7 @@ def load(rank: int, world_size: int, name: str, strategy: str, layout: str, fold
     assert_equal_bits(plain, sharded)
 
 
-@pytest.mark.extensive("each optimizer", but=("Muon",))
+@pytest.mark.extensive("each optimizer")
 @pytest.mark.multirank
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoints_go_on_bit_equal_anywhere(worker_pools: WorkerPools, tmp_path: Path, name: str) -> None:

@@ -33,8 +33,8 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "engine/test_sim_graphs.py": (
         "on the simulated device every event and wait takes minutes",
-        ("test_a_graph_*", "test_a_capture_*", "test_a_replay_*", "none-2ranks", "multiplied-2ranks", "loaded-2ranks",
-         "weights are read too soon, in a graph-2ranks"),
+        ("test_a_graph_on_one_*", "test_a_capture_*", "test_a_replay_*", "none-2ranks", "multiplied-2ranks",
+         "loaded-2ranks", "weights are read too soon, in a graph-2ranks"),
     ),
     "test_gpu_failures.py": (
         "a tool: each fault is a process",
@@ -42,7 +42,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "test_gpu_contact.py": (
         "a tool: each part is a process",
-        ("test_each_gpu_test_*", "test_an_unknown_*", "test_the_parts_*", "test_it_ends_what_*"),
+        ("test_each_gpu_test_*", "test_an_unknown_*", "test_the_parts_*"),
     ),
     "test_gpu_benchmark.py": (
         "a benchmark",

@@ -127,7 +127,7 @@ def test_what_is_kept() -> None:
     assert kept(one) == (3 * none + by_mode["full"]) // 4
 
 
-@pytest.mark.extensive("many compiled graphs", but=("llama-ops-*",))
+@pytest.mark.extensive("many compiled graphs")
 @multirank(2)
 @pytest.mark.parametrize(
     ("kind", "mode", "memory"),

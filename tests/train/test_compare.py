@@ -89,6 +89,7 @@ def test_a_gap_between_sessions_and_the_warm_up_of_a_resume_change_no_speed(
     assert (first["tokens_per_second"], first["step_seconds"]) == (256.0, 1.0)
 
 
+@pytest.mark.extensive("a run of each strategy")
 def test_strategies_differ_in_what_the_engine_holds_and_leases(
     sharded_run: Path, plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

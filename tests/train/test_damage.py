@@ -40,6 +40,7 @@ from tests.train.jobs import config_file, losses, ranks, train_here
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__values.distcp", INDEX)
 
 
+@pytest.mark.extensive("every file in every way")
 @multirank(2)
 def test_any_damage_to_any_file_makes_all_ranks_fall_back(rank: int, world_size: int, tmp_path: Path) -> None:
     job = Job(tmp_path / "checkpoints")

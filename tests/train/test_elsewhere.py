@@ -37,6 +37,7 @@ def place(folder: Path, kind: str) -> str:
     return {"url": f"fake://{folder}/store", "folder": str(folder / "store")}[kind]
 
 
+@pytest.mark.extensive("each place")
 @pytest.mark.parametrize("kind", ["url", "folder"])
 def test_a_run_saves_goes_on_and_is_read_there(
     tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str], kind: str

@@ -71,6 +71,7 @@ def test_the_page_has_one_short_example_of_each() -> None:
         assert sum(bool(line.strip()) for line in code.splitlines()) < 30, name
 
 
+@pytest.mark.extensive("every example of the page trains")
 def test_the_examples_train(folder: Path) -> None:
     """Each beside the job without it: the losses are the same where the value changes none."""
     job = config_file(folder, TINY.replace('engine = "none"', "").replace("steps = 8", "steps = 2"))

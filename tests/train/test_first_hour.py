@@ -49,6 +49,7 @@ def test_help_begins_with_the_usual_keys(capsys: pytest.CaptureFixture[str]) -> 
     assert all(key.title in out for key in keys())
 
 
+@pytest.mark.extensive("each section", but=("train*", "parallel*", "*0", "*1"))
 @pytest.mark.parametrize("section", Config.model_fields)
 def test_help_of_a_section(capsys: pytest.CaptureFixture[str], section: str) -> None:
     for word in ("--help", "-h"):
@@ -116,6 +117,7 @@ def test_pretrained_weights_are_not_called_random() -> None:
         assert note is not None and "random" not in note.lower() and "data.tokenizer" in note
 
 
+@pytest.mark.extensive("a run")
 def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     files = save_tokenizer(tmp_path / "tokenizer")

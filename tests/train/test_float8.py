@@ -33,7 +33,7 @@ def weights(job: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in job.model.state_dict().items()}
 
 
-@pytest.mark.extensive("compiled graphs", but=("tensorwise-none-*",))
+@pytest.mark.extensive("each recipe")
 @multirank(2)
 @pytest.mark.parametrize(
     ("recipe", "backend"), [("tensorwise", "none"), ("tensorwise", "aot_eager"), ("rowwise", "none")]

@@ -29,7 +29,7 @@ def losses(folder: Path) -> list[tuple[float, float, float | None]]:
     return [(r["loss"], r["grad_norm"], r.get("validation_loss")) for r in records]
 
 
-@pytest.mark.extensive("both ways of accumulating", but=("communicate",))
+@pytest.mark.extensive("both ways of accumulating")
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 def test_steps_in_a_graph_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: str

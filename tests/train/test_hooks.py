@@ -217,6 +217,7 @@ ALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensive("every example of the page")
 def test_the_examples_of_the_page_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All at once, on two ranks; a run that goes on from the middle on one rank has the same numbers."""
     assert [status for status, _ in train(folder, 2, hooks=ALL)] == [0, 0]
@@ -237,6 +238,7 @@ def test_the_examples_of_the_page_run(folder: Path, capsys: pytest.CaptureFixtur
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
 
 
+@pytest.mark.extensive("runs on several numbers of ranks")
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 def test_states_of_hooks_go_on_in_another_sharding(folder: Path, layout: str) -> None:
     """Four steps on two ranks and four on one are as eight on two. A hook that the checkpoint does not know begins."""
@@ -337,6 +339,7 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
 # -- epochs and the best checkpoint ------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensive("runs of several epochs")
 def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     job = config_file(folder, JOB.replace("steps = 8\n", ""))
@@ -353,6 +356,7 @@ def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.Captur
     assert "train.epochs: expected 0 with train.steps = 3, found 1" in capsys.readouterr().err
 
 
+@pytest.mark.extensive("a run with many checkpoints")
 def test_the_best_checkpoint_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also after a resume. A rate that is far too high lets the loss rise."""
     options = ["--checkpoint.keep", "1", "--checkpoint.keep_best", "validation_loss", "--optimizer.lr", "0.3",

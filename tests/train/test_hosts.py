@@ -50,6 +50,7 @@ def test_torchrun_trains_on_three_hosts(tmp_path: Path, plain_run: Path) -> None
     assert len(losses(tmp_path / "run")) == 3
 
 
+@pytest.mark.extensive("hosts of their own")
 def test_hosts_without_a_shared_folder_are_refused(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()

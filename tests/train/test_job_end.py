@@ -77,6 +77,7 @@ def test_an_error_in_a_job_of_one_rank(
     assert shown.startswith(f"error: {reason}") and shown.count("\n") == 1
 
 
+@pytest.mark.extensive("a job of several ranks")
 @multirank(2)
 def test_jobs_in_a_process_group_of_a_framework(rank: int, world_size: int, tmp_path: Path) -> None:
     """As under Ray Train: an error of one rank, the rest of the job after it, and a mistake, all in one group."""

@@ -145,7 +145,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {ranks: folder / "run" for ranks, folder in folders.items()}
 
 
-@pytest.mark.extensive("each number of ranks and launcher", but=("1-torchrun-*",))
+@pytest.mark.extensive("each number of ranks and launcher")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_failures_change_nothing(tmp_path: Path, undisturbed: dict[int, Path], case: Case) -> None:
     folder = tmp_path / "job"

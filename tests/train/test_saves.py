@@ -304,6 +304,7 @@ def test_fsdp2_reads_the_checkpoint_of_a_run(
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
+@pytest.mark.extensive("each number of ranks")
 @multirank(1, 2, 3)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 def test_any_number_of_ranks_gets_the_same_bits(

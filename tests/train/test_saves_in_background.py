@@ -49,6 +49,7 @@ def digests(folder: Path) -> dict[str, list[Any]]:
     return {name: [part.sha256 for part in index.tensors[name].parts] for name in names}
 
 
+@pytest.mark.extensive("a writer; checkpoint/test_asynchronous has one")
 def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path, sharded_run: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = ("train", config, *ENGINE, *BACKGROUND)

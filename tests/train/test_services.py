@@ -296,6 +296,7 @@ def test_mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.path for each in client.list_artifacts(found.info.run_id)] == ["loss.png"]
 
 
+@pytest.mark.extensive("a service that takes long to import")
 @needs("trackio")
 def test_trackio(folder: Path) -> None:
     (file,) = (folder / "trackio").glob("tests*.db")

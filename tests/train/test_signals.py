@@ -301,6 +301,7 @@ def test_handlers_are_those_of_before_in_a_process_that_goes_on() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.extensive("a job of processes of its own")
 def test_a_signal_to_one_rank_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     status, out, err = launch(

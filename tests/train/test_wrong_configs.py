@@ -757,6 +757,7 @@ def test_there_are_enough_cases() -> None:
     assert len(CASES) > 200 and len({(text, command) for text, command, _ in CASES}) == len(CASES)
 
 
+@pytest.mark.extensive("hundreds of mistakes", but=("*[05]",))
 @pytest.mark.parametrize(("text", "command", "error"), CASES, ids=[f"{n}" for n in range(len(CASES))])
 def test_one_line_names_the_thing_and_the_fix(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str, command: str, error: str

@@ -145,6 +145,7 @@ def test_documents_stand_between_the_ids_of_their_tokenizer(tmp_path: Path, toke
     ]
 
 
+@pytest.mark.extensive("a text of megabytes")
 def test_a_long_text_has_the_ids_of_the_whole(tmp_path: Path, tokenizer: FromFile) -> None:
     text = "\n\n".join(texts(40) * 5)
     path = tmp_path / "a.txt"

@@ -114,7 +114,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.extensive("a process for each end", but=("leave",))
+@pytest.mark.extensive("a process for each end")
 @pytest.mark.parametrize("close", ["close", "leave"])
 def test_a_process_ends_at_once_after_a_signal(close: str) -> None:
     process = subprocess.Popen(

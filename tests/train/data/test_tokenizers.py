@@ -301,6 +301,7 @@ def fetch(tmp_path: Path, endpoint: str, name: str, **variables: str) -> dict[st
     return result
 
 
+@pytest.mark.extensive("a hub")
 def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
     tmp_path: Path, hub: tuple[str, type[Hub]]
 ) -> None:
@@ -350,6 +351,7 @@ def test_a_hub_that_does_not_answer_is_no_hub_without_the_file(
     assert missing in message and "set HF_HUB_OFFLINE=1" in message
 
 
+@pytest.mark.extensive("it waits for a network")
 def test_a_closed_port_is_asked_twice_and_prints_nothing(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -188,6 +188,7 @@ def in_gradient(job: Trainer, value: float) -> None:
     full.register_hook(change)
 
 
+@pytest.mark.extensive("each place of a gradient")
 @multirank(2)
 def test_the_gradient_and_its_rank_are_named(rank: int, world_size: int, tmp_path: Path) -> None:
     """The rank that computed it, not the one that stores its part; also too large for the norm. Clipping leaves it."""
@@ -289,6 +290,7 @@ def from_sample(first: int) -> Plant:
     return lambda job, sums: sums * math.nan if job.position.samples >= first else sums
 
 
+@pytest.mark.extensive("runs with many faults")
 @multirank(2)
 def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_path: Path) -> None:
     config = job(fault={"on_non_finite": "skip", "max_skips": 3})
@@ -327,6 +329,7 @@ def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_
         run.go()
 
 
+@pytest.mark.extensive("runs with many faults")
 @multirank(2)
 def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
     rank: int, world_size: int, tmp_path: Path

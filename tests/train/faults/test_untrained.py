@@ -205,6 +205,7 @@ def test_a_resume_repeats_no_batch_and_forgets_none(rank: int, world_size: int, 
             assert lines_of(again, event=True) == lines_of(whole, event=True), kill
 
 
+@pytest.mark.extensive("runs in each setting")
 @multirank(2)
 def test_losses_beside_the_cross_entropy_skip_the_same_batches(
     rank: int, world_size: int, tmp_path: Path

@@ -192,6 +192,7 @@ def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert train_here(config, *LORA, "--resume", folder) == 0
 
 
+@pytest.mark.extensive("another run")
 def test_a_run_starts_from_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_file(tmp_path)
     overrides = [(name.removeprefix("--"), value) for name, value in zip(LORA[::2], LORA[1::2], strict=True)]

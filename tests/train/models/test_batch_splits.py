@@ -230,7 +230,7 @@ def run_rows(
             raise AssertionError(f"{row}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.extensive("each number of ranks", but=("1",))
+@pytest.mark.extensive("each number of ranks")
 @pytest.mark.multirank
 @pytest.mark.parametrize("ranks", AXES["ranks"])
 def test_every_split_has_the_losses_and_weights_of_the_whole(

@@ -132,6 +132,7 @@ def test_other_documents_change_no_bit_in_compiled_blocks(name: str) -> None:
     )  # another order of sums
 
 
+@pytest.mark.extensive("compiled graphs")
 def test_new_lengths_of_documents_compile_nothing() -> None:
     torch._dynamo.reset()
     model = built("mamba")

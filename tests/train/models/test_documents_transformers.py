@@ -147,7 +147,7 @@ def test_models_with_a_state_are_refused(kind: str) -> None:
     assert "data.packing" in message and "\n" not in message
 
 
-@pytest.mark.extensive("architectures of transformers", but=("llama-", "phi3-"))
+@pytest.mark.extensive("architectures of transformers")
 @pytest.mark.parametrize(
     ("kind", "values"),
     [

@@ -175,7 +175,7 @@ def test_every_row_trains_like_the_plain_model(rank: int, world_size: int, part:
     run_rows(ROWS[part::PARTS], rank, world_size, tmp_path)
 
 
-@pytest.mark.extensive("each engine", but=("fsdp1-*",))
+@pytest.mark.extensive("each engine")
 @multirank(RANKS, timeout=300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_engines_train_like_the_plain_model(

@@ -271,6 +271,7 @@ def fetched(asked: list[str]) -> set[str]:
     return {path.rpartition("/")[2] for path in asked if path.startswith("GET") and "/resolve/" in path}
 
 
+@pytest.mark.extensive("a hub")
 def test_only_the_files_of_the_index_are_fetched(server: list[str], llama: Path, tmp_path: Path) -> None:
     """Some models have the same weights in other files, too."""
     folder = tmp_path / "hub" / "owner" / "several"

@@ -55,6 +55,7 @@ def test_of_the_hybrid_they_do_not_count_padding(tmp_path: Path) -> None:
     assert means(tmp_path / "longer") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.extensive("transformers")
 def test_of_transformers_they_do_not_count_padding(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     folder = folder_with("mixtral", tmp_path / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)

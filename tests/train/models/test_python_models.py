@@ -97,6 +97,7 @@ def test_ten_lines_train_under_nproc(folder: Path) -> None:
     assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
 
 
+@pytest.mark.extensive("runs for each command")
 def test_arguments_layouts_checkpoints_and_the_other_commands(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
