@@ -2,10 +2,10 @@
 # installs what jobs need, other targets also what tests and checks need.
 # make train ARGS="--train.steps 50"     arguments are passed on
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
-# make test                              what a change must pass, in under 12 minutes on two cores
+# make test                              what a change must pass, in about 20 minutes on two cores
 # make test  ARGS="-k prefetch -x"       arguments of pytest; files that they name run whole
-# make test-all                          every test, in under 40 minutes on two cores
-# make quick                             the pure tests and the central ones on two ranks, in under 60 seconds
+# make test-all                          every test
+# make quick                             the pure tests and the central ones on two ranks, in a minute or two
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
