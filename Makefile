@@ -2,7 +2,7 @@
 # installs what jobs need, other targets also what tests and checks need.
 # make train ARGS="--train.steps 50"     arguments are passed on
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
-# make test                              what a change must pass, in about 20 minutes on two cores
+# make test                              what a change must pass, in about 15 minutes on two cores
 # make test  ARGS="-k prefetch -x"       arguments of pytest; files that they name run whole
 # make test-all                          every test
 # make quick                             the pure tests and the central ones on two ranks, in a minute or two
