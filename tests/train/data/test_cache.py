@@ -285,7 +285,7 @@ def program(tmp_path: Path, path: Path, workers: int, before: str = "") -> list[
         "-c",
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "from pathlib import Path\n"
-        "from shardwright.train.data import cache\n"
+        "from shardwright.train.data.tokens import cache\n"
         "from shardwright.train.data.sources.documents import Source\n"
         "from shardwright.train.data.tokens.tokenizers import open_tokenizer\n"
         f"{before}\n"
