@@ -1,7 +1,7 @@
 """Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
 
 ``SHARDWRIGHT_MATRIX=all make test-all`` runs whole products, some hours on two cores; ``triples`` runs what shows every
-three settings together. ``pairs`` is the default and that of `make test-all`. ``values``, that of `make test`, runs
+three settings together. ``pairs`` is the default, which `make test-all` uses. ``values``, which `make test` uses, runs
 those among them that show every setting. The selection is the same in every run.
 """
 
@@ -22,7 +22,7 @@ STRENGTHS = {"values": 1, "pairs": 2, "triples": 3, "all": None}
 
 
 def level() -> str:
-    """What this run was asked for."""
+    """The selection of rows of this run."""
     found = os.environ.get("SHARDWRIGHT_MATRIX", "pairs")
     if found not in STRENGTHS:
         raise ValueError(f"SHARDWRIGHT_MATRIX: expected one of {', '.join(STRENGTHS)}, found {found!r}")

@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def tier(config: pytest.Config) -> str:
-    """What was asked for. Who names files wants to see all that they have."""
+    """The tier of this run. A run that names files has all of their tests."""
     named = all(argument.partition("::")[0].endswith(".py") for argument in config.args)
     return config.option.tier or ("all" if named else "change")
 
@@ -122,7 +122,7 @@ def nothing_stays(items: list[pytest.Item]) -> set[str]:
 
 
 def is_like(item: pytest.Item, names: tuple[str, ...]) -> bool:
-    """Whether the test's name or that of its case, which stands in brackets, is like one of these."""
+    """Whether one of these patterns matches the name of the test, or the name of its case in brackets."""
     test, _, case = item.name.partition("[")
     return any(fnmatchcase(test, name) or fnmatchcase(case[:-1], name) for name in names)
 

@@ -50,7 +50,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """Of the steps after the fourth, what does not depend on the time."""
+    """Records of the steps after the fourth, without figures of time and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "lr", "grad_norm", "validation_loss")
     return [{key: line[key] for key in keys if line[key] is not None} for line in lines if line["step"] > 4]

@@ -70,7 +70,7 @@ def _optimizer_of(model: Net, event: str, uses_sgd: bool) -> torch.optim.Optimiz
 
 
 def farness(case: Case, found: Outcome, steps: int, rank: int, world: int) -> list[str]:
-    """Where an outcome is not that of the plain model.
+    """The losses and weights that are far from the plain model's, in words.
 
     float32 sums differ in their order only. Fewer bits round products and sums: then losses may differ a little, and
     each weight's whole change may differ by a part of itself.

@@ -270,7 +270,7 @@ def _state(entry: ModelTensor) -> tuple[int, int]:
     local = local_of(now) if isinstance(now, (DTensor, RaggedTensor)) else now
     if local is None:
         return 0, 0
-    # On torch 2.11 an edit of a DTensor increases its own counter alone, on later versions that of its local tensor.
+    # An edit of a DTensor increases the counter of its local tensor; on torch 2.11 the counter of the DTensor alone.
     counters = [t._version for t in (now, local) if t is not None and not t.is_inference()]
     return sum(counters), storage_key(local)
 

@@ -6,6 +6,7 @@ optimizers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from shardwright._torch import gradient_hooks, refusal
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-class EngineHook:
+class EngineHook(ABC):
     """A gradient hook that is the engine's and not the user's. The engine's reduced gradients do not pass through.
 
     autograd passes None for a gradient that is not defined, such as that of a norm of order 0.
@@ -25,9 +26,9 @@ class EngineHook:
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self.replaced(gradient)
 
+    @abstractmethod
     def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient in the place of this one."""
-        raise NotImplementedError
 
 
 class CutGradient(EngineHook):

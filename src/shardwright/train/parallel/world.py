@@ -61,11 +61,16 @@ class World:
         """Ranks, or groups of them, that have data of their own."""
         return self.dims.data
 
-    def figures(self, values: Sequence[float]) -> Tensor:
-        """These numbers on the device, float64 [len(values)]. The host does not wait for the device."""
-        accelerator = self.device.type != "cpu"
-        figures = torch.tensor(values, dtype=torch.float64, pin_memory=accelerator)
-        return figures.to(self.device, non_blocking=True)
+    def figures(self, values: Sequence[float | Tensor]) -> Tensor:
+        """Numbers, and tensors without dimensions, on the device in one row: float64 [len(values)]. The host does not
+        wait for the device."""
+        numbers = [0.0 if isinstance(each, Tensor) else float(each) for each in values]
+        row = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type != "cpu")
+        row = row.to(self.device, non_blocking=True)
+        for place, each in enumerate(values):
+            if isinstance(each, Tensor):
+                row[place : place + 1].copy_(each.detach().reshape(1), non_blocking=True)
+        return row
 
 
 def pick_device(config: Config) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -52,14 +53,15 @@ class BestCheckpoint:
         found = [
             Best(record["step"], value)
             for record in read_records(self._folder.metrics_file)
-            if record["step"] in steps and (value := self._value(record)) is not None
+            if record["step"] in steps and math.isfinite(value := self._value(record))
         ]
         sign = -1 if self._higher else 1
         return min(found, key=lambda best: (sign * best.value, best.step), default=None)
 
-    def _value(self, record: Mapping[str, Any]) -> float | None:
+    def _value(self, record: Mapping[str, Any]) -> float:
+        """The value of the figure; nan if the step has none."""
         value = record.get(self.name) if self.name in LOSSES else None
         if self.name not in LOSSES:
             key = "validation_metrics" if self.name.startswith(PREFIX) else "metrics"
             value = record.get(key, {}).get(self.name.removeprefix(PREFIX))
-        return None if value is None else float(value)
+        return math.nan if value is None else float(value)

@@ -22,7 +22,7 @@ from shardwright.train.models import outputs
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.models.sampling import NonFiniteLogitsError, sample
 from shardwright.train.parallel import recipe
-from shardwright.train.step.hooks import means, on_device
+from shardwright.train.step.hooks import means
 from shardwright.train.step.trainer import Trainer
 
 CHECKED_TOKENS = 8
@@ -128,7 +128,7 @@ def validate(trainer: Trainer) -> Validation:
         totals[:1] += losses.double().sum()
         if logits is not None:
             sums = trainer.hooks.validate(logits, batch.targets)
-            totals[1:] += on_device(sums, world.device)
+            totals[1:] += world.figures(sums)
     trainer.model.train()
     recipe.free_gathered(trainer.model)
     with noted("all-reduce of the validation loss", None):

@@ -198,18 +198,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def on_device(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Numbers and 0-d tensors in one row: float64 [len(values)]. The host does not wait for the device."""
-    numbers = [0.0 if isinstance(each, Tensor) else float(each) for each in values]
-    row = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type != "cpu").to(
-        device, non_blocking=True
-    )
-    for place, each in enumerate(values):
-        if isinstance(each, Tensor):
-            row[place : place + 1].copy_(each.detach().reshape(1), non_blocking=True)
-    return row
-
-
 def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """By name the sum by the count, of sums and counts one after another. A metric without a count is left out."""
     pairs = zip(names, sums[::2], sums[1::2], strict=True)

@@ -17,7 +17,7 @@ from shardwright.comm.noted import noted
 from shardwright.train.config.catalog.hooks import Action
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
-from shardwright.train.step.hooks import ACTIONS, means, on_device
+from shardwright.train.step.hooks import ACTIONS, means
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
         float(own.stops_early),
         *(float(each in own.votes) for each in ACTIONS),
     ]
-    row = torch.cat([own.shares, own.flag, on_device([*seen, *waits, *own.sums], world.device)])
+    row = torch.cat([own.shares, own.flag, world.figures([*seen, *waits, *own.sums])])
     with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
         if own.norm is not None:

@@ -177,14 +177,18 @@ class Saves:
     def _delete_old(self, newest: int) -> None:
         ranks = RankGroup()
 
+        def look() -> tuple[list[int], int | None]:
+            steps = saved_steps(self.checkpoints)
+            best = None if self._best is None else self._best.among(steps)
+            return steps, None if best is None else best.step
+
         def delete(steps: list[int]) -> None:
             for step in steps:
                 remove_step(self.checkpoints, step)
 
         try:
-            steps = ranks.run_on_first(lambda: saved_steps(self.checkpoints))
-            best = ranks.run_on_first(lambda: None if self._best is None else self._best.among(steps))
-            doomed = [step for step in self._doomed(steps, newest) if best is None or step != best[0]]
+            steps, best = ranks.run_on_first(look)
+            doomed = [step for step in self._doomed(steps, newest) if step != best]
             ranks.run_on_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"

@@ -79,7 +79,7 @@ def fault_of_step(
 
 
 def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good: bool) -> Fault:
-    """The fault that hooks of some rank have asked for; the reason is that of the first rank that has it.
+    """The fault that hooks have asked for, with the reason of the first rank whose hook did.
 
     `own`: those of this rank. Called by all ranks together.
     """
