@@ -53,7 +53,7 @@ test-all: $(STAMP)
 	$(TESTING) --tier all $(ARGS)
 
 # What a change to the engine breaks first: pure tests of layout and memory, and short ones of training on two ranks.
-QUICK ?= tests/layout tests/memory tests/checkpoint/test_metadata.py tests/engine/test_behaviour.py \
+QUICK ?= tests/layout tests/memory tests/checkpoint/format/test_metadata.py tests/engine/test_behaviour.py \
 	tests/engine/test_selected.py tests/engine/test_unused.py tests/engine/test_aliases.py tests/engine/test_frozen.py \
 	tests/engine/test_states.py
 
@@ -78,8 +78,8 @@ ops: $(STAMP)
 
 # Hosts made of namespaces, and a SLURM cluster on them, where that is possible; a Ray cluster with the extra ray.
 clusters: $(STAMP)
-	SHARDWRIGHT_TEST_CLUSTERS=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest tests/train/test_hosts.py \
-		tests/train/test_relay.py tests/train/test_slurm.py tests/integrations/test_ray.py $(ARGS)
+	SHARDWRIGHT_TEST_CLUSTERS=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest tests/train/launch/test_hosts.py \
+		tests/train/launch/test_relay.py tests/train/launch/test_slurm.py tests/integrations/test_ray.py $(ARGS)
 
 # With any Python that has torch: a machine with a GPU may have no network to make .venv from.
 ANY_PYTHON = $$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}")

@@ -71,7 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The tests marked gpu."""
 TRAINER_TESTS = (
     "tests/train/data/test_loader.py",
-    "tests/train/models/test_documents.py",
+    "tests/train/models/native/test_documents.py",
     "tests/train/models/test_documents_transformers.py",
 )
 """Those that need the trainer's packages."""

@@ -20,7 +20,7 @@ PART="tests/comm tests/layout tests/memory tests/checkpoint
     tests/engine/test_sharded_edits.py tests/engine/test_strategies.py tests/engine/test_strategy_costs.py
     tests/engine/test_strategy_reductions.py
     tests/init/test_deferred.py tests/init/test_deferred_generators.py tests/init/test_deferred_tensors.py
-    tests/optim/test_optim.py tests/train/test_loop.py tests/train/data tests/train/models tests/train/finetune"
+    tests/optim/test_optim.py tests/train/step/test_loop.py tests/train/data tests/train/models tests/train/finetune"
 
 version=${1:-}
 case "$version" in

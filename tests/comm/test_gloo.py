@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwright._torch import backend_for
 from shardwright.train.parallel.world import join_world
 from tests.support import multirank
-from tests.train.jobs import tiny
+from tests.train.kit.jobs import tiny
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(

@@ -15,7 +15,7 @@ from torch import nn
 import shardwright as sw
 from tests.integrations.kit import TIMEOUT, refused
 from tests.support import WorkerPools, multirank
-from tests.train.damage import on_first_rank
+from tests.train.kit.damage import on_first_rank
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"

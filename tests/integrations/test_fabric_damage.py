@@ -17,7 +17,7 @@ from shardwright.checkpoint.format.index import INDEX, StoredFile, index_text, p
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, saved_with
-from tests.train.damage import DAMAGES, on_first_rank, restored
+from tests.train.kit.damage import DAMAGES, on_first_rank, restored
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank
-from tests.train.damage import on_first_rank
+from tests.train.kit.damage import on_first_rank
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"

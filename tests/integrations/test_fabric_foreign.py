@@ -21,7 +21,7 @@ import shardwright as sw
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank, world_mesh
 from tests.support.payloads import Payload, plant_beside, saved_with
-from tests.train.damage import DAMAGES, on_first_rank, restored
+from tests.train.kit.damage import DAMAGES, on_first_rank, restored
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"

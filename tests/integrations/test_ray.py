@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwright.train.errors import UserError
-from tests.train.jobs import config_file, losses, ranks, wait_for_steps
+from tests.train.kit.jobs import config_file, losses, ranks, wait_for_steps
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
 

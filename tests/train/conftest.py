@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import config_file, run, train_here
+from tests.train.kit.jobs import config_file, run, train_here
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:

@@ -16,7 +16,7 @@ from shardwright.train.data.dataset import load_dataset
 from shardwright.train.data.samples.validation import part_of, training_and_validation
 from shardwright.train.data.statement import statement
 from shardwright.train.errors import UserError
-from tests.train.jobs import tiny
+from tests.train.kit.jobs import tiny
 from tests.train.kit.tokens import tokens_of
 
 

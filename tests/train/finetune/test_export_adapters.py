@@ -20,9 +20,9 @@ from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step import checkpoint
 from tests.train.finetune.kit import tokens
-from tests.train.jobs import TINY, config_file, train_here
-from tests.train.kit.architectures import folder_with
-from tests.train.kit.foreign import JOB
+from tests.train.kit.jobs import TINY, config_file, train_here
+from tests.train.models.kit.architectures import folder_with
+from tests.train.models.kit.foreign import JOB
 
 MODULE = """
 from torch import nn

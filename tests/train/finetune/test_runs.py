@@ -24,7 +24,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.run.folder import RunFolder
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import build, randomised, settings
-from tests.train.jobs import config_file, losses, ranks, tiny, train_here, trainer
+from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here, trainer
 
 LORA = (
     "--finetune.method", "lora", "--finetune.rank", "4", "--finetune.dropout", "0.1",

@@ -15,7 +15,7 @@ from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, adapted_layers, statement, trained_names
 from tests.train.finetune.kit import build, settings
-from tests.train.jobs import tiny
+from tests.train.kit.jobs import tiny
 
 LORA: dict[str, Any] = {"method": "lora", "rank": 4}
 

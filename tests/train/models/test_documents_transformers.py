@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.documents import Separation, separates, separation_of
-from tests.train.kit import packed as kit
-from tests.train.kit.packed import PLACES, Belongings, belongings, differing
+from tests.train.models.kit import packed as kit
+from tests.train.models.kit.packed import PLACES, Belongings, belongings, differing
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -23,11 +23,11 @@ from shardwright.train.parallel.checks import check_device, check_ranks
 from shardwright.train.step.evaluation import check_model
 from tests.support import multirank
 from tests.support.matrix import everything, generate
-from tests.train.jobs import tiny, trainer
-from tests.train.kit.architectures import folder_with
-from tests.train.kit.foreign import NATIVE
+from tests.train.kit.jobs import tiny, trainer
 from tests.train.kit.parallel import take_steps
 from tests.train.kit.text import batch, random_text
+from tests.train.models.kit.architectures import folder_with
+from tests.train.models.kit.foreign import NATIVE
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -73,7 +73,7 @@ def config_of(row: dict[str, Any], folder: Path) -> Config:
     """The job of a row. A mixture of experts also has its balance loss."""
     model = {"kind": "hf", "path": str(folder / row["model"]), "weights": "random"}
     if row["model"] == "user":
-        model = {"kind": "python", "target": "tests.train.kit.user_module:Module"}
+        model = {"kind": "python", "target": "tests.train.models.kit.user_module:Module"}
     keys = (
         "strategy",
         "layout",

@@ -16,10 +16,10 @@ from shardwright.train.finetune import adapters
 from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step import checkpoint
-from tests.train.jobs import config_file, ranks, train_here
-from tests.train.kit.architectures import folder_with, reloaded
-from tests.train.kit.foreign import JOB
+from tests.train.kit.jobs import config_file, ranks, train_here
 from tests.train.kit.logs import heard
+from tests.train.models.kit.architectures import folder_with, reloaded
+from tests.train.models.kit.foreign import JOB
 
 pytest.importorskip("transformers", reason="needs transformers")
 

@@ -29,11 +29,11 @@ from shardwright.train.step.evaluation import validate
 from shardwright.train.step.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
-from tests.train.jobs import config_file, losses, ranks, records, train_here
-from tests.train.kit.architectures import folder_with, made, reloaded
-from tests.train.kit.float8 import emulated
-from tests.train.kit.foreign import JOB, job_of
+from tests.train.kit.jobs import config_file, losses, ranks, records, train_here
 from tests.train.kit.parallel import next_step, take_steps
+from tests.train.models.kit.architectures import folder_with, made, reloaded
+from tests.train.models.kit.foreign import JOB, job_of
+from tests.train.parallel.kit.float8 import emulated
 
 pytest.importorskip("transformers", reason="needs transformers")
 OWN = ("--model.kind", "hf", "--model.path")
@@ -46,7 +46,7 @@ def parameters(job: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.extensive("a measurement in processes of their own")
 def test_no_rank_holds_the_whole(tmp_path: Path) -> None:
     """Counted are the bytes of one of 256 ranks, in a process without others, while it builds a model and reads it."""
-    command = [sys.executable, "-m", "tests.train.models.one_of_many", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.train.models.kit.one_of_many", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0 and ended.stdout.split()[-1:] == ["passed"], ended.stdout + ended.stderr
 

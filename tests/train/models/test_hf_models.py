@@ -16,10 +16,10 @@ from shardwright.train.parallel import recipe
 from shardwright.train.step.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
-from tests.train.kit.architectures import ARCHITECTURES, folder_with, reloaded
-from tests.train.kit.foreign import job_of
 from tests.train.kit.parallel import next_step
 from tests.train.kit.text import batch, random_text
+from tests.train.models.kit.architectures import ARCHITECTURES, folder_with, reloaded
+from tests.train.models.kit.foreign import job_of
 
 pytest.importorskip("transformers", reason="needs transformers")
 

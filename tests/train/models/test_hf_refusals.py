@@ -22,10 +22,10 @@ from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf import transformers_model
 from shardwright.train.parallel.checks import check_ranks
-from tests.train.jobs import config_file, losses, train_here
-from tests.train.kit.architectures import SIZES, folder_with, reloaded
-from tests.train.kit.foreign import JOB
-from tests.train.kit.hub import COMMIT, hub
+from tests.train.kit.jobs import config_file, losses, train_here
+from tests.train.models.kit.architectures import SIZES, folder_with, reloaded
+from tests.train.models.kit.foreign import JOB
+from tests.train.models.kit.hub import COMMIT, hub
 
 pytest.importorskip("transformers", reason="needs transformers")
 OWN = ("--model.kind", "hf", "--model.path")

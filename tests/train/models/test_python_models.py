@@ -23,9 +23,9 @@ from shardwright.train.models.foreign.python import _summed
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step import checkpoint
-from tests.train.jobs import config_file, losses, ranks, run, train_here
-from tests.train.kit.architectures import ARCHITECTURES
-from tests.train.kit.foreign import JOB
+from tests.train.kit.jobs import config_file, losses, ranks, run, train_here
+from tests.train.models.kit.architectures import ARCHITECTURES
+from tests.train.models.kit.foreign import JOB
 
 MODEL = """
 import torch

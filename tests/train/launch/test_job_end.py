@@ -1,0 +1,143 @@
+"""The end of a job: exit.json, run.json and the exit status agree, whoever has started the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright import cli
+from shardwright.train.errors import UserError
+from shardwright.train.launch.job_end import JobEnd
+from shardwright.train.rank.hosted import train_in_group
+from shardwright.train.run.exits import End, read_exit
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.lock import claim
+from shardwright.train.step.numerics.fault import NonFiniteError
+from shardwright.train.step.numerics.verifying import CorruptionError
+from shardwright.train.step.trainer import Trainer
+from tests.support import multirank
+from tests.train.kit.jobs import TINY, config_file, ranks, train_here
+
+
+def ended(folder: Path) -> dict[str, Any]:
+    content = read_exit(RunFolder(folder))
+    assert content is not None
+    return content
+
+
+def sessions(folder: Path) -> list[tuple[str, str | None]]:
+    return [(each["status"], each.get("ended_by")) for each in RunFolder(folder).record()["sessions"]]
+
+
+def failing_at(patch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
+    """Let this process raise the error in the given step."""
+    train_step = Trainer.train_step
+
+    def fail(self: Trainer, *arguments: Any) -> Any:
+        if self.position.step == step - 1:
+            raise error
+        return train_step(self, *arguments)
+
+    patch.setattr(Trainer, "train_step", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "session", "reason"),
+    [
+        (RuntimeError("of the\nmachine"), 1, "failed", "RuntimeError: of the machine"),
+        (UserError("wrong"), 2, "failed", "wrong"),
+        (UserError("no answer", passes=True), 75, "failed", "no answer"),
+        (NonFiniteError("NaN"), 1, "failed", "NaN"),
+        (CorruptionError("a changed bit"), 75, "failed", "a changed bit"),
+        (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
+    ],
+)
+def test_an_error_in_a_job_of_one_rank(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    status: int,
+    session: str,
+    reason: str,
+) -> None:
+    failing_at(monkeypatch, 3, error)
+    assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run") == status
+    content = ended(tmp_path / "run")
+    assert (content["status"], content["reason"], content["step"]) == (status, reason, 2)
+    assert content["rank"] == (0 if isinstance(error, RuntimeError) else None)
+    assert sessions(tmp_path / "run") == [(session, reason)]
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {reason}") and shown.count("\n") == 1
+
+
+@pytest.mark.extensive("a job of several ranks")
+@multirank(2)
+def test_jobs_in_a_process_group_of_a_framework(rank: int, world_size: int, tmp_path: Path) -> None:
+    """As under Ray Train: an error of one rank, the rest of the job after it, and a mistake, all in one group."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    values, folder = tomllib.loads(TINY), tmp_path / "run"
+    values["parallel"]["engine"] = "shardwright"
+    saved: list[int] = []
+
+    def train() -> int:
+        return train_in_group(values, folder, lambda run, step: saved.append(step)).status
+
+    error = ValueError("of rank 1") if rank == 1 else RuntimeError("Connection closed by peer")
+    with pytest.MonkeyPatch.context() as patch:
+        failing_at(patch, 5, error)
+        with pytest.raises(type(error), match=str(error)):
+            train()
+    if rank == 1:  # rank 0 leaves it to this one
+        content = ended(folder)
+        assert (content["status"], content["rank"], content["reason"]) == (1, 1, "ValueError: of rank 1")
+        assert sessions(folder) == [("failed", "ValueError: of rank 1")]
+    assert train() == 0 and saved == [3, 6, 8]
+    if rank == 0:
+        assert (ended(folder)["status"], ended(folder)["attempt"]) == (0, 2)
+        assert sessions(folder) == [("failed", "ValueError: of rank 1"), ("finished", None)]
+    values["train"]["seq_len"] = 16
+    with pytest.raises(UserError, match=r"expected train\.seq_len = 32") as refused:
+        train()
+    if rank == 0:
+        assert (ended(folder)["status"], ended(folder)["reason"]) == (2, str(refused.value))
+
+
+@pytest.mark.extensive("each number of ranks", but=("alone", "two"))
+@pytest.mark.parametrize("count", [0, 1, 2], ids=["alone", "one", "two"])
+def test_a_refused_resume_is_the_end_of_the_job(
+    tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    """In this process, and on ranks of another launcher, whose status torchrun hides. A script must not take the end of
+    the session before for this one's."""
+    folder = tmp_path / "run"
+    shutil.copytree(plain_run, folder)
+    damaged = json.loads((folder / "run.json").read_text()) | {"sessions": []}
+
+    def refused(*arguments: str) -> int:
+        """The status in exit.json, which was 75."""
+        JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
+        arguments = ("train", "--resume", str(folder), *arguments)
+        if count:
+            engine = ("--parallel.engine", "ddp") if count > 1 else ()
+            (status, err), *_ = ranks(count, *arguments, *engine)
+        else:
+            status, err = cli.main(list(arguments)), capsys.readouterr().err
+        content = ended(folder)
+        assert status == 2 and (content["reason"] in err) == (content["status"] == 2)
+        return int(content["status"])
+
+    if count != 2:
+        mistakes = (("--model.dim", "33"), ("--data.source", "nothing"), ("--train.steps", "8"))
+        assert [refused(*each) for each in mistakes] == [2, 2, 2]
+    with claim(folder):  # another job runs there
+        assert refused("--model.n_layers", "3") == 75
+    assert refused("--model.n_layers", "3") == 2
+    (folder / "run.json").write_text(json.dumps(damaged))
+    assert refused("--train.steps", "9") == 2
