@@ -895,3 +895,38 @@ def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of tensors and storage handles that refer to this memory."""
     return _use_count(storage_key(storage))
+
+
+@contextmanager
+def absent_ranks(size: int) -> Iterator[None]:
+    """Inside the context this process is rank 0 of ``size``, and the others do not exist: collectives move nothing.
+
+    Raises:
+        RuntimeError: the process has joined a process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("This process is a rank of a process group; a plan needs a process of its own.")
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside the context ``on_resize`` is called with each storage that Python code has given another size."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = plain(storage, nbytes)
+        on_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

@@ -1,0 +1,111 @@
+"""From a configuration to the program of one rank's steps, without its devices and the other ranks.
+
+The trainer itself runs, on hollow tensors (``shardwright.tracing``). So a plan has the model, the engine, the losses and
+the optimizer of the run, and no second description of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shardwright.planner.program import Program
+from shardwright.tracing.trace import CPU, claim_gradients, claim_training, trace
+from shardwright.train.config import Config
+from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
+
+STEPS = 2  #: in the first one the optimizer makes its state
+
+
+@dataclass(frozen=True)
+class _AbsentStream:
+    """Samples of zeros, as many as anyone asks for."""
+
+    seq_len: int
+    separate: bool
+    windows: int = 1 << 40
+
+    def batch(self, first: int, count: int) -> Batch:
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, self.seq_len, dtype=dtype)
+
+        documents = zeros(torch.int32) if self.separate else None
+        positions = zeros(torch.int64) if self.separate else None
+        return Batch(zeros(torch.int64), zeros(torch.int64), documents, positions)
+
+    def trained(self, first: int, count: int) -> int:
+        return count * self.seq_len
+
+
+@dataclass(frozen=True)
+class _AbsentData:
+    """The data of a run that is planned: its samples have one document each."""
+
+    train: _AbsentStream
+    vocab_size: int
+    validation: None = None
+
+    @property
+    def windows(self) -> int:
+        return self.train.windows
+
+
+def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
+    """The program of rank 0 of ``ranks``: the model is built, then two steps.
+
+    ``kind``: of the devices. The process must not have joined a process group.
+
+    Raises:
+        UserError: the configuration does not fit so many ranks, or has a setting that no plan covers.
+    """
+    check_planned(config)
+    train = config.train.model_copy(update={"cuda_graph": False, "memory_snapshot": False})
+    data = config.data.model_copy(update={"workers": 0})
+    config = config.model_copy(update={"train": train, "data": data})
+    stream = _AbsentStream(config.train.seq_len, separate=False)
+    dataset = _AbsentData(stream, config.model.shape().vocab_size)
+    with trace(ranks, kind) as recorder:
+        recorder.phase("build")
+        world = World.of(config.parallel, 0, ranks, CPU)
+        trainer = Trainer(config, world, cast(Dataset, dataset), reads_weights=False)
+        optimizer: Any = trainer.optimizer
+
+        def before(*_: object) -> None:
+            claim_gradients(recorder, trainer.model)
+            recorder.phase("optimizer")
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(lambda *_: recorder.phase("after the optimizer"))
+        for _ in range(STEPS):
+            recorder.phase("forward")
+            trainer.train_step(StopRequest())
+        claim_training(recorder, trainer.model, trainer.optimizer)
+        program = recorder.program()
+        trainer.close()
+        del trainer
+    return program
+
+
+def check_planned(config: Config) -> None:
+    """Refuse settings that no plan covers.
+
+    Raises:
+        UserError: names the key.
+    """
+    if config.train.compile != "none":
+        raise UserError(
+            f"train.compile: a plan covers \"none\", found {config.train.compile!r}; plan with --train.compile none, which "
+            "needs more memory"
+        )
+    if config.parallel.engine in ("ddp", "fsdp1"):
+        raise UserError(
+            f"parallel.engine: a plan covers 'shardwright', 'fsdp2' and 'none', found {config.parallel.engine!r}"
+        )
