@@ -75,6 +75,8 @@ ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
 #: ``chunk_cat(tensors, dim, num_chunks, out=)``: pads, cuts, casts and packs rank-major in one pass.
 chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
 
+_next_number = _probe(torch.autograd, "_get_sequence_nr")
+_running_node = _probe(torch._C, "_current_autograd_node")
 _default_store = _probe(_c10d, "_get_default_store")
 _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _is_functorch = _probe(torch._C, "_functorch", "is_functorch_wrapped_tensor")
@@ -818,6 +820,17 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is now inside a backward pass."""
     return _graph_task_id() != -1
+
+
+def number_of_next_node() -> int:
+    """The number that the next node of autograd's graph gets in this thread."""
+    return _next_number()  # type: ignore[no-any-return]
+
+
+def number_of_running_node() -> int:
+    """The number of the node that backward runs now in this thread; -1 outside of one."""
+    node = _running_node()
+    return -1 if node is None else node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def watch_backward(run: Callable[..., Any]) -> None:

@@ -40,7 +40,19 @@ from shardwright.train.launch.signals import restore_handlers
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, compare, generate, export, convert, inspect, layout, plan, relay, extensions, doctor)
+    for module in (
+        train,
+        compare,
+        generate,
+        export,
+        convert,
+        inspect,
+        layout,
+        plan,
+        relay,
+        extensions,
+        doctor,
+    )
 }
 
 EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")

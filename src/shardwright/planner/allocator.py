@@ -100,7 +100,9 @@ class CachingAllocator:
         self.rules, self.limit = rules, limit
         self.now, self.peak = Usage(), Usage()
         self.retries = 0
-        self._used: dict[int, tuple[_Block, int]] = {}  #: by number, the block and the bytes that were asked for
+        self._used: dict[
+            int, tuple[_Block, int]
+        ] = {}  #: by number, the block and the bytes that were asked for
         self._free: dict[tuple[str, bool], list[_Block]] = {}  #: by stream and smallness, from the smallest
         self._next_address = 1 << 40
         self._ends: dict[tuple[str, bool], _Block] = {}  #: the last block of each expandable segment

@@ -134,8 +134,7 @@ class Program:
             ValueError: there is no allocation among them.
         """
         stop = len(self.events) if stop is None else stop
-        now = best = at = -1
-        now, best = 0, -1
+        now, best, at = 0, -1, -1
         sizes: dict[int, int] = {}
         for i, event in enumerate(self.events[:stop]):
             if isinstance(event, Alloc):
@@ -184,7 +183,7 @@ class Program:
 
 
 def _event(letter: str, values: Iterable[object]) -> Event:
-    return _KINDS[letter](*(_as_tuple(each) for each in values))  # type: ignore[return-value]
+    return _KINDS[letter](*(_as_tuple(each) for each in values))  # type: ignore[return-value, arg-type]
 
 
 def _as_tuple(value: object) -> object:

@@ -74,11 +74,11 @@ class Verdict:
         return 3 if self.answer == "no" else 0
 
 
-def judge(program: Program, device: Device, ranks: int, rules: Rules = Rules()) -> Verdict:
+def judge(program: Program, device: Device, ranks: int, rules: Rules | None = None) -> Verdict:
     """The verdict on a program that each of ``ranks`` processes runs on a device of its own."""
     starts = [i for i, name in program.phase_starts() if name == "forward"]
     peak = program.peak(starts[0] if starts else 0)
-    usage = replay(program.events, rules).peak
+    usage = replay(program.events, rules or Rules()).peak
     least, most = CONTEXT
     if ranks > 1:
         least, most = least + NCCL[0], most + NCCL[1]

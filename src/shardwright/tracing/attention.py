@@ -37,7 +37,9 @@ def as_on_cuda() -> Iterator[None]:
     ) -> Any:
         half = query.dtype in (torch.float16, torch.bfloat16)
         if type(query) is not Tensor or query.dim() != 4:
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return plain(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if half and attn_mask is None and query.shape[-1] <= 256:
             return _aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale

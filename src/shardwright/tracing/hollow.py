@@ -15,13 +15,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, caller
+from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
-    "set_ _unsafe_view detach detach_ alias lift_fresh _reshape_alias is_pinned is_same_size sym_size sym_stride".split()
-)
+    {
+        "set_", "_unsafe_view", "detach", "detach_", "alias", "lift_fresh", "_reshape_alias", "is_pinned",
+        "is_same_size", "sym_size", "sym_stride",
+    }
+)  # fmt: skip
 
 
 class _Form(NamedTuple):
@@ -55,9 +58,7 @@ class Hollow(TorchDispatchMode):
         workspaces: for an operation's name, the bytes that its kernel takes and frees inside, from its arguments.
     """
 
-    def __init__(
-        self, recorder: Recorder, workspaces: dict[str, Callable[..., int]] | None = None
-    ) -> None:
+    def __init__(self, recorder: Recorder, workspaces: dict[str, Callable[..., int]] | None = None) -> None:
         super().__init__()
         self._recorder = recorder
         self._workspaces = workspaces or {}
@@ -86,7 +87,7 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if form.name == "equal" and any(_size(each) > SMALL for each in tensors):
             return True
-        small = all(_size(each) <= SMALL for each in tensors)
+        small = all(map(_has_content, tensors))
         result = None if _writes_only(func) else self._result(func, args, kwargs, small)
         shapes = result.shapes if result is not None else ()
         if small and all(shape is None or shape.nbytes <= SMALL for shape in shapes):
@@ -100,7 +101,9 @@ class Hollow(TorchDispatchMode):
             workspace = self._workspaces.get(form.name)
             out = self._make(result, form)
             if workspace is not None and (nbytes := workspace(*args, **kwargs)):
-                self._recorder.give_back(self._recorder.take(nbytes, f"workspace of {form.name}", "temporary"))
+                self._recorder.give_back(
+                    self._recorder.take(nbytes, f"workspace of {form.name}", "temporary")
+                )
         self._note(form, tensors, out)
         return out
 
@@ -141,15 +144,17 @@ class Hollow(TorchDispatchMode):
         return result
 
     def _make(self, result: _Result, form: _Form) -> Any:
-        line, in_engine = caller()
+        line, in_engine = self._recorder.line()
         group = OF_ENGINE if in_engine else BY_LIFE
-        made = []
+        made: list[Tensor | None] = []
         for shape in result.shapes:
             if shape is None:
                 made.append(None)
                 continue
             if shape.nbytes <= SMALL:  # a sum of hollow numbers: it may be read
-                tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu").zero_()
+                tensor = torch.empty_strided(
+                    shape.size, shape.stride, dtype=shape.dtype, device="cpu"
+                ).zero_()
             else:
                 tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu")
             self._recorder.know(tensor, _in_words(form.name, shape), line, group)
@@ -160,13 +165,18 @@ class Hollow(TorchDispatchMode):
         return filled if isinstance(result.value, list) else tuple(filled)
 
     def _written(self, func: Any, form: _Form, args: Any, kwargs: Any, result: _Result | None) -> Any:
-        """The result of an operation that writes to arguments, which are left as they are."""
+        """The result of an operation that writes to arguments. Large ones stay as they are, small ones become zero."""
         returns = func._schema.returns
-        if not returns:
-            return None
         written = [
             kwargs.get(name) if keyword or i >= len(args) else args[i] for i, name, keyword in form.writes
         ]
+        tensors: list[Tensor] = []
+        _collect(written, tensors)
+        for each in tensors:
+            if not each.is_meta and _has_content(each):
+                each.zero_()  # its memory may hold anything, and somebody may read it
+        if not returns:
+            return None
         if all(each.alias_info is not None for each in returns):
             return written[0] if len(returns) == 1 else tuple(written)
         assert result is not None
@@ -177,7 +187,7 @@ class Hollow(TorchDispatchMode):
         _collect(out, tensors)
         for each in tensors:
             if not each.is_meta and _is_plain(each) and self._recorder.block_of(each) is None:
-                line, in_engine = caller()
+                line, in_engine = self._recorder.line()
                 group = OF_ENGINE if in_engine else BY_LIFE
                 self._recorder.know(each, _in_words(form.name, each), line, group)
 
@@ -197,7 +207,9 @@ class Hollow(TorchDispatchMode):
     def _communicate(self, func: Any, form: _Form, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """A collective of a group whose other ranks do not exist. Large tensors keep what they have."""
         self._note(form._replace(writes=((0, "", False),), name=f"c10d.{form.name}"), tensors, None)
-        divides = any(map(_are_sizes, args))  # an all-to-all, which the group refuses if this rank sends nothing
+        divides = any(
+            map(_are_sizes, args)
+        )  # an all-to-all, which the group refuses if this rank sends nothing
         if sum(map(_size, tensors)) <= 4 * SMALL and not divides:
             return func(*args, **kwargs)
         made = [[] if _are_sizes(each) else _mapped(_emptied, each) for each in args]
@@ -237,6 +249,11 @@ def _writes_only(func: Any) -> bool:
 def _wants_meta(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
+
+
+def _has_content(tensor: Tensor) -> bool:
+    """Whether a tensor is computed: its memory is small, and not a part of a large one."""
+    return _size(tensor) <= SMALL and tensor.untyped_storage().nbytes() <= SMALL
 
 
 def _size(tensor: Tensor) -> int:

@@ -10,8 +10,19 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwright._torch import in_backward
-from shardwright.planner.program import Alloc, Event, Free, HostWait, Kernel, Mark, Owner, Phase, Program, Wait
+from shardwright._torch import in_backward, number_of_next_node, number_of_running_node
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
 
 COMPUTE = "compute"  #: the computation's stream
 #: Groups that :meth:`Recorder.program` finds from the time for which a block lives.
@@ -43,6 +54,7 @@ class Recorder:
         self._claims: dict[int, Owner] = {}
         self._reason: tuple[str, str] | None = None
         self._marks = 0
+        self._lines: dict[int, str] = {}  #: of forward, by autograd's sequence number
 
     # -- memory
 
@@ -115,6 +127,15 @@ class Recorder:
             block = self.block_of(tensor)
             if block is not None:
                 self._claims[block] = Owner(group, name, "", "")
+
+    def line(self) -> tuple[str, bool]:
+        """The line of the model's code that runs now, and whether the engine runs inside it. In backward it is the line
+        of forward whose gradient is computed."""
+        line, in_engine = caller()
+        if in_backward():
+            return self._lines.get(number_of_running_node(), ""), in_engine
+        self._lines[number_of_next_node() - 1] = line
+        return line, in_engine
 
     # -- streams and kernels
 

@@ -62,7 +62,7 @@ def claim_training(recorder: Recorder, model: nn.Module, optimizer: torch.optim.
     """Say which blocks have the parameters and buffers of a model, and the state of its optimizer."""
     named = [*model.named_parameters(), *model.named_buffers()]
     recorder.claim("parameters", ((name, _local(tensor)) for name, tensor in named))
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         recorder.claim("optimizer", ((names.get(parameter, ""), each) for each in _tensors(state)))
 

@@ -1,7 +1,7 @@
 """From a configuration to the program of one rank's steps, without its devices and the other ranks.
 
-The trainer itself runs, on hollow tensors (``shardwright.tracing``). So a plan has the model, the engine, the losses and
-the optimizer of the run, and no second description of them.
+The trainer itself runs, on hollow tensors (``shardwright.tracing``). So a plan has the model, the engine, the losses
+and the optimizer of the run, and no second description of them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright.planner.program import Program
+from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.trace import CPU, claim_gradients, claim_training, trace
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.presets import HybridConfig
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
@@ -23,10 +25,11 @@ from shardwright.train.parallel.world import World
 from shardwright.train.step.trainer import Trainer
 
 STEPS = 2  #: in the first one the optimizer makes its state
+STEP = "step"  #: the phase in which each step begins; another one follows at once
 
 
 @dataclass(frozen=True)
-class _AbsentStream:
+class AbsentStream:
     """Samples of zeros, as many as anyone asks for."""
 
     seq_len: int
@@ -46,10 +49,10 @@ class _AbsentStream:
 
 
 @dataclass(frozen=True)
-class _AbsentData:
+class AbsentData:
     """The data of a run that is planned: its samples have one document each."""
 
-    train: _AbsentStream
+    train: AbsentStream
     vocab_size: int
     validation: None = None
 
@@ -70,28 +73,37 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     train = config.train.model_copy(update={"cuda_graph": False, "memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
-    stream = _AbsentStream(config.train.seq_len, separate=False)
-    dataset = _AbsentData(stream, config.model.shape().vocab_size)
+    stream = AbsentStream(config.train.seq_len, separate=False)
+    dataset = AbsentData(stream, config.model.shape().vocab_size)
     with trace(ranks, kind) as recorder:
         recorder.phase("build")
         world = World.of(config.parallel, 0, ranks, CPU)
         trainer = Trainer(config, world, cast(Dataset, dataset), reads_weights=False)
-        optimizer: Any = trainer.optimizer
-
-        def before(*_: object) -> None:
-            claim_gradients(recorder, trainer.model)
-            recorder.phase("optimizer")
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: recorder.phase("after the optimizer"))
+        if not config.optimizer.in_backward:  # which refuses hooks
+            _note_phases(recorder, trainer)
         for _ in range(STEPS):
+            recorder.phase(STEP)
             recorder.phase("forward")
             trainer.train_step(StopRequest())
         claim_training(recorder, trainer.model, trainer.optimizer)
         program = recorder.program()
         trainer.close()
-        del trainer
     return program
+
+
+def _note_phases(recorder: Recorder, trainer: Trainer) -> None:
+    """Begin a phase with each step of the optimizer and after it."""
+
+    def before(*_: object) -> None:
+        claim_gradients(recorder, trainer.model)
+        recorder.phase("optimizer")
+
+    def after(*_: object) -> None:
+        recorder.phase("after the optimizer")
+
+    optimizer: Any = trainer.optimizer
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def check_planned(config: Config) -> None:
@@ -102,8 +114,14 @@ def check_planned(config: Config) -> None:
     """
     if config.train.compile != "none":
         raise UserError(
-            f"train.compile: a plan covers \"none\", found {config.train.compile!r}; plan with --train.compile none, which "
-            "needs more memory"
+            f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
+            "which needs more memory"
+        )
+    shape = config.model.shape()
+    if isinstance(shape, HybridConfig) and "E" in shape.pattern + shape.mtp_pattern:
+        raise UserError(
+            f"model.pattern: a plan covers models without experts ('E'), whose memory depends on the routing of tokens, "
+            f"found {shape.pattern!r}"
         )
     if config.parallel.engine in ("ddp", "fsdp1"):
         raise UserError(

@@ -25,8 +25,9 @@ def plan(config: Config, ranks: int, device: Device, json: bool) -> int:
         return verdict.status
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
+    model = model_in_words(config.model.shape(), config.model.kind)
     print(
-        f"{model_in_words(config.model.shape(), config.model.kind)} ({parameters:,} parameters), {ranks} x {device.name}, "
+        f"{model} ({parameters:,} parameters), {ranks} x {device.name}, "
         f"{parallel.strategy}, micro-batch {train.micro_batch} x {train.seq_len:,} tokens, {parallel.param_dtype}, "
         f"{config.optimizer.name}, activations.checkpoint {config.activations.checkpoint!r}"
     )
