@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -144,7 +145,7 @@ def test_invariants(rules: Rules, seed: int) -> None:
         now = allocator.now
         assert now.requested == sum(live.values()) <= now.active <= now.reserved
         ranges = sorted((b.address, b.address + b.size) for b, _ in allocator._used.values())
-        assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
     for number in live:
         allocator.give_back(number)
     assert (allocator.now.requested, allocator.now.active) == (0, 0)

@@ -120,7 +120,7 @@ def check_planned(config: Config) -> None:
     shape = config.model.shape()
     if isinstance(shape, HybridConfig) and "E" in shape.pattern + shape.mtp_pattern:
         raise UserError(
-            f"model.pattern: a plan covers models without experts ('E'), whose memory depends on the routing of tokens, "
+            f"model.pattern: a plan covers models without experts ('E'), whose memory follows the routing of tokens, "
             f"found {shape.pattern!r}"
         )
     if config.parallel.engine in ("ddp", "fsdp1"):
