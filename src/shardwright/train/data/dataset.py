@@ -401,18 +401,25 @@ def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
 
 
 def _template(data: DataConfig) -> str | None:
-    if not data.chat_template:
-        return None
+    template = read_template(data)
+    kinds = {data.kind, *(each.kind for each in (*data.sources, *data.validation_sources))}
+    if template is not None and "conversations" in kinds:
+        check_template(template, data.chat_template)
+    return template
+
+
+def read_template(
+    data: DataConfig, of_run: str = "", way: str = "set the path of a jinja template"
+) -> str | None:
+    """The text of the file data.chat_template; None: it is not set. `of_run` and `way` are for the UserError about a
+    file that cannot be read."""
     try:
-        template = Path(data.chat_template).read_text(encoding="utf-8")
+        return Path(data.chat_template).read_text(encoding="utf-8") if data.chat_template else None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(
-            f"data.chat_template: cannot read {data.chat_template}: {reason}; set the path of a jinja template"
+            f"data.chat_template: cannot read {data.chat_template}{of_run}: {reason}; {way}"
         ) from None
-    if "conversations" in {data.kind, *(each.kind for each in (*data.sources, *data.validation_sources))}:
-        check_template(template, data.chat_template)
-    return template
 
 
 def _check_completions(files: Files, tokens: Tokens, tokenizer: Tokenizer) -> None:

@@ -294,7 +294,7 @@ def _make(
                     raise _changes(place)
             write_facts(building, facts)
             for file in building.iterdir():
-                _sync(file)
+                sync_folder(file)
             sync_folder(building)
             if folder.exists():  # and is damaged
                 damaged = folder.with_name(f"{ours}damaged")
@@ -394,14 +394,6 @@ def _is_complete(folder: Path) -> bool:
     except Damaged:
         return False
     return True
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cores() -> int:
