@@ -247,7 +247,8 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
                 f"{setting}: expected the keys role (a string) and content, found "
                 f"{', '.join(map(repr, message)) or 'none'} in {where}; rename them"
             )
-        if (role := message["role"]) != ASSISTANT and _is_nearly(role.strip().lower(), ASSISTANT):
+        role = message["role"]
+        if role != ASSISTANT and difflib.get_close_matches(role.strip().lower(), [ASSISTANT], cutoff=0.77):
             raise UserError(
                 f"{setting}: expected a role such as system, user or {ASSISTANT}, found {role!r} in {where}; did you "
                 f"mean {ASSISTANT!r}? The text of other roles is not trained"
@@ -259,7 +260,7 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
                 f"{setting}: expected a string as content, found {_name(content)} in {where}; write a string, or "
                 "remove the row"
             )
-        for text in _strings(message):
+        for text in strings_of(message):
             _check_characters(text, setting, key, origin)
     tools = row.get(TOOLS)
     if tools is not None and not (
@@ -272,29 +273,17 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
     return Conversation(tuple(messages), tuple(tools) if tools else None, origin)
 
 
-def _is_nearly(text: str, word: str, most: int = 2) -> bool:
-    """Whether at most that many letters are missing, added or replaced in a text (Levenshtein's distance)."""
-    if abs(len(text) - len(word)) > most:
-        return False
-    row = list(range(len(word) + 1))
-    for number, letter in enumerate(text, start=1):
-        diagonal, row[0] = row[0], number
-        for column, expected in enumerate(word, start=1):
-            replaced = diagonal + (letter != expected)
-            diagonal = row[column]
-            row[column] = min(replaced, row[column] + 1, row[column - 1] + 1)
-    return row[-1] <= most
-
-
-def _strings(value: Any) -> Iterator[str]:
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings in nested values, keys of mappings too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _strings(each)
-    elif isinstance(value, list):
+        for key, each in value.items():
+            yield from strings_of(key)
+            yield from strings_of(each)
+    elif isinstance(value, list | tuple):
         for each in value:
-            yield from _strings(each)
+            yield from strings_of(each)
 
 
 def _name(value: Any) -> str:

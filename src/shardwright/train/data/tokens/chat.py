@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.sources.items import ASSISTANT, Completion, Conversation
+from shardwright.train.data.sources.items import ASSISTANT, Completion, Conversation, strings_of
 from shardwright.train.data.tokens.tokenizers import Bytes, Place, Tokenizer
 from shardwright.train.errors import UserError
 
@@ -119,19 +119,6 @@ def spelled_places(item: Conversation | Completion, tokenizer: Tokenizer) -> int
     if isinstance(item, Completion):
         return len(tokenizer.spelled(item.prompt + item.completion))
     return sum(len(tokenizer.spelled(text)) for text in strings_of([item.messages, item.tools]))
-
-
-def strings_of(value: Any) -> Iterator[str]:
-    """All strings in nested values, keys of mappings too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from strings_of(key)
-            yield from strings_of(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from strings_of(each)
 
 
 def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:

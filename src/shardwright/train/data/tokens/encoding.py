@@ -125,20 +125,11 @@ def pieces(job: Job, span: Span) -> Iterator[Piece]:
                 continue
             spelled = chat.spelled_places(item, job.tokenizer)
             if isinstance(item, Conversation):
-                if job.template is None:
-                    raise UserError(_no_template(item))
+                assert job.template is not None
                 encoded = chat.encode_conversation(item, job.template, job.tokenizer, job.special_tokens)
-                yield Piece(encoded.ids, encoded.trained, True, True, spelled)
             else:
                 encoded = chat.encode_completion(item, job.tokenizer, job.special_tokens)
-                yield Piece(encoded.ids, encoded.trained, True, True, spelled)
-
-
-def _no_template(conversation: Conversation) -> str:
-    return (
-        f"{chat.KEY}: expected a chat template for {conversation.origin}, found none beside the tokenizer; set "
-        "data.chat_template to a file with one"
-    )
+            yield Piece(encoded.ids, encoded.trained, True, True, spelled)
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
