@@ -11,7 +11,8 @@ from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.step.trainer import Trainer, tensors_of
+from shardwright.train.step.feed import tensors_of
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.datasets import byte_dataset
 from tests.train.kit.text import Text, batch, random_text
 

@@ -233,7 +233,7 @@ def test_only_matrices_decay(rank: int, world_size: int, engine: str) -> None:
         counts = torch.tensor([decayed, others])
         dist.all_reduce(counts)
         decayed, others = counts.tolist()
-    assert (decayed, others) == (job.parameters - vectors, vectors)
+    assert (decayed, others) == (job.facts.parameters - vectors, vectors)
     assert [group["weight_decay"] for group in job.optimizer.param_groups] == [0.1, 0.0]
 
 

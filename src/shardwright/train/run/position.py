@@ -44,8 +44,6 @@ class Position:
 
     def after_untrained(self, stop: int, batches: int) -> Position:
         """The position after so many global batches without a trained token, up to sample `stop`."""
-        if not batches:
-            return self
         return Position(self.step, stop, self.past.after_untrained((self.samples, stop), batches))
 
     def after_rewind(self, before: Position, stop: int) -> Position:

@@ -62,7 +62,7 @@ def conclude(
     ended_by = ended.signal
     boards.at(boards.END)
     end = stopped_by(ended_by) if ended_by else End(DONE, "done")
-    memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
+    memory = torch.tensor([memory_report.peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         peak, held, leased = memory.tolist()

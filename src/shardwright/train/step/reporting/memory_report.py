@@ -56,11 +56,13 @@ class MemoryReport(TrainerHook):
         self._trainer, self._folder, self._reporter = trainer, folder, reporter
         self._applies = trainer.world.is_first and trainer.config.parallel.engine == "shardwright"
         self._steps = 0  # of this session
+        self.peak = 0  #: bytes that this rank has held at most
         #: Leases outside the memory plan that the report has named; None: there is no report yet.
         self._deviations: tuple[tuple[str, str, str, int], ...] | None = None
 
     def after_step(self, record: StepRecord) -> None:
         self._steps += 1
+        self.peak = max(self.peak, record.memory_reserved)
         if self._steps == REPORTED and self._applies:
             self._reporter.say(self._report())
 
