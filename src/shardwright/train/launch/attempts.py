@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.environment import RUN_ID, under_torchrun
@@ -68,10 +68,9 @@ class Launch:
             raise GivenUpError(End(FAILED, f"{self.ends[-1][1]}: {again}"))
 
 
-def this_launch(size: int) -> Launch | None:
+def this_launch() -> Launch | None:
     """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
-    everyone: list[str | None] = [None] * size
-    dist.all_gather_object(everyone, _agent() if under_torchrun() else None)
+    everyone = RankGroup().all_gather(_agent() if under_torchrun() else None)
     if everyone[0] is None:
         return None
     return Launch(tuple(dict.fromkeys(agent for agent in everyone if agent is not None)))

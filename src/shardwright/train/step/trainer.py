@@ -134,7 +134,7 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
-        self._feed = Feed(config, world)
+        self.feed = Feed(config, world)
         self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
 
     def open_hooks(self, reporter: Reporter) -> None:
@@ -164,7 +164,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the threads that prepare batches."""
-        self._feed.close()
+        self.feed.close()
 
     # -- one step
 
@@ -182,7 +182,7 @@ class Trainer:
         boards.begin_step(step + 1)
         boards.at(boards.DATA)
         started = time.perf_counter()
-        data, untrained = self._feed.next(self.dataset.train, self.position)
+        data, untrained = self.feed.next(self.dataset.train, self.position)
         if untrained is not None:
             self.position = self.position.after_untrained(data.first, untrained.batches)
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
