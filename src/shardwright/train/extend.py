@@ -4,7 +4,7 @@ from shardwright.train.config.catalog.hooks import Fault, Job, StepInProgress, T
 from shardwright.train.config.catalog.kinds import Kind, Offers, kinds
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, OptimizerSettings, optimizers
 from shardwright.train.config.catalog.records import RunEnd, Sink, StepRecord
-from shardwright.train.config.catalog.sinks import NamedSink, RunConfiguration, RunSite, sinks
+from shardwright.train.config.catalog.sinks import NamedSink, RunSite, sinks
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.native.decoder import Decoder
 
@@ -18,7 +18,6 @@ __all__ = [
     "NamedSink",
     "Offers",
     "OptimizerSettings",
-    "RunConfiguration",
     "RunEnd",
     "RunSite",
     "Sink",

@@ -211,15 +211,13 @@ def compare(runs: list[Path], out: Path | None) -> int:
     on_gpu = any(session["device"] == "cuda" for run in read for session in run.record["sessions"])
     by_engine = not on_gpu and all(figure["leased_memory_bytes"] is not None for figure in figures)
     with writing(target):
-        plots.comparison(
-            [
-                curve_of(run, read[0], figure, name, settings_in_words(settings), by_engine)
-                for run, figure, name, settings in zip(read, figures, names, special, strict=True)
-            ],
-            target / "compare.png",
-            settings_in_words(common),
-            BY_ENGINE if by_engine else BY_DEVICE,
-        )
+        curves = [
+            curve_of(run, read[0], figure, name, settings_in_words(settings), by_engine)
+            for run, figure, name, settings in zip(read, figures, names, special, strict=True)
+        ]
+        panel = BY_ENGINE if by_engine else BY_DEVICE
+        picture = plots.comparison_figure(curves, settings_in_words(common), panel)
+        picture.savefig(target / "compare.png", dpi=plots.DPI)
     print(f"wrote {target / 'compare.json'} and {target / 'compare.png'}")
     return 0
 

@@ -238,30 +238,6 @@ def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, name
     return file
 
 
-def settings_of(folder: str | os.PathLike[str]) -> FinetuneConfig:
-    """The settings with which a model gets the adapters in a folder; ``targets`` and ``train_also`` in peft's names.
-
-    Raises:
-        UserError: there is no adapter_config.json, or it asks for a feature that is not supported here.
-    """
-    path = Path(folder)
-    config = _read_config(path)
-    targets, modules = config.get("target_modules"), config.get("modules_to_save") or ()
-    if isinstance(targets, str):
-        raise UserError(
-            f"{path / CONFIG_FILE}: target_modules: expected a list of names, found the expression {targets!r}; list "
-            "the layers"
-        )
-    return FinetuneConfig(
-        method="dora" if config.get("use_dora") else "lora",
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        rslora=bool(config.get("use_rslora")),
-        targets=tuple(targets or ()),
-        train_also=tuple(f"{name}.*" for name in modules),
-    )
-
-
 def base_in(folder: str | os.PathLike[str]) -> str | None:
     """The folder or hub name of the base in an adapter_config.json; None if it names none.
 

@@ -9,11 +9,10 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.engine.front.report import in_units
-from shardwright.train.report.plots import new_figure
+from shardwright.train.report.plots import DPI, new_figure
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one process that draws should pay
     from matplotlib.axes import Axes
@@ -39,8 +38,6 @@ OTHER_KIND = "#E5E5E5"
 FONT_SIZES = (8.0, 7.0, 6.0)
 """Font sizes of names on blocks, in points; the largest that fits is taken."""
 
-DPI = 120
-
 
 class Block(NamedTuple):
     """One lease: its owner, and its place in ticks and scaled bytes."""
@@ -65,15 +62,11 @@ def outside_in_words(deviations: Sequence[tuple[str, str, str, int]]) -> str:
     )
 
 
-def draw(plan: Plan, path: Path, name: str, memory: str, rank: int, outside: str = "") -> None:
-    """Write the picture of the plan that `memory` has made on `rank` in the run `name`.
+def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = "") -> Figure:
+    """The picture of the plan that `memory` has made on `rank` in the run `name`.
 
     `outside` is about leases outside the plan, which have no place in the picture.
     """
-    plan_figure(plan, name, memory, rank, outside).savefig(path, dpi=DPI)
-
-
-def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = "") -> Figure:
     from matplotlib.patches import Patch, Rectangle
 
     figure = new_figure(12, 7.5)

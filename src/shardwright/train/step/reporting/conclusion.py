@@ -89,7 +89,8 @@ def conclude(
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
     record.close(status, trainer.position.step, results, end.reason if ended_by else "")
     with writing(folder.picture):
-        plots.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
+        figure = plots.loss_figure(records, trainer.config.run.name, vocabulary(trainer.config))
+        figure.savefig(folder.picture, dpi=plots.DPI)
     run_end = RunEnd(status, trainer.position.step, results, folder.picture.absolute())
     trainer.hooks.end(run_end)
     reporter.close(run_end)

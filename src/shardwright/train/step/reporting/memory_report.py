@@ -96,14 +96,9 @@ class MemoryReport(TrainerHook):
             write_json(folder.plan_file, memory.plan.as_dict())
             outside = plan_picture.outside_in_words(memory.deviations)
             with writing(folder.plan_picture):
-                plan_picture.draw(
-                    memory.plan,
-                    folder.plan_picture,
-                    self._trainer.config.run.name,
-                    memory.memory,
-                    memory.rank,
-                    outside,
-                )
+                name = self._trainer.config.run.name
+                figure = plan_picture.plan_figure(memory.plan, name, memory.memory, memory.rank, outside)
+                figure.savefig(folder.plan_picture, dpi=plan_picture.DPI)
             use = "for parameters alone" if memory.plan.slots else "for all leases"
             size = in_units(memory.plan.nbytes)
             lines.append(f"  plan    {memory.memory} of {size} {use}; picture: {folder.plan_picture}")
