@@ -34,7 +34,7 @@ PIPED_WIDTH = 140
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """The data of a run that a comparison reads."""
 
     folder: RunFolder
@@ -108,7 +108,7 @@ ELSEWHERE = {
 """Keys without an entry in `_others`: they have a separate column, or are equal in all runs of one job."""
 
 
-def split_settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[dict[str, str]]]:
+def split_settings(runs: Sequence[ComparedRun]) -> tuple[dict[str, str], list[dict[str, str]]]:
     """The main settings that are equal in all runs, and for each run the settings that differ."""
     settings = [run.settings for run in runs]
     differ = [key for key in settings[0] if len({each[key] for each in settings}) > 1]
@@ -124,7 +124,7 @@ def settings_in_words(settings: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LossDifference:
     """The largest difference of the losses of two runs, relative to the first run, and its step."""
 
     common_steps: int
@@ -132,7 +132,7 @@ class Agreement:
     step: int
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ComparedRun:
     """Raises UserError if the folder holds no run, or a run without steps."""
     folder = RunFolder(path)
     record, config = folder.record(), folder.config()
@@ -141,10 +141,10 @@ def read_run(path: Path) -> Run:
         raise UserError(
             f"{folder.metrics_file}: expected at least one step, found none; continue the run, or leave it out"
         )
-    return Run(folder, config, record, steps)
+    return ComparedRun(folder, config, record, steps)
 
 
-def check_comparable(first: Run, other: Run) -> None:
+def check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     """Raise if the runs are of different jobs. The error names the first key that differs."""
     for key, before, after in differences(first.config, other.config):
         # The text must be the same; its path may differ.
@@ -161,7 +161,7 @@ def check_comparable(first: Run, other: Run) -> None:
         )
 
 
-def relative_differences(first: Run, other: Run) -> dict[int, float]:
+def relative_differences(first: ComparedRun, other: ComparedRun) -> dict[int, float]:
     """|other - first| / |first| of the loss at every common step. If the first loss is 0, only |other - first|."""
     ours, theirs = first.losses, other.losses
     return {
@@ -169,14 +169,14 @@ def relative_differences(first: Run, other: Run) -> dict[int, float]:
     }
 
 
-def agreement(first: Run, other: Run) -> Agreement:
+def agreement(first: ComparedRun, other: ComparedRun) -> LossDifference:
     apart = relative_differences(first, other)
     if not apart:
         raise UserError(
             f"compare: expected steps in common, found none in {first.folder.path} and {other.folder.path}"
         )
     worst = max(apart, key=lambda step: apart[step])
-    return Agreement(len(apart), apart[worst], worst)
+    return LossDifference(len(apart), apart[worst], worst)
 
 
 def compare(runs: list[Path], out: Path | None) -> int:
@@ -222,7 +222,7 @@ def compare(runs: list[Path], out: Path | None) -> int:
     return 0
 
 
-def figures_of(run: Run, first: Run) -> dict[str, Any]:
+def figures_of(run: ComparedRun, first: ComparedRun) -> dict[str, Any]:
     """The row of a run in compare.json, with plain names and units."""
     results, reference = (plots.results(each.steps, each.record["sessions"]) for each in (run, first))
     ended = run.record.get("results", {})
@@ -252,7 +252,7 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
     }
 
 
-def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def pairs_of(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     pairs = []
     for number, first in enumerate(runs):
         for other in runs[number + 1 :]:
@@ -263,7 +263,7 @@ def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return pairs
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[ComparedRun]) -> list[str]:
     """The last part of each run's path, or as many parts as are needed to make the names different."""
     parts = [run.folder.path.parts for run in runs]
     depth = next(
@@ -335,7 +335,7 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
     return table
 
 
-def explanation(runs: Sequence[Run]) -> str:
+def explanation(runs: Sequence[ComparedRun]) -> str:
     """The meaning of each column of the results."""
     lines = [
         "max diff    largest |loss - loss of the first run| / loss of the first run",
@@ -371,7 +371,7 @@ def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> 
     return table
 
 
-def memory_explanation(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> str:
+def memory_explanation(runs: Sequence[ComparedRun], figures: Sequence[Mapping[str, Any]]) -> str:
     """The meaning of each column of the memory."""
     devices = {session["device"] for run in runs for session in run.record["sessions"]}
     words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the whole process, with its libraries"}
@@ -419,7 +419,7 @@ def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 def curve_of(
-    run: Run, first: Run, figure: Mapping[str, Any], name: str, settings: str, by_engine: bool
+    run: ComparedRun, first: ComparedRun, figure: Mapping[str, Any], name: str, settings: str, by_engine: bool
 ) -> plots.Curve:
     engine = (figure["held_memory_bytes"], figure["leased_memory_bytes"])
     return plots.Curve(

@@ -17,8 +17,8 @@ from shardwright.checkpoint.storage.stores import Store
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.progress import patience
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Place, Position, saved_steps, step_folder
-from shardwright.train.run.stored_checkpoint import Stored, position_in
+from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
+from shardwright.train.run.stored_checkpoint import RunCheckpoint, position_in
 
 Say = Callable[[str], None]
 LARGEST_SHOWN = 8
@@ -72,7 +72,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _inspect_run(
-    path: Place, checkpoints: Place, quick: bool, tensors: bool, show: Say, say: Say
+    path: FolderOrUrl, checkpoints: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
     """A line for each checkpoint of a run, and the content of the newest whole one."""
     try:
@@ -85,7 +85,7 @@ def _inspect_run(
         )
     show(f"{printable(str(path))}: {counted(len(steps), 'checkpoint')}")
     damaged: list[str] = []
-    newest: Stored | None = None
+    newest: RunCheckpoint | None = None
     for step in steps:
         try:
             stored = _opened(store_of(step_folder(checkpoints, step)))
@@ -119,7 +119,7 @@ def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) 
     return None
 
 
-def _opened(place: Store) -> Stored:
+def _opened(place: Store) -> RunCheckpoint:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
         checkpoint = open_checkpoint(place.path if isinstance(place, LocalStore) else str(place))
@@ -134,13 +134,13 @@ def _opened(place: Store) -> Stored:
         position = position_in(checkpoint)
     except Damaged:
         pass
-    return Stored(position, checkpoint)
+    return RunCheckpoint(position, checkpoint)
 
 
 _NO_RUN = Position(-1, -1)
 
 
-def _compare(stored: Stored, quick: bool, say: Say) -> None:
+def _compare(stored: RunCheckpoint, quick: bool, say: Say) -> None:
     stored.checkpoint.check_lengths()
     if quick or not stored.checkpoint.has_digests:
         return
@@ -155,7 +155,7 @@ def _compare(stored: Stored, quick: bool, say: Say) -> None:
         stored.checkpoint.verify(progress)
 
 
-def _outcome(stored: Stored, quick: bool) -> str:
+def _outcome(stored: RunCheckpoint, quick: bool) -> str:
     files = stored.checkpoint.files
     if not stored.checkpoint.has_digests:
         return (
@@ -172,7 +172,7 @@ def _outcome(stored: Stored, quick: bool) -> str:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
+def _lines(stored: RunCheckpoint, all_tensors: bool) -> Iterator[str]:
     checkpoint = stored.checkpoint
     tensors = list(checkpoint.tensors.items())
     yield printable(stored.folder)
@@ -209,7 +209,7 @@ def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
         yield f"    {printable(name):<{width}}  {in_bytes(each.nbytes):>9}  {dtype} {shape}{parts}"
 
 
-def _lines_of_values(stored: Stored) -> Iterator[str]:
+def _lines_of_values(stored: RunCheckpoint) -> Iterator[str]:
     """Values that are no tensors, and whose random generators there are."""
     values = stored.checkpoint.values
     if stored.checkpoint.ranks is None:

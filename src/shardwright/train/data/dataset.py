@@ -16,8 +16,8 @@ from shardwright.train.data.samples.packing import pack
 from shardwright.train.data.samples.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
 from shardwright.train.data.samples.validation import training_and_validation
 from shardwright.train.data.sources.documents import places
-from shardwright.train.data.sources.items import Source as Files
-from shardwright.train.data.sources.places import Place
+from shardwright.train.data.sources.items import DataFiles
+from shardwright.train.data.sources.places import DataFile
 from shardwright.train.data.statement import shortened_name
 from shardwright.train.data.tokens.cache import tokenised
 from shardwright.train.data.tokens.chat import check_template
@@ -54,7 +54,7 @@ class Material:
     name: str
     weight: float
     tokens: Tokens
-    places: tuple[Place, ...]
+    places: tuple[DataFile, ...]
     known: Known
 
     def parts(self) -> list[Tokens]:
@@ -172,7 +172,7 @@ def load_dataset(
     template = _template(data)
     cache = Path(data.cache) if data.cache else None
 
-    def material(files: Files, weight: float) -> Material:
+    def material(files: DataFiles, weight: float) -> Material:
         tokens = tokenised(
             files,
             tokenizer,
@@ -365,25 +365,25 @@ def _ends_count_for_nothing(config: Config, tokens: Tokens) -> bool:
     return one_text and tokens.ids.dtype == np.uint8 and tokens.trained is None and bool(tokens.sha256)
 
 
-def _files(data: DataConfig) -> list[tuple[Files, float]]:
+def _files(data: DataConfig) -> list[tuple[DataFiles, float]]:
     return _files_of_tables("sources", data.sources) or [(_files_at(data.source, data, "data.source"), 1.0)]
 
 
-def _validation_files(data: DataConfig) -> list[tuple[Files, float]]:
+def _validation_files(data: DataConfig) -> list[tuple[DataFiles, float]]:
     if data.validation_source:
         return [(_files_at(data.validation_source, data, "data.validation_source"), 1.0)]
     return _files_of_tables("validation_sources", data.validation_sources)
 
 
-def _files_of_tables(key: str, tables: Sequence[SourceConfig]) -> list[tuple[Files, float]]:
+def _files_of_tables(key: str, tables: Sequence[SourceConfig]) -> list[tuple[DataFiles, float]]:
     return [
         (_files_at(each.path, each, f"data.{key}.{number}.path"), each.weight)
         for number, each in enumerate(tables)
     ]
 
 
-def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key: str) -> Files:
-    return Files(
+def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key: str) -> DataFiles:
+    return DataFiles(
         _paths(path), keys.kind, keys.text_key, keys.messages_key, keys.prompt_key, keys.completion_key, key
     )
 
@@ -422,7 +422,7 @@ def read_template(
         ) from None
 
 
-def _check_completions(files: Files, tokens: Tokens, tokenizer: Tokenizer) -> None:
+def _check_completions(files: DataFiles, tokens: Tokens, tokenizer: Tokenizer) -> None:
     """Refuse completions of which only the token that ends each is trained."""
     has_end = isinstance(tokenizer, Bytes) or tokenizer.end is not None
     if files.kind == "completions" and has_end and tokens.trained_tokens <= len(tokens.ends):

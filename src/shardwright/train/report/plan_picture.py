@@ -39,7 +39,7 @@ FONT_SIZES = (8.0, 7.0, 6.0)
 """Font sizes of names on blocks, in points; the largest that fits is taken."""
 
 
-class Block(NamedTuple):
+class LeaseBlock(NamedTuple):
     """One lease: its owner, and its place in ticks and scaled bytes."""
 
     unit: str
@@ -77,7 +77,7 @@ def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = ""
         (2**10, "KiB"),
     )
     blocks = [
-        Block(item.unit, item.kind, start, stop, offset / scale, item.nbytes / scale)
+        LeaseBlock(item.unit, item.kind, start, stop, offset / scale, item.nbytes / scale)
         for item, offset in zip(plan.items, plan.offsets, strict=True)
         for start, stop in item.spans
     ]
@@ -146,7 +146,7 @@ def _show_slots(axes: Axes, plan: Plan, scale: int) -> None:
 # Names on blocks
 
 
-def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
+def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[LeaseBlock]) -> None:
     """Write each block's unit on it, in full or its last part alone, and below the picture what had no room."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.font_manager import FontProperties
@@ -174,7 +174,7 @@ def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
 
 
 def _fit(
-    renderer: RendererAgg, axes: Axes, block: Block, short: str | None
+    renderer: RendererAgg, axes: Axes, block: LeaseBlock, short: str | None
 ) -> tuple[str, float, int, bool] | None:
     """Text, size, rotation with which a block can be named, and whether the name is shortened; None without room."""
     (left, low), (right, high) = axes.transData.transform(
@@ -208,7 +208,7 @@ def short_names(units: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _key(blocks: Sequence[Block], is_named: Sequence[bool], is_short: Sequence[bool]) -> str:
+def _key(blocks: Sequence[LeaseBlock], is_named: Sequence[bool], is_short: Sequence[bool]) -> str:
     """A key to the blocks: names that are short, and blocks without room for a name."""
     lines = []
     example = next((block.unit for block, short in zip(blocks, is_short, strict=True) if short), None)

@@ -26,7 +26,7 @@ from shardwright.train.config import Config, stored_config, with_special_tokens
 from shardwright.train.config.catalog.kinds import kind_named
 from shardwright.train.errors import UserError
 from shardwright.train.run.lock import FolderLock, claim
-from shardwright.train.run.position import Place, saved_steps
+from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.writing import unwritable, writing
 
 RUNS = Path("runs")
@@ -115,7 +115,7 @@ class RunFolder:
         return stored_config(self.path)
 
 
-def checkpoints_of(folder: RunFolder, config: Config) -> Place:
+def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
     """The folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
     parent = config.checkpoint.folder
     if not parent:
@@ -424,7 +424,7 @@ def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLo
         return folder, claim(folder.path)
 
 
-def _check_unused(checkpoints: Place) -> None:
+def _check_unused(checkpoints: FolderOrUrl) -> None:
     """Raise UserError if a new run must not write its checkpoints there. Finds a store that cannot be used, too."""
     try:
         steps = saved_steps(checkpoints)

@@ -22,7 +22,7 @@ from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.position import Place, Position, remove_step, saved_steps, step_folder
+from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step import checkpoint
 from shardwright.train.step.best import BestCheckpoint
@@ -45,7 +45,7 @@ class Saves:
     def __init__(
         self,
         settings: CheckpointConfig,
-        checkpoints: Place,
+        checkpoints: FolderOrUrl,
         reporter: Reporter,
         loaded: int | None = None,
         saved: Callable[[int], None] | None = None,

@@ -27,7 +27,7 @@ from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
 from shardwright.train.step.reporting.conclusion import Ended, conclude
-from shardwright.train.step.reporting.memory_report import MemoryReport, MemorySnapshots
+from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.reporting.notices import FirstLoss
 from shardwright.train.step.reporting.opening import opening
 from shardwright.train.step.reporting.recording import (
@@ -102,7 +102,7 @@ def _train(
             answers.step = lambda: min(trainer.stops_after, config.train.steps)
             for lines_of_start in opening(trainer, folder, resume):
                 reporter.say(lines_of_start)
-            memory = MemoryReport(trainer, folder, reporter)
+            memory = MemoryReporter(trainer, folder, reporter)
             trainer.hooks.own = [
                 MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory
             ]  # fmt: skip

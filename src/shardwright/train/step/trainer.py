@@ -35,7 +35,7 @@ from shardwright.train.parallel.same_model import check_same_model
 from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Place
+from shardwright.train.run.position import FolderOrUrl
 from shardwright.train.step import checkpoint
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
@@ -135,7 +135,7 @@ class Trainer:
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
         self.feed = Feed(config, world)
-        self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
+        self._loaded: checkpoint.LoadedRun | None = None  # until the generators go on from it
 
     def open_hooks(self, reporter: Reporter) -> None:
         """Set the hooks up, with the state that a loaded checkpoint has of them."""
@@ -317,7 +317,7 @@ class Trainer:
         self.close()  # its loader ends where no sample was left out
         self.position = self.position.after_skip(self.config.train.global_batch)
 
-    def rewind(self, checkpoints: Place, reporter: Reporter, latest: int, stop: int) -> None:
+    def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
         """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
         self._loaded = checkpoint.load_newest(

@@ -77,7 +77,7 @@ class Source:
         return sum(int(part.packing.trained_counts.sum()) for part in self.parts)
 
 
-class Place(NamedTuple):
+class SampleOrigin(NamedTuple):
     """The origin of a sample of the run."""
 
     source: int
@@ -140,10 +140,10 @@ class Stream:
             total += int(self.sources[source].parts[part].packing.trained_counts[sample])
         return total
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleOrigin:
         """The origin of sample `index` of the run. O(1)."""
         source, number = self.mixing[index]
-        return Place(source, *self.sources[source].place(self._orders[source][number]))
+        return SampleOrigin(source, *self.sources[source].place(self._orders[source][number]))
 
     def epochs(self, samples: int) -> list[float]:
         """Epochs of each source in the run's first `samples` samples. 1.5: every sample once, half of them twice."""

@@ -25,7 +25,7 @@ _NAMED = "a .txt, .jsonl, .parquet, .arrow or .npy file, or the folder of a save
 
 
 @dataclass(frozen=True)
-class Place:
+class DataFile:
     """One file of data: its absolute path or its URL."""
 
     path: str
@@ -44,20 +44,20 @@ class Place:
         return self.path
 
 
-def locate(path: str, key: str = "data.source") -> list[Place]:
+def locate(path: str, key: str = "data.source") -> list[DataFile]:
     """The files that a path, a glob or a URL stands for; those of a glob in the order of their names.
 
     Raises UserError if there are none, if one has an unknown suffix, or if a file system is not installed.
     """
     if path == PYDOC:
-        return [Place(PYDOC, key)]
+        return [DataFile(PYDOC, key)]
     names = _remote_names(path, key) if "://" in path else _local_names(path, key)
     for name in names:
         _check_suffix(name, key)
-    return [Place(name, key) for name in names]
+    return [DataFile(name, key) for name in names]
 
 
-def open_place(place: Place) -> BinaryIO:
+def open_place(place: DataFile) -> BinaryIO:
     """The file, for reading bytes. Raises UserError if it cannot be opened."""
     try:
         if place.remote:
@@ -75,7 +75,7 @@ def open_place(place: Place) -> BinaryIO:
         raise unreadable(place, error) from None
 
 
-def size_of(place: Place) -> int:
+def size_of(place: DataFile) -> int:
     """Bytes of the file. Raises UserError if it is missing or empty."""
     try:
         if place.remote:
@@ -94,7 +94,7 @@ def size_of(place: Place) -> int:
     return size
 
 
-def line_number(place: Place, offset: int) -> int:
+def line_number(place: DataFile, offset: int) -> int:
     """The number, from 1, of the line that begins at an offset in bytes. Reads the file up to there."""
     lines, left = 1, offset
     with open_place(place) as stream:
@@ -104,7 +104,7 @@ def line_number(place: Place, offset: int) -> int:
     return lines
 
 
-def remote_version(place: Place) -> str | None:
+def remote_version(place: DataFile) -> str | None:
     """A digest of what a remote file system says of a file's version. None if that does not change with the content."""
     files, inner = _file_system(place.path, place.key)
     try:
@@ -121,7 +121,7 @@ def remote_version(place: Place) -> str | None:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def unreadable(place: Place, error: BaseException) -> UserError:
+def unreadable(place: DataFile, error: BaseException) -> UserError:
     """The error of a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
         return UserError(f"{place.key}: expected a file, found nothing at {place}; correct the path")
@@ -223,7 +223,7 @@ def _remote_names(url: str, key: str) -> list[str]:
     except UserError:
         raise
     except Exception as error:  # no network, no permission, no such bucket
-        raise unreadable(Place(url, key), error) from None
+        raise unreadable(DataFile(url, key), error) from None
     if not names:
         what = "files, found none that match" if glob.has_magic(inner) else "a file, found nothing at"
         raise UserError(f"{key}: expected {what} {url}; correct the URL")
@@ -246,7 +246,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
             f"{key}: expected a path or a URL that fsspec knows, such as s3:// or https://, found {url} ({error})"
         ) from None
     except Exception as error:
-        raise unreadable(Place(url, key), error) from None
+        raise unreadable(DataFile(url, key), error) from None
 
 
 @lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 from shardwright.train.config.catalog.hub import fetch_folder, is_hub_name, pinned
 from shardwright.train.errors import UserError
 
-Place: TypeAlias = tuple[int, int]
+CharRange: TypeAlias = tuple[int, int]
 """The first character of a token in its text, and the one after its last."""
 
 KEY = "data.tokenizer"
@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
     def reserved(self) -> frozenset[int]:
         """Ids that a text should not become by spelling them: special ones, and those that begin and end documents."""
 
-    def spelled(self, text: str) -> list[Place]:
+    def spelled(self, text: str) -> list[CharRange]:
         """Places where a text spells reserved tokens."""
 
     @property
@@ -109,7 +109,7 @@ class Tokenizer(Protocol):
     def encode_part(self, text: str, before: str, after: str) -> Sequence[int]:
         """The ids of a text that stands between two others, which are not encoded."""
 
-    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[Place]]:
+    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         """Ids, and the characters of each. ``inside``: the text goes on after another one, in the same line."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -130,7 +130,7 @@ class Bytes:
     chat_template: str | None = None
     file: Path | None = None
 
-    def spelled(self, text: str) -> list[Place]:
+    def spelled(self, text: str) -> list[CharRange]:
         return []
 
     @property
@@ -149,7 +149,7 @@ class Bytes:
     def encode_part(self, text: str, before: str, after: str) -> Sequence[int]:
         return text.encode("utf-8")
 
-    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[Place]]:
+    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         places = [
             (number, number + 1)
             for number, character in enumerate(text)
@@ -213,7 +213,7 @@ class FromFile:
     def __reduce__(self) -> tuple[type[FromFile], tuple[Path]]:
         return FromFile, (self.file,)
 
-    def spelled(self, text: str) -> list[Place]:
+    def spelled(self, text: str) -> list[CharRange]:
         return [] if self._spelled is None else [match.span() for match in self._spelled.finditer(text)]
 
     @cached_property
@@ -281,7 +281,7 @@ class FromFile:
             return [number for number, place in zip(ids, places, strict=True) if start <= place[0] < stop]
         return self.encode_places(text, inside=bool(before))[0]
 
-    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[Place]]:
+    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         if not (inside and self._prefixes):
             return self._encoded(text)
         for lead in _LEADS:
@@ -298,7 +298,7 @@ class FromFile:
         text: str = self._tokenizer.decode(known, skip_special_tokens=False)
         return text
 
-    def _encoded(self, text: str) -> tuple[list[int], list[Place]]:
+    def _encoded(self, text: str) -> tuple[list[int], list[CharRange]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 

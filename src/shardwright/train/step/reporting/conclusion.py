@@ -26,14 +26,14 @@ from shardwright.train.report.jsonl import read_records
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, End
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Place, saved_steps, step_folder
+from shardwright.train.run.position import FolderOrUrl, saved_steps, step_folder
 from shardwright.train.run.record import RunRecord
 from shardwright.train.run.writing import write_text, writing
 from shardwright.train.step import checkpoint
 from shardwright.train.step.best import BestCheckpoint
 from shardwright.train.step.evaluation import Sample, sample_text
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
-from shardwright.train.step.reporting.memory_report import MemoryReport
+from shardwright.train.step.reporting.memory_report import MemoryReporter
 from shardwright.train.step.trainer import Trainer
 
 
@@ -56,7 +56,7 @@ def conclude(
     record: RunRecord | None,
     ended: Ended,
     reporter: Reporter,
-    memory_report: MemoryReport,
+    memory_report: MemoryReporter,
 ) -> End:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
     ended_by = ended.signal
@@ -177,7 +177,7 @@ def summary(
     return "\n".join(lines)
 
 
-def best_lines(results: Mapping[str, Any], checkpoints: Place) -> list[str]:
+def best_lines(results: Mapping[str, Any], checkpoints: FolderOrUrl) -> list[str]:
     """The summary's line about the best checkpoint."""
     if "best" not in results:
         return []

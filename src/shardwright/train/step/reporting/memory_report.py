@@ -49,7 +49,7 @@ class MemorySnapshots(TrainerHook):
         record_memory_history(False)
 
 
-class MemoryReport(TrainerHook):
+class MemoryReporter(TrainerHook):
     """Writes the memory report of the first rank after some steps, and once more if leases outside the plan came."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder, reporter: Reporter) -> None:
