@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
-from shardwright.train.launch.attempts import this_launch
+from shardwright.train.launch.attempts import Launch, agent
 from shardwright.train.launch.opening import OpenedRun, open_run
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
@@ -29,7 +29,7 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
     Raises:
         JobError: on every rank: the first rank cannot open the folder, or a rank does not see its files.
     """
-    launch = this_launch()
+    launch = _this_launch()
     own: OpenedRun | None = None
     outcome: JobError | OpenedRun | None = None
     if world.is_first:
@@ -49,6 +49,14 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
         run.discard_if_unused()
         raise
     return run
+
+
+def _this_launch() -> Launch | None:
+    """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
+    everyone = RankGroup().all_gather(agent())
+    if everyone[0] is None:
+        return None
+    return Launch(tuple(dict.fromkeys(each for each in everyone if each is not None)))
 
 
 def _of_other_ranks(run: OpenedRun) -> OpenedRun:
