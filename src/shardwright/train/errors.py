@@ -5,6 +5,9 @@ They are printed as one line without a traceback. Errors of the program itself m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class JobError(Exception):
     """An error that all ranks of a job meet alike, with the job's exit `status`."""
@@ -25,6 +28,15 @@ class UserError(JobError):
     def __init__(self, message: str, passes: bool = False) -> None:
         super().__init__(message)
         self.status = self.PASSING if passes else self.MISTAKE
+
+
+@contextmanager
+def as_user_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Raise errors of these kinds as a :class:`UserError` with the same text, after a prefix."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{prefix}{error}") from error
 
 
 def note_steps_done(error: BaseException, steps: int) -> None:

@@ -28,7 +28,7 @@ from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.catalog.presets import Shape
 from shardwright.train.data.dataset import read_template
 from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, open_tokenizer
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import peft_names, source_of
@@ -100,10 +100,8 @@ def export(
             is not the one of the run or does not belong to the model. Nothing is written then.
     """
     chosen = _dtype_named(dtype)
-    try:
+    with as_user_errors(ValueError):
         bytes_of(max_shard_size, "--max-shard-size")
-    except ValueError as error:
-        raise UserError(str(error)) from None
     _check_new(folder)
     source = RunFolder(run)
     record, config = source.record(), source.config()
@@ -250,11 +248,9 @@ def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tenso
 
 
 def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredForm:
-    try:
+    with as_user_errors(ValueError, prefix="export: "):
         tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
         return stored_form(tensors, key_map, dtype, with_values=False)
-    except ValueError as error:
-        raise UserError(f"export: {error}") from error
 
 
 def _reader_by_type(model_type: str) -> str:

@@ -14,7 +14,7 @@ from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, open_che
 from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Store
-from shardwright.train.errors import UserError, counted
+from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.launch.progress import patience
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
@@ -39,17 +39,13 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
     Raises:
         UserError: there is no checkpoint, or a later version has saved it.
     """
-    try:
+    with as_user_errors(ValueError, prefix="inspect: "):
         store = store_of(location)
-    except ValueError as error:
-        raise UserError(f"inspect: {error}") from error
     if not isinstance(store, LocalStore):
-        try:
+        with as_user_errors(OSError, prefix="inspect: "):
             if saved_steps(str(store)):
                 return _inspect_run(str(store), str(store), quick, tensors, show, say)
             return _inspect_one(store, quick, tensors, show, say)
-        except OSError as error:  # the store does not answer
-            raise UserError(f"inspect: {error}") from error
     path = store.path
     if not os.path.lexists(path):
         raise UserError(f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}")
@@ -75,10 +71,8 @@ def _inspect_run(
     path: FolderOrUrl, checkpoints: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
     """A line for each checkpoint of a run, and the content of the newest whole one."""
-    try:
+    with as_user_errors(OSError, prefix="inspect: "):
         steps = saved_steps(checkpoints)
-    except OSError as error:  # the store does not answer
-        raise UserError(f"inspect: {error}") from error
     if not steps:
         raise UserError(
             f"inspect: expected a checkpoint in {checkpoints}, found none; the run has saved nothing"

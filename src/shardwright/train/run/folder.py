@@ -24,7 +24,7 @@ from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.places import LocalStore, new_attempt, store_of
 from shardwright.train.config import Config, stored_config, with_special_tokens
 from shardwright.train.config.catalog.kinds import kind_named
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.run.lock import FolderLock, claim
 from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.writing import unwritable, writing
@@ -120,11 +120,9 @@ def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
     parent = config.checkpoint.folder
     if not parent:
         return folder.checkpoints
-    try:
+    with as_user_errors(ValueError, prefix="checkpoint.folder: "):
         store_of(parent)
         place = store_of(f"{parent.rstrip('/')}/{folder.path.resolve().name}")
-    except ValueError as error:
-        raise UserError(f"checkpoint.folder: {error}") from error
     return place.path if isinstance(place, LocalStore) else str(place)
 
 
@@ -426,12 +424,10 @@ def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLo
 
 def _check_unused(checkpoints: FolderOrUrl) -> None:
     """Raise UserError if a new run must not write its checkpoints there. Finds a store that cannot be used, too."""
-    try:
+    with as_user_errors(OSError, prefix="checkpoint.folder: "):
         steps = saved_steps(checkpoints)
         if isinstance(checkpoints, str) and not steps:
             ObjectStore(checkpoints).check_writable(new_attempt())
-    except OSError as error:
-        raise UserError(f"checkpoint.folder: {error}") from error
     if steps:
         raise UserError(
             f"checkpoint.folder: expected no checkpoint of another run in {checkpoints}, found step-{steps[0]}; choose "

@@ -11,7 +11,7 @@ from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.record import resumed_data
-from shardwright.train.errors import UserError, note_steps_done
+from shardwright.train.errors import UserError, as_user_errors, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
@@ -53,10 +53,8 @@ def train(
     nothing to save, so a signal ends the job like any program. `saved` is called on every rank after a checkpoint was
     written, with its step. Raises UserError for a registered value that is wrong.
     """
-    try:
+    with as_user_errors(ExtensionError):
         return _train(config, run, dataset, world, saved)
-    except ExtensionError as error:
-        raise UserError(str(error)) from error
 
 
 def _train(

@@ -12,7 +12,7 @@ from typing import Any
 from shardwright.checkpoint.pretrained.names import Source, Stacked, Transposed
 from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig, RopeScaling
 from shardwright.train.config.catalog.rope_tables import rope_tables
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _MLP = {"up": "up_proj", "down": "down_proj"}
@@ -193,10 +193,8 @@ _ROPE_KEYS: dict[str, set[str]] = {
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rotary table that all layers share."""
-    try:
+    with as_user_errors(ValueError, prefix="config.json: "):
         tables = rope_tables(config)
-    except ValueError as error:
-        raise UserError(f"config.json: {error}") from error
     first = next(iter(tables.values()), {})
     if other := next((name for name, table in tables.items() if table != first), None):
         raise UserError(
