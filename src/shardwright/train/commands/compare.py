@@ -290,10 +290,17 @@ def settings_of_runs(
     return Text("\n".join(["Settings that differ", "", *lines, ""]))
 
 
+def _table(title: str, *columns: str, min_width: int | None = 12, **options: Any) -> Table:
+    """An empty table with columns for names of runs, by default one."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, **options)
+    for column in columns or ("run",):
+        table.add_column(column, overflow="fold", min_width=min_width)
+    return table
+
+
 def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) -> Table:
     """The settings that differ: a column for each main setting, and one column for all others."""
-    table = Table(title="Settings that differ", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.add_column("run", overflow="fold", min_width=12)
+    table = _table("Settings that differ")
     columns = [key for key in MAIN if key in settings[0]]
     others = [key for key in settings[0] if key not in MAIN]
     for key in columns:
@@ -307,10 +314,7 @@ def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) 
 
 
 def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        title="Results", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("run", overflow="fold", min_width=12)
+    table = _table("Results", padding=(0, 1, 0, 0))
     metrics = list(dict.fromkeys(metric for figure in figures for metric in figure["metrics"]))
     for name in (
         "steps",
@@ -355,10 +359,7 @@ def explanation(runs: Sequence[ComparedRun]) -> str:
 
 def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
     """The memory of each run, on the rank with most of it."""
-    table = Table(
-        title="Memory", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("run", overflow="fold", min_width=12)
+    table = _table("Memory", padding=(0, 1, 0, 0))
     for name in ("held\nMiB", "leased\nMiB", "peak\nGiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, figure in zip(names, figures, strict=True):
@@ -404,12 +405,7 @@ def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
 
 def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Table:
     """A table of `pairs`, which have the order of `pairs_of`: each run with all later runs."""
-    table = Table(
-        title="Largest relative difference of the loss, by pairs",
-        title_justify="left", title_style="bold", box=SIMPLE_HEAD,
-    )  # fmt: skip
-    for name in ("first", "second"):
-        table.add_column(name, overflow="fold")
+    table = _table("Largest relative difference of the loss, by pairs", "first", "second", min_width=None)
     for name in ("max diff", "at step", "steps"):
         table.add_column(name, justify="right", no_wrap=True)
     for (first, second), pair in zip(itertools.combinations(names, 2), pairs, strict=True):

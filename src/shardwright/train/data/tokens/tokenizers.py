@@ -44,35 +44,38 @@ _NAME_BEGINS, _NAME_ENDS = "\ufdd4", "\ufdd5"
 
 
 class Tokenizer(Protocol):
-    """The methods that the trainer needs from a tokenizer. It can be pickled: other processes use it."""
+    """The methods that the trainer needs from a tokenizer. It can be pickled: other processes use it.
+
+    Attributes:
+        vocab_size: the largest id + 1.
+        end: the id that ends a document.
+        end_token: the text of the token `end`.
+        ends: ids at which a generated text ends: `end`, and those of the model's generation settings.
+        begin: the id that the tokenizer itself puts before every text. Chat templates write it, so chats do not add it.
+        special: ids that stand for no text, such as those at the end of a turn.
+        reserved: ids that a text should not become by spelling them: special ones, and those that begin and end
+            documents.
+        fingerprint: a digest of all that decides the ids of a text.
+        chat_template: the source of its jinja template.
+    """
+
+    vocab_size: int
+    end: int | None
+    end_token: str | None
+    ends: tuple[int, ...]
+    begin: int | None
+    special: frozenset[int]
+    reserved: frozenset[int]
+    fingerprint: str
+    chat_template: str | None
 
     @property
-    def vocab_size(self) -> int:
-        """The largest id + 1."""
+    def names(self) -> Mapping[str, str]:
+        """The texts of special tokens by the names that chat templates use: bos_token, eos_token, ..."""
 
     @property
-    def end(self) -> int | None:
-        """The id that ends a document."""
-
-    @property
-    def end_token(self) -> str | None:
-        """The text of the token `end`."""
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Ids at which a generated text ends: `end`, and those of the model's generation settings."""
-
-    @property
-    def begin(self) -> int | None:
-        """The id that the tokenizer itself puts before every text. Chat templates write it, so chats do not add it."""
-
-    @property
-    def special(self) -> frozenset[int]:
-        """Ids that stand for no text, such as those at the end of a turn."""
-
-    @property
-    def reserved(self) -> frozenset[int]:
-        """Ids that a text should not become by spelling them: special ones, and those that begin and end documents."""
+    def file(self) -> Path | None:
+        """The tokenizer.json, under any name, that an export copies with the files beside it."""
 
     def spelled(self, text: str) -> list[CharRange]:
         """Places where a text spells reserved tokens."""
@@ -84,22 +87,6 @@ class Tokenizer(Protocol):
     def renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
         """The same tokenizer, whose reserved tokens have names that no text has, and these names by the usual ones.
         It does not decode."""
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """The texts of special tokens by the names that chat templates use: bos_token, eos_token, ..."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of all that decides the ids of a text."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """The source of its jinja template."""
-
-    @property
-    def file(self) -> Path | None:
-        """The tokenizer.json, under any name, that an export copies with the files beside it."""
 
     def encode(self, text: str) -> list[int]: ...
 
