@@ -52,3 +52,8 @@ def steps_done(error: BaseException) -> int | None:
 def counted(number: int, one: str, more: str = "") -> str:
     """ "1 token", "2,000 tokens". `more`: the plural, if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
+
+
+def printable(text: str, keeps: str = "") -> str:
+    """The text without control characters, which would change the terminal, except those in `keeps`."""
+    return "".join(c if c.isprintable() or c in keeps else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -14,8 +14,8 @@ from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, open_che
 from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Store
-from shardwright.train.errors import UserError, as_user_errors, counted
-from shardwright.train.launch.progress import patience
+from shardwright.train.errors import UserError, as_user_errors, counted, printable
+from shardwright.train.launch.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import RunCheckpoint, position_in
@@ -138,14 +138,8 @@ def _compare(stored: RunCheckpoint, quick: bool, say: Say) -> None:
     stored.checkpoint.check_lengths()
     if quick or not stored.checkpoint.has_digests:
         return
-    done, whole = 0, sum(stored.checkpoint.files.values())
-
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-
-    text = f"reading {printable(stored.folder)}"
-    with patience(say, lambda: f"{text}: {in_bytes(done)} of {in_bytes(whole)}"):
+    whole, folder = in_bytes(sum(stored.checkpoint.files.values())), printable(stored.folder)
+    with patience_about_bytes(say, lambda done: f"reading {folder}: {in_bytes(done)} of {whole}") as progress:
         stored.checkpoint.verify(progress)
 
 
@@ -231,8 +225,3 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which would change the terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

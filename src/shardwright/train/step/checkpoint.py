@@ -31,7 +31,7 @@ from shardwright.checkpoint import (
 )
 from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError, counted
-from shardwright.train.launch.progress import patience
+from shardwright.train.launch.progress import patience, patience_about_bytes
 from shardwright.train.run.position import (
     FolderOrUrl,
     Position,
@@ -316,19 +316,15 @@ def load(
 
 def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
     """Read a checkpoint that fits. Precisions may differ from those of the save, and so may an optimizer's groups."""
-    started, done = time.perf_counter(), 0
+    started = time.perf_counter()
     whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-
-    def text() -> str:
+    def text(done: int) -> str:
         compared = f"{min(done / 1e9, whole):.1f} of {whole:.1f} GB of each rank compared with checksums"
         return f"loading {stored.folder}: {compared}, {time.perf_counter() - started:.0f} s"
 
     try:
-        with patience(say, text):
+        with patience_about_bytes(say, text) as progress:
             sw.load_checkpoint(
                 stored.checkpoint,
                 model,
@@ -439,17 +435,13 @@ def verified(
     folder: FolderOrUrl, say: Say = _silent, fits: Callable[[RunCheckpoint], None] = _nothing
 ) -> RunCheckpoint:
     """As :func:`opened`, and its files are those that were saved. Each rank compares its share."""
-    stored, done = opened(folder, fits), 0
+    stored = opened(folder, fits)
+    whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
+    def text(done: int) -> str:
+        return f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole:.1f} GB of each rank"
 
-    whole = sum(stored.checkpoint.files.values()) / RankGroup().size
-    with patience(
-        say,
-        lambda: f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB of each rank",
-    ):
+    with patience_about_bytes(say, text) as progress:
         stored.checkpoint.verify(progress)
     return stored
 

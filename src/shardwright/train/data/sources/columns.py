@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -128,21 +129,13 @@ def _arrow(place: DataFile, stack: ExitStack) -> tuple[Any, int | None]:
 
 def _each(reader: Any, count: int | None, place: DataFile) -> Iterator[Any]:
     """The batches. To pass over a batch of a mapped file reads only its header."""
-    if count is not None:
-        for number in range(count):
-            with _reading(place, f"record batch {number} of "):
-                batch = reader.get_batch(number)
-            yield batch
-        return
-    number = 0
-    while True:
+    for number in itertools.count() if count is None else range(count):
         with _reading(place, f"record batch {number} of "):
             try:
-                batch = reader.read_next_batch()
+                batch = reader.read_next_batch() if count is None else reader.get_batch(number)
             except StopIteration:
                 return
         yield batch
-        number += 1
 
 
 def _arrow_batches(span: Span, stack: ExitStack) -> Iterator[tuple[int, Any]]:

@@ -22,7 +22,7 @@ from shardwright.train.data.sources.items import (
     items_of,
     parts,
 )
-from shardwright.train.data.sources.places import PYDOC, DataFile, open_place, size_of, unreadable
+from shardwright.train.data.sources.places import PYDOC, DataFile, open_place, readable, size_of
 from shardwright.train.errors import UserError
 
 LONGEST_LINE = 1 << 28  #: bytes; a longer line is an error, so that memory stays bounded
@@ -43,13 +43,9 @@ def read(span: Span, source: DataFiles) -> Iterator[Item]:
         yield from _pydoc()
         return
     with open_place(span.place) as stream:
-        try:
-            if span.place.kind == ".txt":
-                yield from _text(span, stream)
-            else:
-                yield from _rows(span, source, stream)
-        except OSError as error:
-            raise unreadable(span.place, error) from None
+        rows = _text(span, stream) if span.place.kind == ".txt" else _rows(span, source, stream)
+        with readable(span.place, OSError):
+            yield from rows
 
 
 def _pydoc() -> Iterator[Item]:

@@ -29,9 +29,9 @@ from shardwright.train.data.sources.places import (
     PYDOC,
     DataFile,
     open_place,
+    readable,
     remote_version,
     size_of,
-    unreadable,
 )
 from shardwright.train.data.tokens import chat
 from shardwright.train.data.tokens.assembly import Assembly
@@ -188,22 +188,17 @@ def _identity(place: DataFile) -> dict[str, int]:
     """Values that change with the content of a local file."""
     if place.remote or place.kind == PYDOC:
         return {}
-    try:
+    with readable(place, OSError):
         status = os.stat(place.path)
-    except OSError as error:
-        raise unreadable(place, error) from None
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
 def _digest(place: DataFile, advanced: Callable[[], None]) -> str:
     sha = hashlib.sha256()
-    with open_place(place) as stream:
-        try:
-            while block := stream.read(_BLOCK):
-                sha.update(block)
-                advanced()
-        except OSError as error:
-            raise unreadable(place, error) from None
+    with open_place(place) as stream, readable(place, OSError):
+        while block := stream.read(_BLOCK):
+            sha.update(block)
+            advanced()
     return sha.hexdigest()
 
 

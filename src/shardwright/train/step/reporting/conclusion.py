@@ -17,6 +17,7 @@ from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
+from shardwright.train.errors import printable
 from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
@@ -130,17 +131,19 @@ def summary(
     warnings: Sequence[str],
 ) -> str:
     sample_lines = []
-    if sampled is not None and sampled.expected is not None:
+    if sampled is not None:
+        texts = (sampled.prompt, sampled.expected or "", sampled.generated)
+        prompt, expected, generated = (printable(text, keeps="\n") for text in texts)
         sample_lines = [
-            f"  sample          prompt     {printable(sampled.prompt)!r}",
-            f"                  expected   {printable(sampled.expected)!r}",
-            f"                  generated  {printable(sampled.generated)!r}",
+            f"  sample          {prompt!r} ->",
+            *("    " + line for line in generated.split("\n")),
         ]
-    elif sampled is not None:
-        sample_lines = [
-            f"  sample          {printable(sampled.prompt)!r} ->",
-            *("    " + line for line in printable(sampled.generated).split("\n")),
-        ]
+        if sampled.expected is not None:
+            sample_lines = [
+                f"  sample          prompt     {prompt!r}",
+                f"                  expected   {expected!r}",
+                f"                  generated  {generated!r}",
+            ]
     validation = results["validation_loss"]
     compiled = []
     if "graphs" in results:
@@ -206,8 +209,3 @@ def validation_text(config: Config) -> str:
 
 def vocabulary(config: Config) -> int:
     return config.model.shape().vocab_size
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which would change the terminal. A model may produce any byte."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
