@@ -1,5 +1,6 @@
 """Names for values of the trainer: optimizers, kinds of models, places for metrics, hooks. See docs/extending.md."""
 
+from shardwright.train.config import Config as RunConfiguration
 from shardwright.train.config.catalog.hooks import Fault, Job, StepInProgress, TrainerHook, hooks
 from shardwright.train.config.catalog.kinds import Kind, Offers, kinds
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, OptimizerSettings, optimizers
@@ -18,6 +19,7 @@ __all__ = [
     "NamedSink",
     "Offers",
     "OptimizerSettings",
+    "RunConfiguration",
     "RunEnd",
     "RunSite",
     "Sink",

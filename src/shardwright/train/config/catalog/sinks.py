@@ -26,7 +26,7 @@ class RunSite:
 
     Attributes:
         folder: the run's folder, an absolute path. It exists.
-        config: the run's configuration, a ``shardwright.train.config.Config``.
+        config: the run's configuration, a ``RunConfiguration`` of ``shardwright.train.extend``.
         steps_done: optimizer steps in the checkpoint that the run continues; 0 for a new run. If a sink already has
             records of later steps, it gets these steps again.
         facts: facts about the run that its configuration does not have: parameters, ranks, device, dtypes, versions.
