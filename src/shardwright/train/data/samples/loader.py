@@ -7,12 +7,12 @@ a process costs seconds to start, a copy of every batch, and clean-up after sign
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.stream import Stream
@@ -83,7 +83,7 @@ class Loader(Iterator[StepBatches]):
             )
         self._stream, self._share, self._pin = stream, share, pin
         self._next, self._stop, self._ahead = first, stop, ahead
-        self._pending: deque[Callable[[], StepBatches]] = deque()
+        self._pending: deque[_Pending] = deque()
         self._pool = ThreadPoolExecutor(workers, "data") if workers else None
         self._closed = False
 
@@ -93,7 +93,7 @@ class Loader(Iterator[StepBatches]):
         self._submit(1 if self._pool is None else self._ahead + 1)
         if not self._pending:
             raise StopIteration
-        step = self._pending[0]()
+        step = self._pending[0].result()
         if not step.trained and self._stop is not None:
             self._stop += self._share.global_batch
         self._pending.popleft()  # not before: an error or a signal during the wait must not lose the step
@@ -120,7 +120,7 @@ class Loader(Iterator[StepBatches]):
             first = self._next
             batches = [self._begin(self._make, samples) for samples in self._share.micro_batches(first)]
             trained = self._begin(self._stream.trained, first, self._share.global_batch)
-            self._pending.append(partial(_step, first, batches, trained))
+            self._pending.append(_Pending(first, batches, trained))
             self._next += self._share.global_batch
 
     def _begin(self, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
@@ -134,6 +134,12 @@ class Loader(Iterator[StepBatches]):
         return batch.pinned() if self._pin else batch
 
 
-def _step(first: int, batches: Sequence[Callable[[], Batch]], trained: Callable[[], int]) -> StepBatches:
-    """A step, once its parts are there."""
-    return StepBatches(first, tuple(batch() for batch in batches), trained())
+class _Pending(NamedTuple):
+    """A step whose parts are on their way."""
+
+    first: int
+    batches: list[Callable[[], Batch]]
+    trained: Callable[[], int]
+
+    def result(self) -> StepBatches:
+        return StepBatches(self.first, tuple(batch() for batch in self.batches), self.trained())
