@@ -183,6 +183,55 @@ def test_on_meshes_of_two_dimensions(rank: int, world_size: int) -> None:
             model.zero_grad()
 
 
+#: A loss of this rank, two penalties of the sharded parameters; each form joins them by other operations.
+JOINED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "product": lambda c, p, q: c * p,
+    "other side": lambda c, p, q: p * c,
+    "weighted product": lambda c, p, q: c * (1 + 0.01 * p),
+    "quotient": lambda c, p, q: c / p,
+    "divided": lambda c, p, q: p / (1 + c),
+    "share": lambda c, p, q: (c + p) / (1 + p),
+    "logarithms": lambda c, p, q: torch.log(c) * p.log(),
+    "roots": lambda c, p, q: c.sqrt() * p.sqrt() * p,
+    "used twice": lambda c, p, q: c * p + p.log(),
+    "square": lambda c, p, q: c * c * p + p * p * c,
+    "exponential": lambda c, p, q: c * (0.1 * p).exp(),
+    "power": lambda c, p, q: c ** p.clamp(max=1.1),
+    "power of the penalty": lambda c, p, q: p.pow(0.1 * c),
+    "largest": lambda c, p, q: torch.maximum(c, p),
+    "smallest": lambda c, p, q: torch.minimum(c, p) * p,
+    "chosen": lambda c, p, q: torch.where(c > p, c * p, c),
+    "three": lambda c, p, q: torch.addcmul(c, c, p),
+    "three divided": lambda c, p, q: torch.addcdiv(c, c, p),
+    "between": lambda c, p, q: torch.lerp(c, p, 0.3),
+    "distance": lambda c, p, q: torch.hypot(c, p) + (c - p).abs(),
+    "angle": lambda c, p, q: torch.atan2(c, p),
+    "log of sums": lambda c, p, q: torch.logaddexp(c, p),
+    "norm": lambda c, p, q: c * q,
+    "two penalties": lambda c, p, q: c * p * q + q,
+    "penalties first": lambda c, p, q: p * q * c,
+    "sum of two": lambda c, p, q: c * (p + q).sqrt(),
+    "detached": lambda c, p, q: c * p.detach() + p,
+}
+
+
+@needs_subclasses
+@multirank(2, 3)
+@pytest.mark.parametrize("setting", ["per_parameter", "ragged", "ddp"])
+def test_losses_are_joined_with_penalties(rank: int, world_size: int, setting: str) -> None:
+    plain = Net()
+    model = shard(plain, **SETTINGS[setting])
+    for name, form in JOINED.items():
+
+        def loss(m: Any, r: int, form: Any = form) -> torch.Tensor:
+            return form(ce(m, r), (m.head.weight**2).sum(), m.layers[0].weight.norm())  # type: ignore[no-any-return]
+
+        expected = mean_gradients(plain, loss, SELECTIONS["all"], world_size)
+        loss(model, rank).backward()
+        check([p.grad for p in SELECTIONS["all"](model)], expected, f"{setting}, {name}")
+        model.zero_grad()
+
+
 @pytest.mark.extensive("each layout")
 @needs_subclasses
 @multirank(2, 3)

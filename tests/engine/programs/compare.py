@@ -145,8 +145,9 @@ def differences(
 ) -> list[str]:
     """How parameters and gradients of ``model`` differ from those of ``plain``; the same verdict on every rank.
 
-    An error counts relative to the largest element, of a gradient to at least 2e-2: what is smaller came about by
-    cancellation of terms of that size. Of one number, which bfloat16 sums over all of a layer's output, to 1e-1.
+    An error counts relative to the largest element, of a gradient to at least 2e-2 and the largest noted term: what is
+    smaller came about by cancellation of terms of that size. Of one number, which bfloat16 sums over all of a layer's
+    output, to 1e-1.
 
     With ``adopt`` and no difference ``plain`` takes over the parameters of ``model``. Then rounding does not add up
     over steps, and does not flip the rounding of a bfloat16 copy, so that every step can be compared as strictly as
@@ -180,11 +181,21 @@ def differences(
             found += too_far(name, value, q, 1.0, allowed)
             if q.grad is not None and has == 1.0:
                 least = 1e-1 if allowed > 1e-3 and not q.ndim else 2e-2
+                least = max(least, getattr(q, _LARGEST_TERM, 0.0))
                 found += too_far(f"gradient of {name}", gradient, q.grad, least, allowed)
     if adopt and not found:
         for (_, q), value in zip(theirs, values, strict=True):
             q.data.copy_(value)
     return found
+
+
+_LARGEST_TERM = "largest_term"
+
+
+def note_terms(parameter: torch.Tensor, terms: list[torch.Tensor], fresh: bool) -> None:
+    """Note the size of the terms of which a parameter's gradient is the sum. ``fresh``: the sum begins with them."""
+    before = 0.0 if fresh else getattr(parameter, _LARGEST_TERM, 0.0)
+    setattr(parameter, _LARGEST_TERM, max([before, *(t.abs().max().item() for t in terms if t.numel())]))
 
 
 def too_far(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tests.engine.programs.compare import note_terms
 from tests.engine.programs.grammar import Model
 from tests.engine.programs.model import DIM, Net
 
@@ -83,6 +84,7 @@ class Reference:
             there = [g for harvest in harvests if (g := harvest[i]) is not None]
             mean = sum(g.to(torch.float64) for g in there) / self.world_size if there else None
             total = held[i]
+            note_terms(q, [g / self.world_size for g in there], fresh=q.grad is None and total is None)
             if mean is not None:
                 mean = mean.to(q.dtype)
                 total = mean if total is None else total + mean

@@ -174,6 +174,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if in_backward() and not func._schema.is_mutable and _is_of_numbers(args, kwargs):
+            return _with_wholes(func, args, kwargs)
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
             return _beside_plain(func, args, kwargs, RuntimeError("each rank may have another value"))
         if func in _SUMMED and is_real(args[0]):
@@ -572,6 +574,12 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if "mixed torch.Tensor and DTensor" in str(error):
             return _beside_plain(func, args, kwargs, error)
         refuse_operation(func, leaves, error)
+
+
+def _is_of_numbers(args: Any, kwargs: Any) -> bool:
+    """Whether backward joins this rank's own numbers with numbers of sharded tensors, as for a loss times a penalty."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return not any(t.dim() for t in tensors) and any(type(t) is torch.Tensor for t in tensors)
 
 
 def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
