@@ -71,7 +71,6 @@ def _train(
     lines: list[str] = []
     if resume:
         dataset, lines = resumed_data(config, folder, dataset)
-    config = config.model_copy(update={"train": config.train.with_steps_of(dataset.windows)})
     with Reporter([Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
@@ -86,6 +85,7 @@ def _train(
         if config.finetune.method != "full":
             finetuning.prepare(trainer.model, config, folder.base_file, resume, world.mesh)
             notices.say(adapters.statement(trainer.model))
+    config = trainer.config  # with the steps that `train.epochs` makes of the data
     check_model(trainer)
     done = trainer.position.step
     if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):

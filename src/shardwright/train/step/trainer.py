@@ -105,7 +105,8 @@ class Trainer:
         hooks: Hooks | None = None,
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
-        self.config, self.world, self.dataset = config, world, dataset
+        self.config, self.world = config, world
+        self._use(dataset)
         self.hooks = hooks or Hooks()
         self.job: JobOfHooks | None = None  # until `open_hooks`
         config.train.accumulation_steps(world.data_size)
@@ -160,6 +161,11 @@ class Trainer:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
         own = "" if self.job is None else self.job.stop_reason
         return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
+
+    def _use(self, dataset: Dataset) -> None:
+        """Take this data, and the steps that `train.epochs` makes of it."""
+        train = self.config.train.with_steps_of(dataset.train.samples_of)
+        self.dataset, self.config = dataset, self.config.model_copy(update={"train": train})
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -333,7 +339,13 @@ class Trainer:
             checkpoints_of(folder, self.config), self.model, self.optimizer, self.shapes, reporter.say
         )
         self.position = self._loaded.position
-        self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        steps = self.config.train.steps
+        self._use(dataset)
+        if (now := self.config.train.steps) != steps:
+            lines.append(
+                f"train.epochs = {self.config.train.epochs:g} makes {now:,} steps in all, {steps:,} before"
+            )
         for line in lines:
             reporter.say(line)
 
