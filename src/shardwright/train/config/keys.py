@@ -176,7 +176,6 @@ OTHER_NAMES = {
     "bf16": "parallel.param_dtype",
     "checkpointing_steps": "checkpoint.every",
     "dataset": "data.source",
-    "epochs": "train.epochs",
     "eval_steps": "validation.every",
     "gradient_accumulation_steps": "train.global_batch",
     "gradient_checkpointing": "activations.checkpoint",
