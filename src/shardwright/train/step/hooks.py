@@ -6,6 +6,7 @@ the reduction of the step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright._torch import hook_count
 from shardwright.extend import ExtensionError
-from shardwright.extend.registry import call
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault, Job, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
+from shardwright.train.models.outputs import called
+from shardwright.train.report.console import FIGURES
 from shardwright.train.report.reporter import Reporter
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
@@ -37,7 +40,7 @@ def hooks_of(config: Config) -> Hooks:
     made = []
     for path in config.run.hooks:
         kind = named_hooks.get(path)
-        made.append(call(f"Hook {kind.name!r}", kind))
+        made.append(called(f"Hook {kind.name!r}", kind))
     return Hooks(made)
 
 
@@ -55,13 +58,19 @@ class Hooks:
             if twice is not None:
                 raise UserError(f"run.hooks: expected each name once, found the {kind} {twice!r} twice")
             names += found
+        for hook, key in itertools.product(self.users, ("step_metrics", "validation_metrics")):
+            if isinstance(name := getattr(hook, key), str):
+                raise UserError(
+                    f"run.hooks: expected {key} = ({name!r},) of hook {hook.name!r}, found {name!r}"
+                )
         self.step_metrics = [name for hook in self.users for name in hook.step_metrics]
         self.validation_metrics = [name for hook in self.users for name in hook.validation_metrics]
-        taken = {each.name for each in fields(StepRecord)}
-        if wrong := next(
-            (name for name in [*self.step_metrics, *self.validation_metrics] if name in taken), None
-        ):
-            raise UserError(f"run.hooks: expected another name for the metric {wrong!r}, which each step has")
+        taken = {*FIGURES, *(each.name for each in fields(StepRecord))}
+        for name in (*self.step_metrics, *self.validation_metrics):
+            if name in taken or name.startswith("validation"):
+                raise UserError(
+                    f"run.hooks: expected another name for the metric {name!r}, which each step has"
+                )
 
     def in_words(self, validates: bool = True) -> dict[str, str]:
         """Descriptions of the metrics, by their names in the lines of steps."""
@@ -75,14 +84,21 @@ class Hooks:
     def _call(self, hook: TrainerHook, method: str, *arguments: Any) -> Any:
         if hook in self.own:
             return getattr(hook, method)(*arguments)
-        return call(f"The method {method} of hook {hook.name!r}", getattr(hook, method), *arguments)
+        return called(f"The method {method} of hook {hook.name!r}", getattr(hook, method), *arguments)
 
     def _all(self, method: str, *arguments: Any) -> None:
         for hook in (*self.own, *self.users):
             self._call(hook, method, *arguments)
 
     def setup(self, job: Job) -> None:
-        self._all("setup", job)
+        for hook in (*self.own, *self.users):
+            before = hook_count(job.model)
+            self._call(hook, "setup", job)
+            if job.config.train.cuda_graph and hook_count(job.model) != before:
+                raise UserError(
+                    f"train.cuda_graph: expected false with hook {hook.name!r}, which registers hooks on modules or "
+                    "parameters, found true; a graph calls no such hook. Read p.grad in the method metrics"
+                )
 
     def before_step(self, step: int) -> None:
         self._all("before_step", step)
@@ -136,14 +152,18 @@ class Hooks:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by their names."""
-        states = {hook.name: self._call(hook, "state_dict") for hook in self.users}
+        states = {
+            hook.name: self._call(hook, "state_dict")
+            for hook in self.users
+            if type(hook).state_dict is not TrainerHook.state_dict
+        }
         for name, state in states.items():
             if not isinstance(state, dict) or not _has_tensors_in_dicts_alone(state):
                 raise ExtensionError(
                     f"The method state_dict of hook {name!r} returned {state!r:.100}; expected a dict of plain values, "
                     "and of tensors and dicts of them"
                 )
-        return {name: state for name, state in states.items() if state}
+        return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for hook in self.users:

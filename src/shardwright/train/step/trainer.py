@@ -152,10 +152,18 @@ class Trainer:
         self.hooks.setup(self.job)
         self._load_hooks()
 
-    def _load_hooks(self) -> None:
-        """Give the hooks the states that the loaded checkpoint has of them."""
-        if self._loaded is not None and (own := self.hooks.state_dict()):
-            self.hooks.load_state_dict(checkpoint.hook_states(self._loaded, own))
+    def _load_hooks(self, goes_back: bool = False) -> None:
+        """Give the hooks the states that the loaded checkpoint has of them. Unless the run `goes_back` to it, it need
+        not have any, since hooks can be new."""
+        if self._loaded is None or not (own := self.hooks.state_dict()):
+            return
+        states = checkpoint.hook_states(self._loaded, own)
+        if goes_back and (missing := next((name for name in own if name not in states), None)) is not None:
+            raise UserError(
+                f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, to "
+                "which the run goes back, found none; the hook was added later"
+            )
+        self.hooks.load_state_dict(states)
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
@@ -361,7 +369,7 @@ class Trainer:
             checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
         )
         self.position = self._loaded.position.after_rewind(self.position, stop)
-        self._load_hooks()
+        self._load_hooks(goes_back=True)
         float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:
