@@ -103,11 +103,12 @@ def _train(
             for lines_of_start in opening(trainer, folder, resume):
                 reporter.say(lines_of_start)
             memory = MemoryReport(trainer, folder, reporter)
+            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
             trainer.hooks.own = [
-                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory
+                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory,
+                *([best] if best else []),
             ]  # fmt: skip
             trainer.open_hooks(reporter)
-            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
 
             def note_saved(step: int) -> None:
                 if saved is not None:
@@ -124,4 +125,4 @@ def _train(
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
             raise
-        return conclude(trainer, folder, record, ended, reporter, memory)
+        return conclude(trainer, folder, record, ended, reporter, memory, best)
