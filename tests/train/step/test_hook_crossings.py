@@ -17,6 +17,7 @@ from shardwright.train.commands import train as train_command
 from shardwright.train.config.schema import toml_value
 from shardwright.train.parallel import world
 from shardwright.train.report.console import explain_figures
+from shardwright.train.run.position import saved_steps
 from tests.checkpoint.kit.fake_store import known_to_children
 from tests.support.replay import CpuGraphs
 from tests.train.kit.jobs import config_file, ranks, records, run, train_here
@@ -362,7 +363,7 @@ def test_in_a_graph(
             ]
         for hook in ("crossing:Again", "crossing:Calls", "my_gradients:Gradients"):
             capsys.readouterr()
-            assert train(folder, 1, "--train.cuda_graph", "true", hooks=[hook])[0][0] == 2
+            assert train(folder, 1, "--train.cuda_graph", "true", hooks=[hook], run=hook)[0][0] == 2
             name = hook.partition(":")[2]
             assert (
                 f"train.cuda_graph: expected false with hook '{name}', which reg" in capsys.readouterr().err
@@ -474,17 +475,14 @@ def test_the_best_checkpoint_stays(
         options += ["--checkpoint.folder", f"fake://{folder}/store"]
     job = JOB.replace("steps = 8\n", "")
 
-    def kept() -> set[str]:
-        where = folder / "run" / "checkpoints" if place == "folder" else folder / "store" / "run"
-        return {each.name for each in where.iterdir() if each.name.startswith("step-")}
-
+    where = folder / "run" / "checkpoints" if place == "folder" else f"fake://{folder}/store/run"
     assert [status for status, _ in train(folder, 2, *options, *length, hooks=["given:Given"], job=job)] == [
         0,
         0,
     ]
-    assert kept() == {"step-4", "step-8"}
+    assert saved_steps(where) == [8, 4]
     summary = (folder / "run" / "summary.txt").read_text()
     assert "step-4 (given 5.0000)" in summary
     longer = [length[0], str(int(length[1]) * 3 // 2)]
     assert cli.main(["train", "--resume", "run", *longer]) == 0
-    assert kept() == {"step-4", "step-12"}  # of equal ones the earlier
+    assert saved_steps(where) == [12, 4]  # of equal ones the earlier

@@ -206,7 +206,11 @@ def explain_figures(
     }
     entries = (
         textwrap.wrap(
-            meaning, 80, initial_indent=f"  {name:<10}  ", subsequent_indent=" " * 14, break_long_words=False
+            f"{name:<10}  {meaning}",
+            80,
+            initial_indent="  ",
+            subsequent_indent=" " * 14,
+            break_long_words=False,
         )
         for name, meaning in figures.items()
         if meaning

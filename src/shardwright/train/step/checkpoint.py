@@ -211,10 +211,12 @@ def hook_states(loaded: Loaded, own: Mapping[str, Mapping[str, Any]]) -> dict[st
             continue
         place: Any = stored.setdefault(name, {})
         there: Any = own[name]
-        *path, last = (key[0] if isinstance(key, tuple) else key for key in keys[2:])
-        for key in path:
-            place = place.setdefault(key, {})
-            there = there.get(key) if isinstance(there, Mapping) else None
+        *path, last = (
+            each[0] if isinstance(each, tuple) else each for each in keys[2:]
+        )  # integers are tuples
+        for step in path:
+            place = place.setdefault(step, {})
+            there = there.get(step) if isinstance(there, Mapping) else None
         target = there.get(last) if isinstance(there, Mapping) else None
         if not isinstance(target, Tensor) or tuple(target.shape) != form.shape:
             target = torch.empty(form.shape, dtype=form.dtype)

@@ -145,9 +145,10 @@ class Trainer:
             self.model,
             self.optimizer,
             world.device,
-            (world.rank, world.size),
+            world.rank,
+            world.size,
             self.position.step,
-            reporter,
+            reporter.say,
         )
         self.hooks.setup(self.job)
         self._load_hooks()
