@@ -20,8 +20,8 @@ from shardwright.train.report.console import explain_figures
 from shardwright.train.run.position import saved_steps
 from tests.checkpoint.kit.fake_store import known_to_children
 from tests.support.replay import CpuGraphs
+from tests.train.kit.hooks import EXAMPLES, JOB, documents
 from tests.train.kit.jobs import config_file, ranks, records, run, train_here
-from tests.train.step.test_hooks import EXAMPLES, JOB, documents
 
 OWN = '''
 import torch

@@ -16,34 +16,9 @@ import pytest
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
+from tests.train.kit.hooks import EXAMPLES, JOB, documents
 from tests.train.kit.jobs import config_file, ranks, train_here
 
-PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
-EXAMPLES = {name: code for code, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
-JOB = """
-[run]
-device = "cpu"
-sample_tokens = 0
-[model]
-dim = 32
-n_layers = 2
-n_heads = 2
-n_kv_heads = 1
-ffn_dim = 64
-max_seq_len = 64
-[train]
-steps = 8
-seq_len = 16
-global_batch = 4
-micro_batch = 2
-[validation]
-every = 2
-batches = 1
-[checkpoint]
-every = 2
-[log]
-sinks = []
-"""
 OWN = '''
 import torch
 from my_average import MovingAverage
@@ -367,11 +342,6 @@ def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.Captur
     assert f"  train.epochs  2.0 -> 0.0\n  train.steps   none -> {more}\n" in capsys.readouterr().out
     assert train_here(job, *data, "--train.epochs", "1", "--train.steps", "3") == 2
     assert "train.epochs: expected 0 with train.steps = 3, found 1" in capsys.readouterr().err
-
-
-def documents(file: Path, first: int, stop: int) -> None:
-    with file.open("a") as stream:
-        stream.writelines(f'{{"text": "{number:03} {"word " * 12}"}}\n' for number in range(first, stop))
 
 
 @pytest.mark.extensive("runs whose data grows", but=("2-0.5-2.5",))
