@@ -764,6 +764,17 @@ def set_post_accumulate_grad_hooks(parameter: torch.Tensor, hooks: dict[int, Any
     parameter._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
 
 
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+
+
+def hook_count(model: torch.nn.Module) -> int:
+    """The number of hooks on the modules and parameters of a model."""
+    owners = (*model.modules(), *model.parameters())
+    return sum(len(getattr(owner, name, None) or ()) for owner in owners for name in _HOOKS)
+
+
 def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]] | None:
     """Two functions of torch's Muon: one orthogonalizes a direction, one adjusts the learning rate to a shape.
 

@@ -489,6 +489,7 @@ def read_tensors(
     Raises:
         Damaged: a file could be read before and cannot be read now; or a file of torch's writer holds another tensor
             than its ``.metadata`` says, and nothing has changed.
+        ValueError: the checkpoint has no tensor of a name, or one of another shape.
     """
     index = checkpoint.index
     paths = {} if index is None else {name: each.path for name, each in index.tensors.items()}
@@ -504,6 +505,16 @@ def read_tensors(
             assert metadata is not None
             stored.update(foreign.tensors_of(folder, metadata, named, strides, checkpoint.links))
 
+        for each in named.values():
+            if each.name not in stored:
+                raise ValueError(
+                    f"{checkpoint.origin}: expected a tensor {each.name}, found none of this name"
+                )
+            if each.shape != (shape := tuple(stored[each.name].shape)):
+                raise ValueError(
+                    f"{checkpoint.origin}: expected a tensor of the stored shape {list(shape)} for {each.name}, found "
+                    f"one of shape {list(each.shape)}"
+                )
         files.hold(part.file for part, _, _ in _reads(stored, named.values()))
 
     wanted = list(named.values())

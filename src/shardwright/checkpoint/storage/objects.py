@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, METADATA, UnknownVersion, parse_index
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.extend.registry import import_value
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
@@ -40,7 +41,7 @@ class ObjectStore:
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         """Raises ValueError if the URL names no place for a checkpoint."""
-        found = re.fullmatch(r"([A-Za-z][\w+.-]*)://([^?#]*)", url)
+        found = re.fullmatch(r"([A-Za-z][\w+.-]*(?::\w+)?)://([^?#]*)", url)
         if found is None or "::" in url:
             raise ValueError(f"expected a URL such as s3://bucket/run-7/step-100, found {url}")
         if not found[2].strip("/") or ".." in found[2].split("/"):
@@ -308,7 +309,11 @@ class ObjectStore:
         try:
             from fsspec.core import url_to_fs
 
-            system, path = url_to_fs(self._url)
+            if ":" in self._protocol:  # the import path of its class
+                system = import_value("file system", self._protocol)()
+                path = system._strip_protocol(self._url.partition("://")[2])
+            else:
+                system, path = url_to_fs(self._url)
         except ImportError as error:
             raise StoreError(
                 f"{self._url}: a package for {self._protocol}:// is missing ({_reason(error)})"

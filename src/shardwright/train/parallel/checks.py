@@ -15,7 +15,7 @@ from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
 from shardwright.train.data.sources.places import locate
-from shardwright.train.errors import UserError, as_user_errors
+from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.launch.environment import choose_device, under_launcher
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -126,6 +126,11 @@ def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:
 
 def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:
     """The error of a resume to no further step than the `done` ones."""
+    if config.train.epochs:
+        return (
+            f"train.epochs: expected more than the {counted(done, 'step')} that {folder.path} already has, found "
+            f"{config.train.epochs:g}, which makes {config.train.steps}; set more epochs to continue"
+        )
     return (
         f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
         f"{config.train.steps}; set more steps to continue"

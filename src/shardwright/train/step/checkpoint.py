@@ -192,30 +192,38 @@ class LoadedRun:
 
 
 def hook_states(loaded: LoadedRun, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The stored states of hooks by their names, of those that are in `own`, their present states. Tensors are read
-    into those at the same places there, whose sharding they have then. Called by all ranks together."""
+    """The stored states of hooks by their names, of those that are in `own`, their present states.
+
+    A tensor is read into the one of the same shape at the same place there, whose sharding it has then, or else whole
+    into a new one. Called by all ranks together.
+    """
     plain = loaded.checkpoint.value("extra")
-    plain = plain if isinstance(plain, Mapping) else {}
-    stored = {name: copy.deepcopy(plain.get(f"{HOOK}{name}", {})) for name in own}
+    stored = {
+        name: copy.deepcopy(plain[key])
+        for name in own
+        if isinstance(plain, Mapping) and (key := f"{HOOK}{name}") in plain
+    }
     targets: dict[str, Tensor] = {}
     for keys, form in loaded.checkpoint.entries.items():
         if not isinstance(form, StoredForm) or keys[0] != "extra" or not str(keys[1]).startswith(HOOK):
             continue
-        name = str(keys[1]).removeprefix(HOOK)
-        if name not in own:
+        if (name := str(keys[1]).removeprefix(HOOK)) not in own:
             continue
-        place: Any = stored[name]
+        place: Any = stored.setdefault(name, {})
         there: Any = own[name]
-        for key in keys[2:-1]:
-            place = place.setdefault(key, {})
-            there = there.get(key, {}) if isinstance(there, Mapping) else {}
-        target = there.get(keys[-1]) if isinstance(there, Mapping) else None
-        if not isinstance(target, Tensor):
+        *path, last = (
+            each[0] if isinstance(each, tuple) else each for each in keys[2:]
+        )  # integers are tuples
+        for step in path:
+            place = place.setdefault(step, {})
+            there = there.get(step) if isinstance(there, Mapping) else None
+        target = there.get(last) if isinstance(there, Mapping) else None
+        if not isinstance(target, Tensor) or tuple(target.shape) != form.shape:
             target = torch.empty(form.shape, dtype=form.dtype)
-        place[keys[-1]] = targets[form.name] = target.detach()
+        place[last] = targets[form.name] = target.detach()
     if targets:
         loaded.checkpoint.read(targets)
-    return {name: state for name, state in stored.items() if state}
+    return stored
 
 
 def continue_generators(loaded: LoadedRun, seed: int, ranks: RankGroup) -> str | None:

@@ -1,5 +1,8 @@
 """The checkpoints that a run writes: what happens if one cannot be written, and which ones stay.
 
+Which ones stay is not left to a `TrainerHook`: an error there counts as an error of the save, which may let the run go
+on, and all ranks compare the files of earlier checkpoints together.
+
 An older checkpoint is deleted when a newer one is on disk and was read back. Only checkpoints whose files were compared
 with their digests count among those to keep. The form of a checkpoint is in `checkpoint`.
 """

@@ -69,7 +69,6 @@ def _train(
     lines: list[str] = []
     if resume:
         dataset, lines = resumed_data(config, folder, dataset)
-    config = config.model_copy(update={"train": config.train.with_steps_of(dataset.windows)})
     with Reporter([Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
@@ -84,6 +83,7 @@ def _train(
         if config.finetune.method != "full":
             finetuning.prepare(trainer.model, config, folder.base_file, resume, world.mesh)
             notices.say(adapters.statement(trainer.model))
+    config = trainer.config  # with the steps that `train.epochs` makes of the data
     check_model(trainer)
     done = trainer.position.step
     if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
@@ -101,11 +101,12 @@ def _train(
             for lines_of_start in opening(trainer, folder, resume):
                 reporter.say(lines_of_start)
             memory = MemoryReporter(trainer, folder, reporter)
+            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
             trainer.hooks.own = [
-                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory
+                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory,
+                *([best] if best else []),
             ]  # fmt: skip
             trainer.open_hooks(reporter)
-            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
 
             def note_saved(step: int) -> None:
                 if saved is not None:
@@ -122,4 +123,4 @@ def _train(
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
             raise
-        return conclude(trainer, folder, record, ended, reporter, memory)
+        return conclude(trainer, folder, record, ended, reporter, memory, best)

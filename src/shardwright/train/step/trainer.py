@@ -111,7 +111,8 @@ class Trainer:
         hooks: Hooks | None = None,
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
-        self.config, self.world, self.dataset = config, world, dataset
+        self.config, self.world = config, world
+        self._use(dataset)
         self.hooks = hooks or Hooks()
         self.job: JobOfHooks | None = None  # until `open_hooks`
         config.train.accumulation_steps(world.data_size)
@@ -145,22 +146,36 @@ class Trainer:
             self.model,
             self.optimizer,
             world.device,
-            (world.rank, world.size),
+            world.rank,
+            world.size,
             self.position.step,
-            reporter,
+            reporter.say,
         )
         self.hooks.setup(self.job)
         self._load_hooks()
 
-    def _load_hooks(self) -> None:
-        """Give the hooks the states that the loaded checkpoint has of them."""
-        if self._loaded is not None and (own := self.hooks.state_dict()):
-            self.hooks.load_state_dict(checkpoint.hook_states(self._loaded, own))
+    def _load_hooks(self, goes_back: bool = False) -> None:
+        """Give the hooks the states that the loaded checkpoint has of them. Unless the run `goes_back` to it, it need
+        not have any, since hooks can be new."""
+        if self._loaded is None or not (own := self.hooks.state_dict()):
+            return
+        states = checkpoint.hook_states(self._loaded, own)
+        if goes_back and (missing := next((name for name in own if name not in states), None)) is not None:
+            raise UserError(
+                f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, to "
+                "which the run goes back, found none; the hook was added later"
+            )
+        self.hooks.load_state_dict(states)
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
         own = "" if self.job is None else self.job.stop_reason
         return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
+
+    def _use(self, dataset: Dataset) -> None:
+        """Take this data, and the steps that `train.epochs` makes of it."""
+        train = self.config.train.with_steps_of(dataset.train.samples_of)
+        self.dataset, self.config = dataset, self.config.model_copy(update={"train": train})
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -308,7 +323,13 @@ class Trainer:
             checkpoints_of(folder, self.config), self.model, self.optimizer, self.facts.shapes, reporter.say
         )
         self.position = self._loaded.position
-        self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        steps = self.config.train.steps
+        self._use(dataset)
+        if (now := self.config.train.steps) != steps:
+            lines.append(
+                f"train.epochs = {self.config.train.epochs:g} makes {now:,} steps in all, {steps:,} before"
+            )
         for line in lines:
             reporter.say(line)
 
@@ -324,7 +345,7 @@ class Trainer:
             checkpoints, self.model, self.optimizer, self.facts.shapes, reporter.say, latest
         )
         self.position = self._loaded.position.after_rewind(self.position, stop)
-        self._load_hooks()
+        self._load_hooks(goes_back=True)
         float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:

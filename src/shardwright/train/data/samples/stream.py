@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -151,6 +152,11 @@ class Stream:
             order.epochs(count)
             for order, count in zip(self._orders, self.mixing.counts(samples), strict=True)
         ]
+
+    def samples_of(self, epochs: Fraction) -> Fraction:
+        """The number of samples of a run that is so many passes over its data: each source once per pass, appended
+        documents from the pass on in which they came."""
+        return sum((order.samples_of(epochs) for order in self._orders), Fraction())
 
     def shares(self) -> list[float]:
         """The part of the run's tokens, padding not counted, that comes from each source; the sum is 1."""

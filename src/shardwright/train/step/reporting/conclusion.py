@@ -58,6 +58,7 @@ def conclude(
     ended: Ended,
     reporter: Reporter,
     memory_report: MemoryReporter,
+    best: BestCheckpoint | None,
 ) -> End:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
     ended_by = ended.signal
@@ -79,10 +80,8 @@ def conclude(
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     results |= counts_of_incidents(trainer)
-    if trainer.config.checkpoint.keep_best:
-        finder = BestCheckpoint(trainer.config, folder, trainer.hooks)
-        if best := finder.among(saved_steps(checkpoints_of(folder, trainer.config))):
-            results |= {"best": {"step": best.step, finder.name: best.value}}
+    if best is not None and (found := best.among(saved_steps(checkpoints_of(folder, trainer.config)))):
+        results |= {"best": {"step": found.step, best.figure: found.value}}
     if ended.early:
         results |= {"ended_early": ended.early}
     if reporter.failed_saves:

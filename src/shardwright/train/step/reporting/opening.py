@@ -65,7 +65,5 @@ def figures_in_words(trainer: Trainer) -> str:
         auxiliary=trainer.losses.auxiliary,
         meanings=trainer.losses.meanings,
         validation=config.validation.every > 0,
-        metrics=trainer.hooks.in_words()
-        if config.validation.every
-        else trainer.hooks.in_words(validates=False),
+        metrics=trainer.hooks.in_words(config.validation.every > 0),
     )
