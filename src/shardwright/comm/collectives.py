@@ -21,8 +21,10 @@ from shardwright._torch import (
     AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
+    all_gather_of,
     backend_for,
     foreach_copy_,
+    reduce_scatter_of,
 )
 from shardwright.comm.copies import Copies, Exchange
 from shardwright.comm.division import Division
@@ -157,7 +159,7 @@ class Communicator:
     def gather_row(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather every rank's flat ``mine`` as rows, on the device and the current stream. Modes do not see it."""
         everyone = mine.new_empty(self.world_size * mine.numel())
-        backend_for(self.group, self.device)._allgather_base(everyone, mine).wait()
+        all_gather_of(backend_for(self.group, self.device))(everyone, mine).wait()
         return everyone.view(self.world_size, -1)
 
     def all_gather(
@@ -207,7 +209,7 @@ class Communicator:
             rows = gathered.view(self.world_size, -1).split([t.numel() for t in inputs], dim=1)
             foreach_copy_([t.view(self.world_size, -1) for t in outputs], rows)
 
-        gather = functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
+        gather = functools.partial(all_gather_of(self.group), gathered, flat, self._gather_options)
         return _OnGloo(gather, unpack, (flat, gathered, outputs))
 
     def reduce_scatter(
@@ -241,7 +243,7 @@ class Communicator:
             assert self.group is not None
             options = self._scatter_options[division.average]
             if len(inputs) == 1:
-                work = self.group._reduce_scatter_base(outputs[0], inputs[0], options)
+                work = reduce_scatter_of(self.group)(outputs[0], inputs[0], options)
             else:
                 work = self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
             return self._divided(work, "reduce", outputs, division, inputs)

@@ -13,13 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright._torch import (
     disabled_torch_function,
     set_data,
     storage_key,
     tensor_without_memory,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
 )
 from shardwright.engine.tensors.parameter import DEFERRED
 from shardwright.engine.tensors.unset import FILLING

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwright._torch import storage_key
+from shardwright._torch import storage_key, tree_flatten, tree_map
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
 from shardwright.init.streams import Stream

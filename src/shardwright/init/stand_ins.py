@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
+from shardwright._torch import tree_flatten
 from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.front.module import original_class
 from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, unit_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright._torch import SHARDED_MARKS, next_sequence_number, sequence_number, waited
+from shardwright._torch import SHARDED_MARKS, is_view, next_sequence_number, sequence_number, waited
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.unit.containers import refuse_cycle, with_items, with_values
 
@@ -152,7 +152,7 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
         if tensor.grad_fn is not None and sequence_number(tensor) >= entry:
             nodes.append(tensor.grad_fn)
             # An in-place operation on a view makes a new node and loses the view's hooks, but not those of its base.
-            base = tensor._base if tensor._is_view() else None
+            base = tensor._base if is_view(tensor) else None
             if base is not None and base.grad_fn is not None and sequence_number(base) >= entry:
                 nodes.append(base.grad_fn)
         return tensor
