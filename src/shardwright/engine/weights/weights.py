@@ -22,11 +22,10 @@ from shardwright.engine.weights.full_edits import FullEdits
 from shardwright.engine.weights.full_weights import Copies, Copy
 from shardwright.engine.weights.gather import Gather, edits_are_seen
 from shardwright.engine.weights.ledger import NEVER, FullCounters, Ledger
-from shardwright.engine.weights.residence import Residence
+from shardwright.engine.weights.residence import Residence, change
 from shardwright.layout import UnitLayout
 from shardwright.memory import Slab
 
-#: ``residence.ALLOWED`` has the allowed order of states.
 SHARDED, ISSUING, GATHERING, RESIDENT, EMPTY = Residence
 
 
@@ -195,20 +194,20 @@ class Weights:
         self.call, self.epoch, self.kept = call, epoch, False
         if place.home.observer is not None:
             place.home.observer("issue", self)
-        self.residence = ISSUING
+        self.residence = change(self.residence, ISSUING, self.site.owner)
         try:
             with annotate("all_gather", place.label):
                 self._flight = gather.begin(place, epoch), gather
         except (
             Exception
         ):  # out of memory or diverged ranks: no collective has begun; an interrupt may come later
-            self.residence = EMPTY
+            self.residence = change(self.residence, EMPTY, self.site.owner)
             self.epoch = NEVER
             raise
         finally:
             if boards.current is not None:
                 boards.current.leave()
-        self.residence = GATHERING
+        self.residence = change(self.residence, GATHERING, self.site.owner)
 
     def wait(self) -> None:
         """Order the computation after the running gather, if there is one."""
@@ -228,7 +227,8 @@ class Weights:
                 pending.wait()
             finally:
                 boards.current.leave()
-        self.residence = RESIDENT  # set first; after an interrupt it is waited for again
+        # Set first: after an interrupt it is waited for again.
+        self.residence = change(self.residence, RESIDENT, self.site.owner)
         self._flight = None
         gather.end()
         if gather.comm.streams.asynchronous and gather.comm.group is not None:
@@ -269,7 +269,7 @@ class Weights:
                 # An interrupted gather may still write, so the memory stays until the next gather.
                 return
             slab.release()
-            self.residence = SHARDED
+            self.residence = change(self.residence, SHARDED, self.site.owner)
             for p in self.copies.extended:
                 assert p.extension is not None
                 p.extension.release()
