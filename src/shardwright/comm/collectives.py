@@ -26,9 +26,9 @@ from shardwright._torch import (
     foreach_copy_,
     reduce_scatter_of,
 )
-from shardwright.comm.copies import Copies, Exchange
 from shardwright.comm.division import Division
 from shardwright.comm.meeting import meeting_of
+from shardwright.comm.shared_memory import Exchange, SharedMemory
 from shardwright.comm.streams import Streams, streams_for
 
 
@@ -142,7 +142,7 @@ class Communicator:
         return self.meeting.show(record, limit)
 
     @property
-    def copies(self) -> Copies | None:
+    def copies(self) -> SharedMemory | None:
         """Collectives through memory that all ranks of the group share; None: they go by the group's backend."""
         return self.meeting.copies() if self.meeting is not None and self.streams.asynchronous else None
 

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import notices
-from shardwright.comm.copies import Copies
 from shardwright.comm.hall import Missing, packed, unpacked
 from shardwright.comm.rounds import LEFT, ByGloo, Round, Way
+from shardwright.comm.shared_memory import SharedMemory
 
 _FAILURE = 2  #: index of the failure's number in such a record
 #: Words of gloo's errors if another rank does not come, or its connection has ended.
@@ -207,7 +207,7 @@ class Meeting:
         self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
         _known_failures.extend(failures or [self.failure])
 
-    def copies(self) -> Copies | None:
+    def copies(self) -> SharedMemory | None:
         """The collectives through shared memory, once all ranks have opened each other's pages; the same on every rank.
 
         Raises:

@@ -30,7 +30,7 @@ from shardwright.init.log import Entry, View, record
 from shardwright.init.memories import Memories
 from shardwright.init.origin import origin_of
 from shardwright.init.replay import HERE, replay
-from shardwright.init.streams import Stream, Streams, default_generator
+from shardwright.init.streams import GeneratorStream, GeneratorStreams, default_generator
 
 UNNAMED = torch.device("cpu")  #: the device of tensors whose constructor named none; compared by identity
 _prim_device = torch.ops.prim.device.default
@@ -113,12 +113,12 @@ setattr(DeferredTensor, DEFERRED, True)
 _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
-class Recorder:
+class OperationRecorder:
     """Records operations on deferred tensors. There is only one recorder, because all contexts share the generators."""
 
     def __init__(self) -> None:
         self.memories = Memories()
-        self.streams = Streams()
+        self.streams = GeneratorStreams()
         self.recording = True
         self.named = False  #: whether the constructor named the device of the running operation
         self.named_by_default = False  #: whether the constructor has set a default device
@@ -157,7 +157,7 @@ class Recorder:
             replay([view.memory], lambda memory, tensor: result.append(tensor(view)), device=UNNAMED)
         return result[0]
 
-    def settle(self, streams: list[Stream]) -> None:
+    def settle(self, streams: list[GeneratorStream]) -> None:
         """Set generators to the states that they would have in a plain build now."""
         for stream in streams:
             self._resolve(stream)
@@ -166,7 +166,7 @@ class Recorder:
                     ends = replay([], _nothing, device=UNNAMED, drawing={stream: last})
                 stream.resume(ends[stream], last)
 
-    def _resolve(self, stream: Stream) -> None:
+    def _resolve(self, stream: GeneratorStream) -> None:
         """If a generator got another generator's placeholder, give it the state that the placeholder represents."""
         if (origin := self.streams.origin_of(stream)) is not None:
             other, entry = origin
@@ -294,7 +294,9 @@ class Recorder:
                 stream.enter(entry)
         record(entry)
 
-    def _streams_of(self, generator: torch.Generator | None, device: torch.device | None) -> list[Stream]:
+    def _streams_of(
+        self, generator: torch.Generator | None, device: torch.device | None
+    ) -> list[GeneratorStream]:
         if generator is not None:
             return [self.streams.of(generator)]
         if device is None:
@@ -364,7 +366,7 @@ class Recorder:
         return tree_map_only(torch.Tensor, self.constant, result)
 
 
-RECORDER = Recorder()
+RECORDER = OperationRecorder()
 
 
 def value_of(value: Any) -> Any:

@@ -18,7 +18,7 @@ from shardwright.engine.front.module import original_class
 from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.init.context import deferred_init, refuse_on_meta
-from shardwright.init.log import Memory, Plan, View, plan
+from shardwright.init.log import Memory, ReplayPlan, View, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor
 
 
@@ -182,7 +182,7 @@ def _check(model: nn.Module, stand_ins: list[StandIn], kept: dict[Memory, StandI
         )
 
 
-def _unfilled(the: Plan, views: Collection[View]) -> set[Memory]:
+def _unfilled(the: ReplayPlan, views: Collection[View]) -> set[Memory]:
     """Memories of ``wanted`` with needed elements that no entry has written."""
     memories = {view.memory for view in views} & the.unwritten
     written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool, device="cpu") for m in memories}

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.layout.planner import Ragged, plan
-from shardwright.layout.planner import Segment as RaggedSegment
+from shardwright.layout.planner import Ragged, RaggedSegment, plan
 from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec, alignment_elements, round_up
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from shardwright import board as boards
 from shardwright.train.report import plan_picture
-from shardwright.watching.reading import Reader
+from shardwright.watching.reading import BoardReader
 from tests.train.kit import faults
 from tests.train.kit.jobs import config_file, train_here
 from tests.train.launch.kit import stopped
@@ -177,7 +177,7 @@ def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: 
 
     def draw(*arguments: object) -> None:
         assert boards.current is not None
-        patient.append(Reader(boards.current).last().patient)
+        patient.append(BoardReader(boards.current).last().patient)
 
     monkeypatch.setattr(plan_picture, "draw", draw)
     config = config_file(tmp_path)

@@ -23,7 +23,7 @@ from shardwright.checkpoint.convert.sources import (
     SAFETENSORS,
     SHARDWRIGHT,
     TORCH,
-    Source,
+    InputCheckpoint,
     SourceTensor,
     open_source,
 )
@@ -35,7 +35,7 @@ from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
 from shardwright.checkpoint.save.saving import names_of_files
 from shardwright.checkpoint.save.writing import (
     Contents,
@@ -182,7 +182,7 @@ def _check_place(source: Store, destination: Path) -> None:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def _chosen(source: Source, to: str, key: str | None) -> _Chosen:
+def _chosen(source: InputCheckpoint, to: str, key: str | None) -> _Chosen:
     tops = list(dict.fromkeys(
         name_of(each[:1]) for each in (*(t.path for t in source.tensors.values()), *source.value_paths.values())
     ))  # fmt: skip
@@ -212,7 +212,7 @@ def _chosen(source: Source, to: str, key: str | None) -> _Chosen:
     return _Chosen(tensors, values, others)
 
 
-def _without(source: Source, to: str) -> list[str]:
+def _without(source: InputCheckpoint, to: str) -> list[str]:
     return list(source.value_paths) if to == SAFETENSORS else []
 
 
@@ -226,7 +226,7 @@ def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
     return path if keep_key else path[length:]
 
 
-def _renamed(chosen: _Chosen, key_map: KeyMap, source: Source) -> _Chosen:
+def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chosen:
     """The chosen tensors, with the last key of each renamed."""
     renamed: dict[str, SourceTensor] = {}
     for each in chosen.tensors.values():
@@ -350,7 +350,7 @@ def _to_safetensors(
     return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)
 
 
-def _main_dtype(form: StoredForm) -> str:
+def _main_dtype(form: StoredModel) -> str:
     """The dtype of most elements, for config.json."""
     sizes: dict[torch.dtype, int] = {}
     for shape, dtype in form.keys.values():

@@ -92,7 +92,7 @@ class _Zip:
         return bytes(self._entries) + b"PK\5\6" + end + comment
 
 
-class _Described:
+class _RebuildCall:
     """Pickled as the call that ``torch.save`` writes for a tensor."""
 
     def __init__(self, call: tuple[Any, ...]) -> None:
@@ -137,7 +137,7 @@ def described(dtype: torch.dtype, shape: Sequence[int], record: str) -> Any:
         kind = storage_class(storage)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     held = _Storage(("storage", kind, record, "cpu", count))
-    return _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
+    return _RebuildCall((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
 
 
 def _of_empty(dtype: torch.dtype) -> tuple[Any, ...]:

@@ -94,14 +94,14 @@ def _by_protocol(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class State:
+class NestedState:
     """A nested state in parts. Tensors and values are under the names that torch's distributed checkpoint gives."""
 
     tensors: Mapping[str, NamedTensor]
     values: Mapping[str, StoredValue]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> State:
+    def of(cls, state: Mapping[str, Any]) -> NestedState:
         """Take a nested state apart.
 
         Raises:

@@ -26,7 +26,7 @@ from shardwright.init.delivery import Holder, become
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-class Box(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of a tensor that this rank has, and its memory: a view of that shape."""
 
     offsets: tuple[int, ...]
@@ -107,20 +107,20 @@ def at_rest(units: list[Unit], doing: str) -> None:
         settle(unit)
 
 
-def boxes_of(entry: ModelTensor) -> list[Box]:
+def boxes_of(entry: ModelTensor) -> list[LocalBox]:
     """The boxes that this rank has; on meta if the tensor has no memory yet."""
     tensor = entry.tensor
     if entry.unit is not None:
         managed = entry.unit.managed(tensor)
-        return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
+        return [LocalBox(*piece) for piece in managed.cut.pieces(managed.local)]
     if isinstance(tensor, (DTensor, RaggedTensor)):
         raise NotImplementedError(
             f"{entry.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
             "load only into plain tensors and into parameters of units"
         )
     if has_no_values(tensor):
-        return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
-    return [Box((0,) * tensor.ndim, tensor.detach())]
+        return [LocalBox((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
+    return [LocalBox((0,) * tensor.ndim, tensor.detach())]
 
 
 def mark_loaded(entry: ModelTensor) -> None:

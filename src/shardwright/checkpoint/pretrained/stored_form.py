@@ -45,7 +45,7 @@ def default_key_map(model: nn.Module, tensors: Sequence[ModelTensor]) -> KeyMap 
 
 
 @dataclass
-class StoredForm:
+class StoredModel:
     """The stored tensors of a model.
 
     Attributes:
@@ -106,7 +106,7 @@ def stored_form(
     key_map: KeyMap | None,
     dtype: torch.dtype | None,
     with_values: bool = True,
-) -> StoredForm:
+) -> StoredModel:
     """The stored form of parameters and persistent buffers. They may be without values unless ``with_values``.
 
     Raises:
@@ -122,7 +122,7 @@ def stored_form(
             f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
             "shardwright.materialize, or load them."
         )
-    form = StoredForm(key_map, dtype)
+    form = StoredModel(key_map, dtype)
     pieces: dict[str, list[tuple[ModelTensor, Piece]]] = {}
     for entry in tensors:
         shape_only = torch.empty(entry.tensor.shape, dtype=form.stored_dtype(entry.tensor), device="meta")

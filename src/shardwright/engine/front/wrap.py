@@ -23,7 +23,7 @@ from shardwright.engine.tensors.parameter import Managed
 __all__ = ["Policy", "Units", "as_policy", "auto_wrap", "by_class", "by_predicate", "by_size"]
 
 M = TypeVar("M", bound=nn.Module)
-Group = list[nn.Module]
+Modules = list[nn.Module]
 
 _OF_ROOT = ("memory", "prefetch", "strict")  #: options of ``fully_shard`` for a whole model
 
@@ -35,7 +35,7 @@ class Units(list["nn.Module | list[nn.Module]"]):
     """
 
     def __init__(
-        self, model: nn.Module, groups: Iterable[Group], ignored: Iterable[nn.Parameter] = ()
+        self, model: nn.Module, groups: Iterable[Modules], ignored: Iterable[nn.Parameter] = ()
     ) -> None:
         super().__init__(group[0] if len(group) == 1 else group for group in groups)
         self._model = model
@@ -94,7 +94,7 @@ class _Tree:
             for m in order
             if m is not model and id(m) not in skipped and is_called(m) and not isinstance(m, FSDPModule)
         ]
-        self.groups: list[Group] = []
+        self.groups: list[Modules] = []
         self._chosen: set[int] = set()
         self._owned = set(left_out)
 
@@ -105,7 +105,7 @@ class _Tree:
         """The parameters that a unit of this module would own."""
         return [p for p in module.parameters() if id(p) not in self._owned and not isinstance(p, Managed)]
 
-    def choose(self, group: Group) -> None:
+    def choose(self, group: Modules) -> None:
         self.groups.append(group)
         self._chosen.update(id(m) for m in group)
         self._owned.update(id(p) for m in group for p in m.parameters())

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright._torch import storage_key
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
-from shardwright.engine.base.site import Site
+from shardwright.engine.base.site import UnitSite
 from shardwright.engine.tensors.parameter import ManagedParameter, in_place_view, plain_of
 from shardwright.engine.weights.coding import number_of
 from shardwright.engine.weights.gather import Extend, Gather, SecondaryShard, plan_gather
@@ -95,7 +95,7 @@ class Copies:
 
     def __init__(
         self,
-        site: Site,
+        site: UnitSite,
         transport: Transport,
         layout: UnitLayout,
         shards: list[torch.Tensor],

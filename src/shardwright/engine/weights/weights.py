@@ -15,7 +15,7 @@ from shardwright._torch import address_of, annotate
 from shardwright.comm import Pending
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
-from shardwright.engine.base.site import Site
+from shardwright.engine.base.site import UnitSite
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.forms import Forms
 from shardwright.engine.weights.full_edits import FullEdits
@@ -46,7 +46,7 @@ class Weights:
 
     def __init__(
         self,
-        site: Site,
+        site: UnitSite,
         transport: Transport,
         layout: UnitLayout,
         shards: list[torch.Tensor],

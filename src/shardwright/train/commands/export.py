@@ -21,7 +21,7 @@ from shardwright.checkpoint.pretrained.files import open_stored, write_json
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.save import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
@@ -269,7 +269,7 @@ def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tenso
     return entry.tensor.detach() if layer is None else layer.merged()
 
 
-def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredForm:
+def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
     try:
         tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
         return stored_form(tensors, key_map, dtype, with_values=False)
@@ -350,7 +350,7 @@ def check_vocabulary(tokenizer: int, model: int) -> None:
         )
 
 
-def name_of_dtype(form: StoredForm) -> str:
+def name_of_dtype(form: StoredModel) -> str:
     """The dtype of most elements, for config.json."""
     sizes: dict[torch.dtype, int] = {}
     for shape, dtype in form.keys.values():

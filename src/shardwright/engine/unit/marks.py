@@ -238,7 +238,7 @@ class StashedTensors:
     def find(self, containers: list[Any]) -> list[torch.Tensor]:
         """All such tensors, and tensors in ``containers`` among a call's inputs."""
         tensors: list[torch.Tensor] = (
-            list(hidden_tensors([_Box(c) for c in containers])) if containers else []
+            list(hidden_tensors([_Opaque(c) for c in containers])) if containers else []
         )
         for i, ref in enumerate(self._modules):
             module = ref()
@@ -261,7 +261,7 @@ class StashedTensors:
                 elif isinstance(value, (list, tuple, dict, deque)) and 0 < len(value) <= _LONGEST:
                     if kind is tuple and type(value[0]) in _NO_CONTAINER:
                         continue  # a shape or the like
-                    tensors.extend(hidden_tensors([_Box(value)]))
+                    tensors.extend(hidden_tensors([_Opaque(value)]))
             if module._buffers:
                 tensors.extend(t for t in module._buffers.values() if t is not None)
         return tensors
@@ -272,7 +272,7 @@ def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
     return bool(tensors) and mark_outputs(visit, tensors, entry)
 
 
-class _Box:
+class _Opaque:
     """Makes a container opaque, so that the search looks into it at any depth."""
 
     def __init__(self, content: Any) -> None:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import Communicator, Division, Pending, Unreached, copies, pages
-from shardwright.comm.copies import Copies, Exchange
 from shardwright.comm.pages import POSTS
+from shardwright.comm.shared_memory import Exchange, SharedMemory
 from tests.engine.kit.meetings import Interrupt, fresh_meetings
 from tests.support import multirank
 
@@ -37,10 +37,10 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     return comm
 
 
-def ready() -> tuple[Communicator, Copies]:
+def ready() -> tuple[Communicator, SharedMemory]:
     comm = communicator()
-    assert comm.copies is not None
-    return comm, comm.copies
+    assert comm.shared_memory is not None
+    return comm, comm.shared_memory
 
 
 def announced(comm: Communicator) -> Callable[[], None]:
@@ -69,7 +69,7 @@ def test_results_are_those_of_gloo(
     for way in ("gloo", "pages"):
         with fresh_meetings(way):
             comm = communicator()
-            assert (comm.copies is not None) is (way == "pages")
+            assert (comm.shared_memory is not None) is (way == "pages")
             announce = announced(comm)
             made = []
             bits = [data(rank, size, torch.float32).view(torch.uint8) for size in sizes]
@@ -295,7 +295,7 @@ def test_an_unfinished_round_by_gloo_may_be_the_last_one(rank: int, world_size: 
             assert comm.exchange((2,)) is None
         memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
         comm.all_gather([memory], [mine], announce=announced(comm)).wait()
-        assert memory.tolist() == [1] * 8 and comm.copies is not None
+        assert memory.tolist() == [1] * 8 and comm.shared_memory is not None
         dist.barrier()
 
 
@@ -384,7 +384,7 @@ def test_a_rank_whose_page_has_no_room_for_data_keeps_all_on_gloo(rank: int, wor
             patch.setattr(pages, "_SIZES", pages._SIZES[1:])
             patch.setattr(pages, "_own", None)
         comm = communicator()
-        assert comm.copies is None and comm.meeting is not None and comm.meeting._way.hall is not None
+        assert comm.shared_memory is None and comm.meeting is not None and comm.meeting._way.hall is not None
         value = torch.ones(3)
         comm.all_reduce(value, Division(), announced(comm)).wait()
         assert value.tolist() == [2, 2, 2]
@@ -457,7 +457,7 @@ for number in range(20):
     except Unreached as error:
         print(number, error, flush=True)
         os._exit(3)
-    assert value[0] == 3 and comm.copies is not None or number < 2
+    assert value[0] == 3 and comm.shared_memory is not None or number < 2
 """
 
 
