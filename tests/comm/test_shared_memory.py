@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm import Communicator, Division, Pending, Unreached, copies, pages
+from shardwright.comm import Communicator, Division, Pending, Unreached, pages, shared_memory
 from shardwright.comm.pages import POSTS
 from shardwright.comm.shared_memory import Exchange, SharedMemory
 from tests.engine.kit.meetings import Interrupt, fresh_meetings
@@ -367,7 +367,7 @@ def test_a_full_page_is_an_error_before_the_ranks_agree(rank: int, world_size: i
         page = pages._own
         assert page is not None
         patch.setattr(page, "_data_end", len(page.memory) - 1000)
-        patch.setattr(copies, "_segments_of", copies._Segments)
+        patch.setattr(shared_memory, "_segments_of", shared_memory._Segments)
         everyone, mine = torch.zeros(1 << 28, dtype=torch.uint8), torch.zeros(1 << 27, dtype=torch.uint8)
         met = comm.meeting.number  # type: ignore[union-attr]
         with pytest.raises(MemoryError, match="SHARDWRIGHT_CPU_COLLECTIVES=gloo"):
@@ -393,8 +393,8 @@ def test_a_rank_whose_page_has_no_room_for_data_keeps_all_on_gloo(rank: int, wor
 
 def test_sizes_of_segments_waste_a_quarter_at_most() -> None:
     for nbytes in (1, 4096, 4097, 100_000, 1_000_001, 123_456_789):
-        assert nbytes <= copies._rounded(nbytes) <= max(4096, 1.25 * nbytes + 4096)
-        assert copies._rounded(nbytes) % 4096 == 0
+        assert nbytes <= shared_memory._rounded(nbytes) <= max(4096, 1.25 * nbytes + 4096)
+        assert shared_memory._rounded(nbytes) % 4096 == 0
 
 
 @multirank(2)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -90,11 +89,6 @@ def widened(
     return targets, sources
 
 
-#: By group name, for the whole process. Communicators do not hold it, because ranks may collect their models at
-#: different times.
-_models: Counter[str] = Counter()
-
-
 class Communicator:
     """Collectives of one process group. The group's first collective creates the backend's communicator.
 
@@ -126,32 +120,17 @@ class Communicator:
         #: The meeting of the ranks. Copies of a communicator share it.
         self.meeting = meeting_of(group, device) if self.exchanges and group is not None else None
 
-    @property
-    def models(self) -> int:
-        """The number of models over this group so far. It is equal on all ranks if they make models in the same
-        order."""
-        return _models[self.group.group_name if self.group is not None else ""]
-
-    @models.setter
-    def models(self, count: int) -> None:
-        _models[self.group.group_name if self.group is not None else ""] = count
-
     def exchange(self, record: tuple[int, ...], limit: timedelta | None = None) -> list[list[int]] | None:
         """Send ``record`` to every rank. Returns the records of all ranks if they differ. See :meth:`Meeting.show`."""
         assert self.meeting is not None
         return self.meeting.show(record, limit)
-
-    @property
-    def copies(self) -> SharedMemory | None:
-        """Collectives through memory that all ranks of the group share; None: they go by the group's backend."""
-        return self.meeting.copies() if self.meeting is not None and self.streams.asynchronous else None
 
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
         """Call ``announce``, if there is one, and begin a collective. Returns the work to wait for."""
         if announce is None or self.meeting is None:
             work = collective()
         else:
-            work = self.meeting.begin(announce, collective)
+            work = self.meeting.begin(announce, lambda: (collective,))
         if self._gloo and not self.streams.asynchronous and work is not None:
             work.wait()  # on an accelerator's memory gloo queues nothing on the stream; the host copies
         return work
@@ -185,10 +164,8 @@ class Communicator:
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
             if self._gloo:
-                on_gloo = functools.partial(self._gather_on_gloo, outputs, inputs)
-                copies = self.copies
-                prepare = None if copies is None else functools.partial(copies.gather, outputs, inputs)
-                return self._begin_on_host("gather", announce, on_gloo, prepare, on_done)
+                ways = self._gather_on_gloo, SharedMemory.gather
+                return self._begin_on_host("gather", announce, *ways, (outputs, inputs), on_done)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         return Pending(
             self.streams, work, self.streams.mark("gather"), keep=(outputs, inputs), finish=on_done
@@ -232,14 +209,8 @@ class Communicator:
                 for tensor in inputs:
                     tensor.div_(division.before)
             if self._gloo:
-                on_gloo = functools.partial(self._scatter_on_gloo, outputs, inputs, division)
-                copies = self.copies
-                prepare = (
-                    None
-                    if copies is None
-                    else functools.partial(copies.reduce_scatter, outputs, inputs, division)
-                )
-                return self._begin_on_host("reduce", announce, on_gloo, prepare)
+                ways = self._scatter_on_gloo, SharedMemory.reduce_scatter
+                return self._begin_on_host("reduce", announce, *ways, (outputs, inputs, division))
             assert self.group is not None
             options = self._scatter_options[division.average]
             if len(inputs) == 1:
@@ -262,10 +233,8 @@ class Communicator:
             if division.before != 1.0:
                 tensor.div_(division.before)
             if self._gloo:
-                on_gloo = functools.partial(self._sum_on_gloo, tensor, division)
-                copies = self.copies
-                prepare = None if copies is None else functools.partial(copies.all_reduce, tensor, division)
-                return self._begin_on_host("all_reduce", announce, on_gloo, prepare)
+                ways = self._sum_on_gloo, SharedMemory.all_reduce
+                return self._begin_on_host("all_reduce", announce, *ways, (tensor, division))
             work = self.group.allreduce([tensor], self._options_of_sums(division))
             return self._divided(work, "all_reduce", [tensor], division, None)
 
@@ -317,18 +286,22 @@ class Communicator:
         self,
         stream: str,
         announce: Callable[[], None] | None,
-        on_gloo: Callable[[], _OnGloo],
-        prepare: Callable[[], Exchange] | None,
+        on_gloo: Callable[..., _OnGloo],
+        exchange: Callable[..., Exchange],
+        given: tuple[Any, ...],
         on_done: Callable[[], None] | None = None,
     ) -> Pending:
-        """Begin a collective: one that ``prepare`` makes through shared memory, or one on gloo.
+        """Begin a collective of the tensors ``given``: through memory that all ranks share, if there is, or on gloo.
 
         On gloo it goes also if a rank has modes that count collectives: they are to see it. Ranks know this only after
         they agree.
         """
-        if prepare is not None:
-            return self._begin_exchange(announce, on_gloo, prepare, on_done)
-        way = on_gloo()
+        if self.meeting is not None and self.streams.asynchronous:
+            shared = self.meeting.shared_memory()
+            if shared is not None:
+                prepare = functools.partial(exchange, shared, *given)
+                return self._begin_exchange(announce, functools.partial(on_gloo, *given), prepare, on_done)
+        way = on_gloo(*given)
         work = self.begin(announce, way.collective)
         if self.streams.asynchronous:
             return Pending(
@@ -356,7 +329,7 @@ class Communicator:
             watched[:] = [on_gloo()]
             return (watched[0].collective,)
 
-        work = meeting.begin_in_steps(_nothing if announce is None else announce, steps)
+        work = meeting.begin(_nothing if announce is None else announce, steps)
         if not watched:
             return Pending(self.streams, work, None, finish=on_done)
         way = watched[0]

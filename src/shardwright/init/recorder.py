@@ -30,7 +30,7 @@ from shardwright.init.log import Entry, View, record
 from shardwright.init.memories import Memories
 from shardwright.init.origin import origin_of
 from shardwright.init.replay import HERE, replay
-from shardwright.init.streams import GeneratorStream, GeneratorStreams, default_generator
+from shardwright.init.streams import GeneratorStream, GeneratorStreams
 
 UNNAMED = torch.device("cpu")  #: the device of tensors whose constructor named none; compared by identity
 _prim_device = torch.ops.prim.device.default
@@ -289,19 +289,10 @@ class OperationRecorder:
         )
         if random:
             place = where if results or where is not None else views[written[0]].memory.device  # type: ignore[index]
-            for stream in self._streams_of(generator, place):
+            for stream in self.streams.read_by(generator, place):
                 self._resolve(stream)
                 stream.enter(entry)
         record(entry)
-
-    def _streams_of(
-        self, generator: torch.Generator | None, device: torch.device | None
-    ) -> list[GeneratorStream]:
-        if generator is not None:
-            return [self.streams.of(generator)]
-        if device is None:
-            return self.streams.defaults()
-        return [self.streams.of(default_generator(device))]
 
     def record_whole(
         self, call: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], generator: Any
@@ -345,7 +336,7 @@ class OperationRecorder:
         unknown."""
         deferred = [t for t in written if isinstance(t, DeferredTensor)]
         if random:
-            streams = self._streams_of(kwargs.get("generator"), None)
+            streams = self.streams.read_by(kwargs.get("generator"), None)
             self.settle(streams)
             before = [(stream, stream.generator.get_state()) for stream in streams]
         values = tree_map_only(DeferredTensor, self.read, (args, kwargs))

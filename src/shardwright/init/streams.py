@@ -155,6 +155,14 @@ class GeneratorStreams:
             streams.append(self.of(default_generator(accelerator)))
         return streams
 
+    def read_by(
+        self, generator: torch.Generator | None, device: torch.device | None
+    ) -> list[GeneratorStream]:
+        """The streams from which an operation draws that got this generator, or none, on a known device or any."""
+        if generator is None and device is None:
+            return self.defaults()
+        return [self.of(default_generator(device) if generator is None else generator)]  # type: ignore[arg-type]
+
     def waiting(self) -> list[GeneratorStream]:
         """The streams whose generators have a placeholder."""
         return [s for s in self._streams.values() if s.last is not None]

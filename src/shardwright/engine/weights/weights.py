@@ -56,7 +56,6 @@ class Weights:
     ) -> None:
         """The slab is leased or empty; afterwards it is released. ``before``: the unit's earlier build."""
         self.site = site
-        self.layout = layout
         self.shards = shards
         self.parameters = parameters
         self.generation: int = 1 if before is None else before.generation + 1
@@ -192,8 +191,6 @@ class Weights:
         place.home.gathered.add(place.number)  # set first, so that it is released after an interrupt
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
-        if place.home.observer is not None:
-            place.home.observer("issue", self)
         self.residence = change(self.residence, ISSUING, self.site.owner)
         try:
             with annotate("all_gather", place.label):
@@ -216,8 +213,6 @@ class Weights:
             return
         place = self.place
         assert place is not None
-        if place.home.observer is not None:
-            place.home.observer("wait", self)
         pending, gather = flight
         if boards.current is None:
             pending.wait()
