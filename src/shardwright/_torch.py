@@ -515,24 +515,24 @@ def called_by_stager() -> bool:
     return name == "torch.distributed.checkpoint._state_dict_stager"
 
 
-def boxes_to_save(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-    """Offsets, sizes and memory of the boxes of a tensor that this rank gives to a checkpoint.
+def boxes_to_save(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Offsets and memory of the boxes of a tensor that this rank gives to a checkpoint.
 
     By the protocol of torch's distributed checkpoint, for DTensors, ShardedTensors and tensors that have it.
     """
     from torch.distributed.checkpoint.planner_helpers import _create_write_items
     from torch.distributed.checkpoint.utils import find_state_dict_object
 
-    boxes: list[tuple[Sequence[int], Sequence[int], torch.Tensor]] = []
+    boxes: list[tuple[Sequence[int], torch.Tensor]] = []
     for item in _create_write_items(name, tensor):
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        boxes.append((chunk.offsets, chunk.sizes, find_state_dict_object({name: tensor}, item.index)))
+        boxes.append((chunk.offsets, find_state_dict_object({name: tensor}, item.index)))
     return boxes
 
 
-def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-    """Offsets, sizes and memory of the boxes of a tensor that this rank takes from a checkpoint."""
+def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Offsets and memory of the boxes of a tensor that this rank takes from a checkpoint."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
     from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -540,7 +540,6 @@ def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], 
     return [
         (
             chunk.offsets,
-            chunk.sizes,
             find_state_dict_object({name: tensor}, MetadataIndex(name, chunk.offsets, number)),
         )
         for number, chunk in enumerate(_create_chunk_list(tensor))

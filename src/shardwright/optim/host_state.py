@@ -21,6 +21,7 @@ from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.memory import Owner, Slab
+from shardwright.optim.kept import Kept
 from shardwright.optim.whole_state import leaves, mapped
 
 _ALIGNMENT = 16  # bytes
@@ -209,13 +210,6 @@ def part_of_state(state: TensorStates, tensors: Iterable[torch.Tensor]) -> dict[
     return {t: state[t] for t in tensors if t in state}
 
 
-class _Kept:
-    """Wraps a tensor of a state dict, so that torch does not move it to the parameter's device."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
 def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook before ``load_state_dict``: torch would move all state to the device, which may not hold it."""
     state = dict(state_dict["state"])
@@ -225,7 +219,7 @@ def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, An
                 state[number] = {
                     key: value
                     if key == "step"
-                    else mapped(value, lambda v: _Kept(v) if isinstance(v, torch.Tensor) and v.ndim else v)
+                    else mapped(value, lambda v: Kept(v) if isinstance(v, torch.Tensor) and v.ndim else v)
                     for key, value in state[number].items()
                 }
     return {**state_dict, "state": state}
@@ -235,7 +229,7 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The values without their wrappers, cast to the parameter's dtype as torch does."""
 
     def load(value: Any) -> Any:
-        if isinstance(value, _Kept):  # a copy, because the caller owns the checkpoint
+        if isinstance(value, Kept):  # a copy, because the caller owns the checkpoint
             return value.tensor.to(p.dtype if p.is_floating_point() else value.tensor.dtype, copy=True)
         return value
 

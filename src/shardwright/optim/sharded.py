@@ -40,6 +40,7 @@ from shardwright.optim.host_state import (
     moved_to_host,
 )
 from shardwright.optim.in_calls import step_in_calls
+from shardwright.optim.kept import prepared
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import SHARDED, LocalStandIn, ragged_spec
@@ -445,11 +446,8 @@ class _ShardedStep:
         if sharded_companion(self).host_state is None or _loads_itself(_kind_of(self)):
             super().load_state_dict(state_dict)  # type: ignore[misc]
         else:
-            handle = self.register_load_state_dict_pre_hook(kept_from_device)  # type: ignore[attr-defined]
-            try:
+            with prepared(self, kept_from_device):  # type: ignore[arg-type]
                 super().load_state_dict(state_dict)  # type: ignore[misc]
-            finally:
-                handle.remove()
         self._keep_gradient_dtypes(state_dict)
 
     def _keep_gradient_dtypes(self, state_dict: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
 from shardwright.checkpoint.save.saving import names_of_files
 from shardwright.checkpoint.save.writing import (
     Contents,
@@ -273,9 +273,9 @@ def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
         boxes = NamedTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
         del tensor
         while boxes:  # no reference stays when the next tensor is read
-            offsets, sizes, local = boxes.pop(0)
-            yield PartToWrite(name, offsets, sizes, local)
-            del local
+            box = boxes.pop(0)
+            yield PartToWrite(name, box.offsets, box.sizes, box.local)
+            del box
 
 
 def _check_free(destination: Path) -> None:
@@ -332,7 +332,7 @@ def _to_safetensors(
     form = stored_form(entries, key_map, None, with_values=False)
     if not form.keys:
         raise ValueError("there are no tensors to write")
-    settings = None if config is None else {**config, "dtype": _main_dtype(form)}
+    settings = None if config is None else {**config, "dtype": form.main_dtype()}
 
     def read(group: list[ModelTensor]) -> dict[str, Tensor]:
         return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
@@ -348,11 +348,3 @@ def _to_safetensors(
     else:
         write(destination, max_shard_size)
     return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)
-
-
-def _main_dtype(form: StoredModel) -> str:
-    """The dtype of most elements, for config.json."""
-    sizes: dict[torch.dtype, int] = {}
-    for shape, dtype in form.keys.values():
-        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
-    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import board as boards
+from shardwright.checkpoint.format.nested import Box
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory, open_stored
 from shardwright.checkpoint.pretrained.model import (
-    LocalBox,
     ModelTensor,
     aliases_of,
     allocate,
@@ -303,7 +303,7 @@ def _fill(load: _Load, device: torch.device) -> int:
     return count
 
 
-def _read(load: _Load, boxes: list[LocalBox]) -> int:
+def _read(load: _Load, boxes: list[Box]) -> int:
     """Copy the content of these boxes. Returns the number of bytes read."""
     _, views = views_of(load.source, lambda key: load.stored[key].view())
     count = 0
@@ -333,7 +333,7 @@ def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
     entry = one.entry
     parts = [
         [
-            LocalBox(offsets, torch.empty(local.shape, dtype=entry.tensor.dtype))
+            Box(offsets, torch.empty(local.shape, dtype=entry.tensor.dtype))
             for offsets, local in boxes_of(entry)
         ]
         for _ in range(2)

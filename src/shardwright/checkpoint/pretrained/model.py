@@ -6,7 +6,7 @@ Other files of this package use this list for plain and sharded models. The cut 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
+from shardwright.checkpoint.format.nested import Box
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -24,13 +25,6 @@ from shardwright.init.delivery import Holder, become
 
 #: Name parts of wrapper modules that are not in a model's structure: activation checkpointing, torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-class LocalBox(NamedTuple):
-    """A box of a tensor that this rank has, and its memory: a view of that shape."""
-
-    offsets: tuple[int, ...]
-    local: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,20 +101,20 @@ def at_rest(units: list[Unit], doing: str) -> None:
         settle(unit)
 
 
-def boxes_of(entry: ModelTensor) -> list[LocalBox]:
+def boxes_of(entry: ModelTensor) -> list[Box]:
     """The boxes that this rank has; on meta if the tensor has no memory yet."""
     tensor = entry.tensor
     if entry.unit is not None:
         managed = entry.unit.managed(tensor)
-        return [LocalBox(*piece) for piece in managed.cut.pieces(managed.local)]
+        return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
     if isinstance(tensor, (DTensor, RaggedTensor)):
         raise NotImplementedError(
             f"{entry.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
             "load only into plain tensors and into parameters of units"
         )
     if has_no_values(tensor):
-        return [LocalBox((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
-    return [LocalBox((0,) * tensor.ndim, tensor.detach())]
+        return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
+    return [Box((0,) * tensor.ndim, tensor.detach())]
 
 
 def mark_loaded(entry: ModelTensor) -> None:

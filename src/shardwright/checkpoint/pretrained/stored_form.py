@@ -72,6 +72,13 @@ class StoredModel:
         shape, dtype = self.keys[key]
         return shape.numel() * dtype.itemsize
 
+    def main_dtype(self) -> str:
+        """The dtype of most elements, as config.json names it."""
+        sizes: dict[torch.dtype, int] = {}
+        for shape, dtype in self.keys.values():
+            sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
+        return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
+
     def keys_of(self, group: list[ModelTensor]) -> list[str]:
         """The keys of the stored tensors that a group forms."""
         shapes = ((entry, torch.empty(entry.tensor.shape, device="meta")) for entry in group)

@@ -10,11 +10,12 @@ or in one call ``sw.wrap.auto_wrap(model, sw.wrap.by_class(Block), mesh=mesh)``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 
+from shardwright.engine.assembly.find import inner_first
 from shardwright.engine.front.api import fully_shard
 from shardwright.engine.front.module import FSDPModule, original_class
 from shardwright.engine.model.pools import bytes_in
@@ -87,7 +88,7 @@ class _Tree:
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Module], left_out: set[int]) -> None:
         self.model = model
         skipped = {id(m) for top in ignored for m in top.modules()}
-        order = list(_inner_first(model))
+        order = list(inner_first(model))
         self.place = {id(m): i for i, m in enumerate(order)}
         self.modules = [
             m
@@ -322,15 +323,6 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
 def is_called(module: nn.Module) -> bool:
     """Whether it has a forward. Containers such as ``nn.ModuleList`` have none."""
     return type(module).forward is not nn.Module.forward
-
-
-def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if id(module) not in seen:
-        seen.add(id(module))
-        for child in module.children():
-            yield from _inner_first(child, seen)
-        yield module
 
 
 def _class_of(module: nn.Module) -> type:

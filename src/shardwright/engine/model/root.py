@@ -344,8 +344,7 @@ class _Task:
         try:
             with annotate("root_post_backward_callback"), alone(self._root.device):
                 self._root.end_backward()
-            if boards.current is not None:
-                boards.current.at(boards.OUTSIDE)
+            boards.at(boards.OUTSIDE)
         except BaseException:
             # The exception keeps this object alive, and code that handles the error may call the model.
             self._root._task = None
@@ -430,8 +429,7 @@ _backwards: set[int] = set()  #: threads that run an outermost backward
 
 
 def _backward_failed(error: BaseException) -> None:
-    if boards.current is not None:
-        boards.current.at(boards.OUTSIDE)
+    boards.at(boards.OUTSIDE)
     # A device's thread of autograd may hold the callback for a moment longer. The next forward must not wait for that:
     # ranks that still took the model for one in backward would gather other units than the rest.
     only_one = len(_backwards) == 1

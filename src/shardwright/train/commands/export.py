@@ -170,7 +170,7 @@ def export(
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**with_ids(values, config, tokenizer), "dtype": name_of_dtype(form)}
+            None if values is None else {**with_ids(values, config, tokenizer), "dtype": form.main_dtype()}
         )
         write_stored_form(
             folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
@@ -348,14 +348,6 @@ def check_vocabulary(tokenizer: int, model: int) -> None:
             f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does "
             "not belong to this model"
         )
-
-
-def name_of_dtype(form: StoredModel) -> str:
-    """The dtype of most elements, for config.json."""
-    sizes: dict[torch.dtype, int] = {}
-    for shape, dtype in form.keys.values():
-        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
-    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
 
 def write_tokenizer(folder: Path, tokenizer: ExportedTokenizer, longest: int) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint import Damaged
 from shardwright.checkpoint.format.digests import sealed, unsealed
-from shardwright.checkpoint.pretrained.model import LocalBox, ModelTensor, boxes_of, tensors_of
+from shardwright.checkpoint.format.nested import Box
+from shardwright.checkpoint.pretrained.model import ModelTensor, boxes_of, tensors_of
 from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
@@ -88,12 +89,12 @@ def _parts(entry: ModelTensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], 
     }
 
 
-def _boxes(entry: ModelTensor) -> list[LocalBox]:
+def _boxes(entry: ModelTensor) -> list[Box]:
     """The boxes of this rank, also of a parameter that torch's engine has cut."""
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and entry.unit is None:
         chunks = tensor.__create_chunk_list__()
-        return [LocalBox(tuple(chunk.offsets), tensor.to_local().detach()) for chunk in chunks]
+        return [Box(tuple(chunk.offsets), tensor.to_local().detach()) for chunk in chunks]
     return boxes_of(entry)
 
 
