@@ -37,10 +37,16 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     return comm
 
 
+def shared_by(comm: Communicator) -> SharedMemory | None:
+    """What the ranks use for collectives, if not gloo."""
+    return None if comm.meeting is None else comm.meeting.shared_memory()
+
+
 def ready() -> tuple[Communicator, SharedMemory]:
     comm = communicator()
-    assert comm.shared_memory is not None
-    return comm, comm.shared_memory
+    shared = shared_by(comm)
+    assert shared is not None
+    return comm, shared
 
 
 def announced(comm: Communicator) -> Callable[[], None]:
@@ -69,7 +75,7 @@ def test_results_are_those_of_gloo(
     for way in ("gloo", "pages"):
         with fresh_meetings(way):
             comm = communicator()
-            assert (comm.shared_memory is not None) is (way == "pages")
+            assert (shared_by(comm) is not None) is (way == "pages")
             announce = announced(comm)
             made = []
             bits = [data(rank, size, torch.float32).view(torch.uint8) for size in sizes]
@@ -295,7 +301,7 @@ def test_an_unfinished_round_by_gloo_may_be_the_last_one(rank: int, world_size: 
             assert comm.exchange((2,)) is None
         memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
         comm.all_gather([memory], [mine], announce=announced(comm)).wait()
-        assert memory.tolist() == [1] * 8 and comm.shared_memory is not None
+        assert memory.tolist() == [1] * 8 and shared_by(comm) is not None
         dist.barrier()
 
 
@@ -384,7 +390,7 @@ def test_a_rank_whose_page_has_no_room_for_data_keeps_all_on_gloo(rank: int, wor
             patch.setattr(pages, "_SIZES", pages._SIZES[1:])
             patch.setattr(pages, "_own", None)
         comm = communicator()
-        assert comm.shared_memory is None and comm.meeting is not None and comm.meeting._way.hall is not None
+        assert shared_by(comm) is None and comm.meeting is not None and comm.meeting._way.hall is not None
         value = torch.ones(3)
         comm.all_reduce(value, Division(), announced(comm)).wait()
         assert value.tolist() == [2, 2, 2]
@@ -457,7 +463,7 @@ for number in range(20):
     except Unreached as error:
         print(number, error, flush=True)
         os._exit(3)
-    assert value[0] == 3 and comm.shared_memory is not None or number < 2
+    assert value[0] == 3 and shared_by(comm) is not None or number < 2
 """
 
 
