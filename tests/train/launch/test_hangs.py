@@ -15,7 +15,7 @@ import pytest
 
 from shardwright import board as boards
 from shardwright.train.report import plan_picture
-from shardwright.watching.reading import Reader
+from shardwright.watching.reading import BoardReader
 from tests.train.kit import faults
 from tests.train.kit.jobs import config_file, train_here
 from tests.train.launch.kit import stopped
@@ -178,7 +178,7 @@ def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: 
 
     def draw(*arguments: object) -> Any:
         assert boards.current is not None
-        patient.append(Reader(boards.current).last().patient)
+        patient.append(BoardReader(boards.current).last().patient)
         return plan_figure(*arguments)
 
     plan_figure: Any = plan_picture.plan_figure

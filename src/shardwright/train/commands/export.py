@@ -21,7 +21,7 @@ from shardwright.checkpoint.pretrained.files import open_stored, write_json
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.save import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
@@ -148,7 +148,7 @@ def export(
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**with_ids(values, config, tokenizer), "dtype": name_of_dtype(form)}
+            None if values is None else {**with_ids(values, config, tokenizer), "dtype": form.main_dtype()}
         )
         write_stored_form(
             folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
@@ -247,7 +247,7 @@ def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tenso
     return entry.tensor.detach() if layer is None else layer.merged()
 
 
-def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredForm:
+def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
     with as_user_errors(ValueError, prefix="export: "):
         tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
         return stored_form(tensors, key_map, dtype, with_values=False)
@@ -299,14 +299,6 @@ def check_vocabulary(tokenizer: int, model: int) -> None:
             f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does "
             "not belong to this model"
         )
-
-
-def name_of_dtype(form: StoredForm) -> str:
-    """The dtype of most elements, for config.json."""
-    sizes: dict[torch.dtype, int] = {}
-    for shape, dtype in form.keys.values():
-        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
-    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.assembly.states import State, check_states
+from shardwright.engine.assembly.states import TakenTensor, check_states
 from shardwright.train.errors import as_user_errors
 
 
@@ -29,4 +29,4 @@ def check_same_model(model: nn.Module, mesh: DeviceMesh, owner: str) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     remedy = "The code of the model, its files and the numbers that it draws must not depend on the rank."
     with as_user_errors(ValueError):
-        check_states(mesh, [State(name, tensor) for name, tensor in tensors], owner, remedy)
+        check_states(mesh, [TakenTensor(name, tensor) for name, tensor in tensors], owner, remedy)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Plan = dict[str, ParallelStyle]
 
-    from shardwright.checkpoint.pretrained.names import Source
+    from shardwright.checkpoint.pretrained.names import TensorSource
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:
@@ -56,7 +56,7 @@ class Offers:
     model: Callable[[Any], Any]
     tensor_plan: Callable[[Any, DeviceMesh | None], Plan] | None = None
     uneven: Callable[[Any, int, int], list[tuple[str, int, int]]] | None = None
-    key_map: Callable[[Any], dict[str, Source | None]] | None = None
+    key_map: Callable[[Any], dict[str, TensorSource | None]] | None = None
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
     check: Callable[[Any, Any], None] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.pretrained.names import Source, Stacked, Transposed
+from shardwright.checkpoint.pretrained.names import Stacked, TensorSource, Transposed
 from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig, RopeScaling
 from shardwright.train.config.catalog.rope_tables import rope_tables
 from shardwright.train.errors import UserError, as_user_errors
@@ -28,8 +28,8 @@ _MAMBA = {
 }
 
 
-def llama_keys(shape: LlamaConfig) -> dict[str, Source | None]:
-    names: dict[str, Source | None] = {
+def llama_keys(shape: LlamaConfig) -> dict[str, TensorSource | None]:
+    names: dict[str, TensorSource | None] = {
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
@@ -48,8 +48,8 @@ def llama_keys(shape: LlamaConfig) -> dict[str, Source | None]:
     return names
 
 
-def hybrid_keys(shape: HybridConfig) -> dict[str, Source | None]:
-    names: dict[str, Source | None] = {
+def hybrid_keys(shape: HybridConfig) -> dict[str, TensorSource | None]:
+    names: dict[str, TensorSource | None] = {
         "tok_embeddings.weight": "backbone.embeddings.weight",
         "norm.weight": "backbone.norm_f.weight",
         "output.weight": "lm_head.weight",
@@ -66,14 +66,14 @@ def hybrid_keys(shape: HybridConfig) -> dict[str, Source | None]:
     return names
 
 
-def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, Source]:
+def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, TensorSource]:
     if kind == "M":
         return {ours: f"{prefix}.{theirs}" for ours, theirs in _MAMBA.items()}
     if kind == "*":
         return {f"{ours}.weight": f"{prefix}.{theirs}.weight" for ours, theirs in _ATTENTION.items()}
     if kind == "-":
         return {f"{ours}.weight": f"{prefix}.{theirs}.weight" for ours, theirs in _MLP.items()}
-    names: dict[str, Source] = {"router.weight": f"{prefix}.gate.weight"}
+    names: dict[str, TensorSource] = {"router.weight": f"{prefix}.gate.weight"}
     for ours, theirs in _MLP.items():
         # One linear layer for each expert there, whose weights are [outputs, inputs].
         experts = (f"{prefix}.experts.{e}.{theirs}.weight" for e in range(shape.n_experts))
