@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint import Damaged
 from shardwright.checkpoint.format.digests import sealed, unsealed
-from shardwright.checkpoint.format.nested import Box
-from shardwright.checkpoint.pretrained.model import ModelTensor, boxes_of, tensors_of
+from shardwright.checkpoint.pretrained.model import Box, ModelTensor, boxes_of, tensors_of
 from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
