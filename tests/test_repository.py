@@ -196,23 +196,6 @@ def test_readme_lists_every_extra() -> None:
     assert listed == set(PROJECT["project"]["optional-dependencies"])
 
 
-#: Private names of torch that files other than _torch.py import, or read from a name that they import.
-PRIVATE = {
-    "torch.Tensor._make_subclass",
-    "torch.Tensor._make_wrapper_subclass",
-    "torch._foreach_norm",
-    "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.ops.aten._foreach_zero_.default",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._pytree.tree_flatten",
-    "torch.utils._pytree.tree_leaves",
-    "torch.utils._pytree.tree_map",
-    "torch.utils._pytree.tree_map_only",
-    "torch.utils._pytree.tree_unflatten",
-}
-
-
 def private_names(tree: ast.Module) -> set[str]:
     """Names of torch with a part that begins with an underscore: imported, or attributes of imported names."""
     imported = {"torch": "torch"}
@@ -237,14 +220,10 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    """Except those in PRIVATE, to which nothing may be added."""
     source = ROOT / "src/shardwright"
     used = {
-        name: path.relative_to(source)
+        str(path.relative_to(source)): names
         for path in sorted(source.rglob("*.py"))
-        if path.name != "_torch.py"
-        for name in private_names(ast.parse(path.read_text()))
+        if path.name != "_torch.py" and (names := private_names(ast.parse(path.read_text())))
     }
-    more = {name: file for name, file in used.items() if name not in PRIVATE}
-    assert not more, f"private names of torch outside of _torch.py: {more}"
-    assert not PRIVATE - used.keys(), f"gone, so remove them from PRIVATE: {PRIVATE - used.keys()}"
+    assert not used, f"private names of torch outside of _torch.py: {used}"

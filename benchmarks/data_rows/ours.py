@@ -10,13 +10,13 @@ from benchmarks.data_rows.measure import Order, Watch
 
 def tokenise(order: Order) -> dict[str, Any]:
     """Documents to tokens in an empty cache."""
-    from shardwright.train.data.sources.documents import Source
+    from shardwright.train.data.sources.documents import DataFiles
     from shardwright.train.data.tokens.cache import tokenised
     from shardwright.train.data.tokens.tokenizers import open_tokenizer
 
     watch = Watch()
     tokens = tokenised(
-        Source((order.documents,)),
+        DataFiles((order.documents,)),
         open_tokenizer(order.tokenizer),
         cache=Path(order.cache),
         workers=order.processes,

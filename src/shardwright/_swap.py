@@ -54,14 +54,14 @@ COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 300
 """Seconds that the compiler may take. It takes two, and more where many ranks start on few cores."""
 
-Exchange = Callable[[int, int], int]
+ExchangeFunction = Callable[[int, int], int]
 
 
 class MissingCompilerError(RuntimeError):
     """torch 2.11 cannot give storages other memory, and the function that could is not compiled."""
 
 
-def load() -> Exchange:
+def load() -> ExchangeFunction:
     """The compiled function, from the user's cache if it is there. It takes the addresses of two ``StorageImpl``.
 
     One process compiles, and the others of this user wait for it.
@@ -119,7 +119,7 @@ def _key() -> str:
     return hashlib.sha256(repr((*build, platform.machine())).encode()).hexdigest()[:16]
 
 
-def _function(library: Path) -> Exchange:
+def _function(library: Path) -> ExchangeFunction:
     # PyDLL keeps the interpreter's lock, so no other Python thread sees a storage without memory.
     exchange = ctypes.PyDLL(str(library)).exchange_memory
     exchange.argtypes, exchange.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int

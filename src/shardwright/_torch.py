@@ -1,8 +1,8 @@
 """Private functions and classes of torch that the package uses, probed at import.
 
 If a torch version lacks one of them, this file raises an error that names it at import, not later inside a step.
-Other files use ``torch.utils._pytree``, makers of tensor subclasses, operations with a leading underscore, and
-attributes of torch's objects such as ``_local_tensor``. CONTRIBUTING.md describes these.
+Other files name aten operations with a leading underscore, and attributes of torch's objects such as ``_local_tensor``.
+CONTRIBUTING.md describes these.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ from torch.distributed import fsdp as _fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from shardwright._swap import MissingCompilerError as MissingCompilerError
 from shardwright._swap import load as _load_exchange
@@ -230,6 +236,10 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
+
+#: The operation that sets several tensors to zero.
+foreach_zero = _probe(torch.ops.aten, "_foreach_zero_", "default")
+
 _foreach_clamp_min_ = _probe(torch, "_foreach_clamp_min_")
 _foreach_clamp_max_ = _probe(torch, "_foreach_clamp_max_")
 
@@ -507,24 +517,24 @@ def called_by_stager() -> bool:
     return name == "torch.distributed.checkpoint._state_dict_stager"
 
 
-def boxes_to_save(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-    """Offsets, sizes and memory of the boxes of a tensor that this rank gives to a checkpoint.
+def boxes_to_save(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Offsets and memory of the boxes of a tensor that this rank gives to a checkpoint.
 
     By the protocol of torch's distributed checkpoint, for DTensors, ShardedTensors and tensors that have it.
     """
     from torch.distributed.checkpoint.planner_helpers import _create_write_items
     from torch.distributed.checkpoint.utils import find_state_dict_object
 
-    boxes: list[tuple[Sequence[int], Sequence[int], torch.Tensor]] = []
+    boxes: list[tuple[Sequence[int], torch.Tensor]] = []
     for item in _create_write_items(name, tensor):
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        boxes.append((chunk.offsets, chunk.sizes, find_state_dict_object({name: tensor}, item.index)))
+        boxes.append((chunk.offsets, find_state_dict_object({name: tensor}, item.index)))
     return boxes
 
 
-def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-    """Offsets, sizes and memory of the boxes of a tensor that this rank takes from a checkpoint."""
+def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Offsets and memory of the boxes of a tensor that this rank takes from a checkpoint."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
     from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -532,11 +542,24 @@ def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], 
     return [
         (
             chunk.offsets,
-            chunk.sizes,
             find_state_dict_object({name: tensor}, MetadataIndex(name, chunk.offsets, number)),
         )
         for number, chunk in enumerate(_create_chunk_list(tensor))
     ]
+
+
+def flatten_state_dict(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Values of nested containers by names, and the path to each, as torch's distributed checkpoint has them."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten
+
+    return flatten(state)
+
+
+def storage_info(file: str, start: int, length: int) -> Any:
+    """An entry of torch's distributed checkpoint: the bytes of a value in a file."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, length)
 
 
 _SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
@@ -590,7 +613,11 @@ def set_activation_memory_budget(part: float) -> None:
 fill_truncated_normal = "_no_grad_trunc_normal_"
 _probe(torch.nn.init, fill_truncated_normal)
 
-_make_subclass = _probe(torch.Tensor, "_make_subclass")
+#: ``make_subclass(kind, tensor)``: the tensor's memory as an instance of a subclass.
+make_subclass: Callable[..., Any] = _probe(torch.Tensor, "_make_subclass")
+
+#: ``make_wrapper(kind, shape, dtype=, device=, ...)``: an instance of a subclass, without memory of its own.
+make_wrapper: Callable[..., Any] = _probe(torch.Tensor, "_make_wrapper_subclass")
 
 
 def tensor_without_memory(kind: type, meta: torch.Tensor, device: torch.device) -> Any:
@@ -598,7 +625,7 @@ def tensor_without_memory(kind: type, meta: torch.Tensor, device: torch.device) 
 
     The class is asked for its device (``prim.device``) and about every operation.
     """
-    return _make_subclass(kind, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    return make_subclass(kind, meta, False, dispatch_device=True, device_for_backend_keys=device)
 
 
 def generator_key(generator: torch.Generator) -> int:
@@ -619,6 +646,11 @@ def _subclasses_dispatch() -> bool:
 
 #: Whether subclasses of DTensor are asked about operations on them. In torch 2.11 they are not.
 subclasses_dispatch = _subclasses_dispatch()
+
+
+#: Methods of a group or of its backend: all-gather and reduce-scatter of one flat tensor.
+all_gather_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_allgather_base")
+reduce_scatter_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_reduce_scatter_base")
 
 
 def backend_for(group: Any, device: torch.device) -> Any:
@@ -766,6 +798,17 @@ def set_post_accumulate_grad_hooks(parameter: torch.Tensor, hooks: dict[int, Any
     parameter._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
 
 
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+
+
+def hook_count(model: torch.nn.Module) -> int:
+    """The number of hooks on the modules and parameters of a model."""
+    owners = (*model.modules(), *model.parameters())
+    return sum(len(getattr(owner, name, None) or ()) for owner in owners for name in _HOOKS)
+
+
 def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]] | None:
     """Two functions of torch's Muon: one orthogonalizes a direction, one adjusts the learning rate to a shape.
 
@@ -897,6 +940,15 @@ def sequence_number(tensor: torch.Tensor) -> int:
 def next_sequence_number() -> int:
     """Number of the autograd node that this thread makes next."""
     return _peek_sequence_number()
+
+
+#: Whether a tensor is a view of another.
+is_view: Callable[[torch.Tensor], bool] = _probe(torch.Tensor, "_is_view")
+
+
+def storage_class(storage: torch.TypedStorage) -> Any:
+    """The class as which a storage with a dtype is pickled, such as ``torch.FloatStorage``."""
+    return getattr(torch, storage._pickle_storage_type())
 
 
 def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:

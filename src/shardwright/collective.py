@@ -12,10 +12,12 @@ since a collective would wait for them. Nothing here knows models or files.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.noted import noted
@@ -27,6 +29,23 @@ T = TypeVar("T")
 _KINDS: list[type[Exception]] = [
     RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, ValueError,
 ]  # fmt: skip
+
+
+LOST_CONTACT = (
+    "Connection closed", "Connection reset", "Broken pipe", "imed out", "timeout", "[c10d]", "gloo/",
+)  # fmt: skip
+"""Parts of the messages of collectives that fail inside autograd or an engine. There no frame shows that a collective
+failed, and gloo has no exception class of its own."""
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether this is the error of a collective that failed because of another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename == c10d.__file__ or any(sign in str(error) for sign in LOST_CONTACT)
 
 
 class OtherRankFailed(RuntimeError):

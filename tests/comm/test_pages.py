@@ -308,7 +308,7 @@ def test_after_the_groups_timeout_a_late_rank_has_no_collective(rank: int, world
             time.sleep(1.5)
         began = time.monotonic()
         with pytest.raises(RuntimeError):
-            meeting.begin(lambda: agree(meeting, 4), collective).wait()
+            meeting.begin(lambda: agree(meeting, 4), lambda: (collective,)).wait()
         assert time.monotonic() - began < 1.5
         assert not meeting.agreed() or rank == 1
         dist.barrier()
@@ -344,12 +344,12 @@ def test_interrupts_while_a_rank_waits_do_not_keep_it_from_what_was_agreed_on(
 
         if rank == 1:
             time.sleep(0.3 * interrupts + 0.5)
-            meeting.begin(lambda: agree(meeting, 4), collective).wait()
+            meeting.begin(lambda: agree(meeting, 4), lambda: (collective,)).wait()
         else:
             interrupted = 0
             with interrupts_each(0.3):
                 try:
-                    meeting.begin(lambda: agree(meeting, 4), collective)
+                    meeting.begin(lambda: agree(meeting, 4), lambda: (collective,))
                 except Interrupt:
                     interrupted = 1
                 while interrupted < interrupts:  # a caller that cleans up, and is interrupted there, too

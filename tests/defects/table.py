@@ -332,7 +332,7 @@ DEFECTS = [
         "agreement",
         "weights of different ages meet in one gather",
         "engine/model/agreement.py",
-        "            record = Record(event, number, nbytes, detail, self.model.number, self.age)\n",
+        "            record = Record(event, number, nbytes, detail, self.model.number, self.steps.age)\n",
         "            record = Record(event, number, nbytes, detail, self.model.number, 0)\n",
         ("engine/test_ages.py",),
     ),

@@ -17,6 +17,7 @@ from shardwright._torch import subclasses_dispatch
 from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
+from tests.engine.kit.observing import observe
 from tests.support import multirank, world_mesh
 
 pytestmark = pytest.mark.central("shards that differ in size", ranks=3)
@@ -153,7 +154,7 @@ def test_gradient_memory_is_given_back_and_used_again(rank: int, world_size: int
     shards = []
     for zero in (optimizer.zero_grad, model.zero_grad, optimizer.zero_grad):
         backward(model, rank)
-        reduction = getattr(model, UNIT).gradients.reductions[0]._delivery
+        reduction = getattr(model, UNIT).gradients.reductions[0].delivery
         shards.append(reduction._shard)
         assert reduction._shard.leased
         zero()
@@ -429,7 +430,7 @@ def test_kept_after_backward_until_the_optimizer_steps(rank: int, world_size: in
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     issued: list[str] = []
     backward(model, rank)
-    getattr(model, UNIT).root.observer = lambda event, unit: issued.append(event)
+    observe(model, lambda event, weights: issued.append(event))
     backward(model, rank, 0, 1)
     assert issued == []
     check_gradients(model, expected_gradients(world_size, micros=2))

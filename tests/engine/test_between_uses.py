@@ -16,6 +16,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.models import build, full, loss_of, tokens
+from tests.engine.kit.observing import observe
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.training import (
     backward,
@@ -211,7 +212,7 @@ def test_units_whose_inputs_need_no_gradient_are_left_one_after_another(rank: in
     model(torch.ones(2, 4)).backward()
     root = getattr(model, UNIT).root
     gathered: list[int] = []
-    root.observer = lambda event, unit: gathered.append(len(root.gathered)) if root.backward else None
+    observe(model, lambda event, weights: gathered.append(len(root.gathered)) if root.backward else None)
     model(torch.ones(2, 4)).backward()
     assert gathered
     assert max(gathered) <= 3  # the one that computes, the one before it, and the next

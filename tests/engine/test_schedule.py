@@ -13,6 +13,7 @@ from shardwright.comm import collectives
 from shardwright.comm.streams import HostStreams
 from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
+from tests.engine.kit.observing import observe
 from tests.support import multirank, world_mesh
 
 
@@ -34,9 +35,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.events: list[str] = []
-        getattr(model, UNIT).root.observer = lambda event, unit: self.events.append(
-            f"{event} {unit.place.name}"
-        )
+        observe(model, lambda event, weights: self.events.append(f"{event} {weights.place.name}"))
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith("up"):
                 block = name.removesuffix(".up")
@@ -123,7 +122,7 @@ def test_at_most_two_slabs_and_the_kept_ones_are_alive(rank: int, world_size: in
             most, len(root.gathered - {0}) + (event == "issue" and unit.place.number not in root.gathered)
         )
 
-    root.observer = watch
+    observe(model, watch)
     step(model, rank, 1)
     assert most == 2
     assert not root.gathered

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.layout import ALIGNMENT, Layout, Member, Ragged, TensorSpec, plan, plan_unit
-from shardwright.layout.planner import Segment
+from shardwright.layout.planner import RaggedSegment
 
 KINDS: list[str | Ragged] = [
     "per_parameter",
@@ -222,7 +222,7 @@ def test_equal_arguments_give_equal_layouts() -> None:
 
 
 def test_balance_counts_ranks_in_which_no_parameter_begins_or_ends() -> None:
-    segment = Segment((Member(0, 4, 16, 4),), 8, 0, 0, (torch.float32,))
+    segment = RaggedSegment((Member(0, 4, 16, 4),), 8, 0, 0, (torch.float32,))
     assert Layout("per_parameter", 3, ((16,),), (segment,)).balance == 1.5
 
 

@@ -48,7 +48,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def exchange(cache: Path, monkeypatch: pytest.MonkeyPatch) -> _swap.Exchange:
+def exchange(cache: Path, monkeypatch: pytest.MonkeyPatch) -> _swap.ExchangeFunction:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return _swap.load()
 
@@ -71,7 +71,7 @@ def storage_of(size: int, first: int) -> tuple[torch.UntypedStorage, torch.Tenso
 
 @needs_compiler
 @pytest.mark.parametrize(("one", "two"), [*itertools.product(SIZES, SIZES)])
-def test_memory_and_sizes_change_places(exchange: _swap.Exchange, one: int, two: int) -> None:
+def test_memory_and_sizes_change_places(exchange: _swap.ExchangeFunction, one: int, two: int) -> None:
     """Views see it. Other sizes than equal ones and nothing are refused, and nothing has changed then."""
     (a, of_a), (b, of_b) = storage_of(one, 3), storage_of(two, 101)
     addresses = a.data_ptr(), b.data_ptr()
@@ -86,7 +86,7 @@ def test_memory_and_sizes_change_places(exchange: _swap.Exchange, one: int, two:
 
 
 @needs_compiler
-def test_a_storage_and_itself(exchange: _swap.Exchange) -> None:
+def test_a_storage_and_itself(exchange: _swap.ExchangeFunction) -> None:
     storage, tensor = storage_of(16, 5)
     address = storage.data_ptr()
     assert exchange(storage._cdata, storage._cdata) == 0
@@ -94,14 +94,14 @@ def test_a_storage_and_itself(exchange: _swap.Exchange) -> None:
 
 
 @needs_compiler
-def test_two_devices_are_refused(exchange: _swap.Exchange) -> None:
+def test_two_devices_are_refused(exchange: _swap.ExchangeFunction) -> None:
     one, two = torch.empty(4).untyped_storage(), torch.empty(4, device="meta").untyped_storage()
     assert exchange(one._cdata, two._cdata) == 1
     assert one.nbytes() == 16 and one.data_ptr()
 
 
 @needs_compiler
-def test_memory_is_freed_with_the_storage_that_has_it(exchange: _swap.Exchange) -> None:
+def test_memory_is_freed_with_the_storage_that_has_it(exchange: _swap.ExchangeFunction) -> None:
     """DLPack's memory belongs to a tensor, which lives as long as a storage has its memory."""
     import gc
     import weakref

@@ -369,7 +369,7 @@ def test_matrices_of_a_model_are_balanced(rank: int, world_size: int) -> None:
 def test_rounds_are_bounded() -> None:
     generator = random.Random(0)
     items = [
-        moves.Item(i, generator.randrange(5), generator.random(), SimpleNamespace(total=generator.randrange(1, 9)),
+        moves.StepItem(i, generator.randrange(5), generator.random(), SimpleNamespace(total=generator.randrange(1, 9)),
                    torch.Size(), torch.float32, torch.bfloat16)
         for i in range(200)
     ]  # fmt: skip

@@ -148,7 +148,7 @@ def _begun() -> dict[tuple[str, tuple[int, ...]], int]:
     for group, by_device in list(meetings.items()):
         ranks = tuple(dist.get_process_group_ranks(group))
         for meeting in by_device.values():
-            if (copies := meeting._way.copies) is not None:
+            if (copies := meeting._way.shared_memory) is not None:
                 counts[group.group_name, ranks] = copies.posts.mine.last
     return counts
 

@@ -26,7 +26,7 @@ from torch import nn
 import shardwright as sw
 from shardwright import board, checkpoint, engine, optim  # noqa: F401  # before processes are forked
 from shardwright.watching import api
-from shardwright.watching.watcher import Settings
+from shardwright.watching.watcher import WatchSettings
 
 STALL = 3.0
 RANKS, CULPRIT, STEP = 2, 1, 4
@@ -186,7 +186,7 @@ def run_rank(rank: int, scenario: Scenario, folder: Path, port: int) -> None:
         sw.watch(model, stall_seconds=STALL, folder=folder / "evidence")
     else:
         host = str(rank * scenario.hosts // scenario.ranks)
-        api.start(Settings(STALL, folder / "evidence"), host)
+        api.start(WatchSettings(STALL, folder / "evidence"), host)
     at = Place(scenario.by_all or rank == scenario.culprit, scenario, folder)
     model.layers[1].between = lambda value: between(value, at)
     optimizer.register_step_pre_hook(lambda *_: at("optimizer"))

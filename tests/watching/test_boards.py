@@ -14,7 +14,7 @@ import pytest
 
 from shardwright import board as boards
 from shardwright.watching import launched
-from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, Reader, in_words
+from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, BoardReader, in_words
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_names_of_groups_have_their_ranks(ranks: list[int]) -> None:
 def test_readers_see_the_place(board: boards.Board) -> None:
     board.at(boards.BACKWARD, "layers.7")
     board.enter("reduce-scatter", "0-3", 4096, "layers.9")
-    seen = Reader(board).look()
+    seen = BoardReader(board).look()
     assert (seen.rank, seen.pid, seen.process, seen.answers, seen.step) == (1, os.getpid(), RUNS, None, 1)
     assert (boards.PHASES[seen.phase], seen.unit, seen.collective) == (
         "backward",
@@ -47,37 +47,37 @@ def test_readers_see_the_place(board: boards.Board) -> None:
         {"0-3": 1},
     )
     board.leave()
-    assert Reader(board).look().collective == ""
+    assert BoardReader(board).look().collective == ""
     board.await_result("reduce-scatter", "0-3", 4096, "layers.9")
-    assert Reader(board).look().counts == {"0-3": 1}  # it was counted when it began
+    assert BoardReader(board).look().counts == {"0-3": 1}  # it was counted when it began
 
 
 def test_ring_keeps_the_latest_entries_and_no_torn_one(board: boards.Board) -> None:
     for number in range(3 * boards.SLOTS):
         board.enter("all-gather", "0-3", number)
-    entries = Reader(board).entries()
+    entries = BoardReader(board).entries()
     assert [each.nbytes for each in entries] == [*range(2 * boards.SLOTS + 1, 3 * boards.SLOTS)]
     assert [each.count for each in entries] == [each.nbytes + 1 for each in entries]
     slot = boards.RING_AT + (entries[-1].number % boards.SLOTS) * boards.ENTRY.size
     struct.pack_into("q", board.memory, slot + boards.ENTRY.size - 8, 0)  # as if it were being written
-    assert Reader(board).last() == entries[-2]
+    assert BoardReader(board).last() == entries[-2]
 
 
 def test_more_names_than_there_is_room_for(board: boards.Board) -> None:
     for number in range(300):
         board.at(boards.FORWARD, f"{number}." + "x" * 990)
     board.at(boards.FORWARD, "0." + "x" * 990)
-    assert Reader(board).look().unit == "0." + "x" * 990
+    assert BoardReader(board).look().unit == "0." + "x" * 990
     board.at(boards.FORWARD, "299." + "x" * 990)
-    assert Reader(board).look().unit == ""
+    assert BoardReader(board).look().unit == ""
 
 
 def test_contexts_return_to_the_earlier_place(board: boards.Board) -> None:
     board.at(boards.FORWARD, "a")
     with pytest.raises(KeyError), boards.during(boards.SAVE), boards.inside("barrier", "0-3"):
-        assert Reader(board).look().collective == "barrier"
+        assert BoardReader(board).look().collective == "barrier"
         raise KeyError
-    seen = Reader(board).look()
+    seen = BoardReader(board).look()
     assert (seen.phase, seen.unit, seen.collective) == (boards.FORWARD, "a", "")
 
 
@@ -87,22 +87,22 @@ def test_a_phase_around_units_stays(board: boards.Board) -> None:
     board.at(boards.OUTSIDE)
     with boards.during(boards.VALIDATION):
         board.at(boards.FORWARD, "a")
-        seen = Reader(board).look()
+        seen = BoardReader(board).look()
         assert (seen.phase, seen.unit, seen.around) == (boards.FORWARD, "a", boards.VALIDATION)
-        assert in_words(Reader(board).last(), 0).endswith("after step 0  forward of a in the validation")
+        assert in_words(BoardReader(board).last(), 0).endswith("after step 0  forward of a in the validation")
         board.at(boards.OUTSIDE)
-        seen = Reader(board).look()
+        seen = BoardReader(board).look()
         assert (seen.phase, seen.around) == (boards.VALIDATION, boards.VALIDATION)
     board.at(boards.FORWARD, "a")
-    assert Reader(board).look().around == boards.OUTSIDE
+    assert BoardReader(board).look().around == boards.OUTSIDE
     board.at(boards.OUTSIDE)
-    assert Reader(board).look().phase == boards.OUTSIDE
+    assert BoardReader(board).look().phase == boards.OUTSIDE
 
 
 def test_first_steps_and_slow_phases_get_patience(board: boards.Board) -> None:
     def patient(phase: int) -> bool:
         board.at(phase)
-        return Reader(board).look().patient
+        return BoardReader(board).look().patient
 
     for number in (1000, 1001):
         board.begin_step(number)
@@ -114,7 +114,7 @@ def test_first_steps_and_slow_phases_get_patience(board: boards.Board) -> None:
     assert not patient(boards.FORWARD)
     board.at(boards.FORWARD)
     board.be_patient()
-    assert Reader(board).look().patient
+    assert BoardReader(board).look().patient
 
 
 def test_without_a_board_nothing_is_written(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_states_of_processes_and_what_killed_ones_leave(tmp_path: Path) -> None:
     while reader is None:
         assert time.monotonic() < deadline
         with suppress(FileNotFoundError, ValueError):  # there is no file yet, or not all of it
-            reader = Reader(board)
+            reader = BoardReader(board)
         time.sleep(0.01)
     while reader.look().unit != "layers.1":
         time.sleep(0.01)
@@ -155,7 +155,7 @@ def test_states_of_processes_and_what_killed_ones_leave(tmp_path: Path) -> None:
 
 
 def test_a_process_that_leaves_in_order(tmp_path: Path) -> None:
-    reader = Reader(boards.open_board(0, 1, tmp_path))
+    reader = BoardReader(boards.open_board(0, 1, tmp_path))
     boards.close_board()
     assert reader.process() == LEFT and not [*tmp_path.iterdir()]
 
@@ -181,9 +181,9 @@ def test_other_files_are_no_boards(tmp_path: Path) -> None:
     for content in (b"", b"x" * boards.SIZE):
         file.write_bytes(content)
         with pytest.raises(FileNotFoundError):
-            Reader(file)
+            BoardReader(file)
     with pytest.raises(FileNotFoundError):
-        Reader(tmp_path / "none")
+        BoardReader(tmp_path / "none")
 
 
 def test_a_board_that_is_being_made_is_not_taken_for_a_left_one(tmp_path: Path) -> None:

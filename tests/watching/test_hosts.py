@@ -14,8 +14,8 @@ import torch.distributed as dist
 from shardwright import board as boards
 from shardwright.watching import api, hosts
 from shardwright.watching.hosts import Courier
-from shardwright.watching.reading import RUNS, Reader, Seen
-from shardwright.watching.watcher import Finding, Settings, Watcher
+from shardwright.watching.reading import RUNS, BoardReader, Seen
+from shardwright.watching.watcher import Finding, Watcher, WatchSettings
 from tests.support import multirank
 
 RANKS = {0: [0, 1], 1: [2, 3]}
@@ -89,7 +89,7 @@ def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     texts: list[str] = []
-    settings = Settings(600.0, tmp_path, say=texts.append)
+    settings = WatchSettings(600.0, tmp_path, say=texts.append)
     posted = json.dumps(Finding("the job hangs", "hang-1", [1]))
     with api.start(settings, host=str(rank)) as watch:
         courier = watch._watcher._courier
@@ -105,8 +105,8 @@ def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
 
 def test_a_message_that_is_too_long_for_a_board_is_cut(tmp_path: Path) -> None:
     board = boards.open_board(0, 1, tmp_path)
-    reader = Reader(board)
-    watcher = Watcher(board, {0: reader}, Settings(600.0, tmp_path / "hangs", judges=False))
+    reader = BoardReader(board)
+    watcher = Watcher(board, {0: reader}, WatchSettings(600.0, tmp_path / "hangs", judges=False))
     try:
         watcher._leave(Finding("\U0001f6d1" * boards.MESSAGE_SIZE, "hang-1", []), None, [])
         assert str(tmp_path / "hangs" / "hang-1") in json.loads(reader.message)["text"]

@@ -14,7 +14,7 @@ import shardwright
 from shardwright import board as boards
 from shardwright._torch import flight_entries
 from shardwright.watching import flights
-from shardwright.watching.reading import Reader
+from shardwright.watching.reading import BoardReader
 
 PACKAGE = Path(shardwright.__file__).parent
 COLLECTIVES = {
@@ -59,7 +59,7 @@ def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
     board = boards.open_board(0, 1, tmp_path)
     monkeypatch.setattr(flights, "flight_entries", lambda: [{"process_group": []}])
     flights.note_flights(board)
-    assert Reader(board).look().flights == ()
+    assert BoardReader(board).look().flights == ()
     boards.close_board()
 
 

@@ -18,10 +18,10 @@ import pytest
 from shardwright import board as boards
 from shardwright.watching import watcher as watching
 from shardwright.watching.diagnosis import BEHIND, Verdict
-from shardwright.watching.evidence import Files
+from shardwright.watching.evidence import EvidenceFiles
 from shardwright.watching.launched import Eyes, Hang
-from shardwright.watching.reading import Reader
-from shardwright.watching.watcher import Finding, Settings, Watcher
+from shardwright.watching.reading import BoardReader
+from shardwright.watching.watcher import Finding, Watcher, WatchSettings
 
 FINDING = Finding("the job hangs in step 4: rank 0 is behind\n  rank 0: forward", "hang-1", [0])
 
@@ -31,10 +31,12 @@ class Left(BaseException):
 
 
 @contextmanager
-def a_watcher(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[tuple[Watcher, Reader]]:
+def a_watcher(
+    folder: Path, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[Watcher, BoardReader]]:
     board = boards.open_board(0, 2, folder)
-    reader = Reader(board)
-    watcher = Watcher(board, {0: reader}, Settings(600.0, folder / "hangs", judges=False, say=say))
+    reader = BoardReader(board)
+    watcher = Watcher(board, {0: reader}, WatchSettings(600.0, folder / "hangs", judges=False, say=say))
     try:
         yield watcher, reader
     finally:
@@ -147,7 +149,9 @@ def test_files_that_cannot_be_written_are_not_promised(
 def test_stacks_are_promised_only_where_they_are(
     culprits: tuple[int, ...], stacks: tuple[int, ...], hint: str
 ) -> None:
-    text = Hang(Verdict(BEHIND, culprits, "why", "", lost=False, step=4), Files(Path("x"), stacks)).text
+    text = Hang(
+        Verdict(BEHIND, culprits, "why", "", lost=False, step=4), EvidenceFiles(Path("x"), stacks)
+    ).text
     assert text.splitlines()[2:] == [*([hint] if hint else []), "stacks and latest actions of the ranks: x"]
 
 

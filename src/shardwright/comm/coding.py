@@ -9,7 +9,7 @@ import torch
 
 from shardwright.comm.block_codecs import BlockCodec
 from shardwright.comm.codecs import Codec
-from shardwright.layout.blocks import Holding, Part
+from shardwright.layout.blocks import HeldPart, Holding
 
 
 class RowCoding:
@@ -53,10 +53,10 @@ class RowCoding:
         return encoded if encoded < nbytes else None
 
 
-class _Place(NamedTuple):
+class _EncodedPart(NamedTuple):
     """A part of a holding, and its bytes in the encoded chunks of a rank."""
 
-    part: Part
+    part: HeldPart
     start: int
     stop: int
 
@@ -87,8 +87,8 @@ class BlockCoding:
         self._own = next(places for h, places in self._holdings if h.first <= rank < h.stop)
         self.nbytes = max(places[-1].stop if places else 0 for _, places in self._holdings)
 
-    def _places(self, holding: Holding) -> list[_Place]:
-        places: list[_Place] = []
+    def _places(self, holding: Holding) -> list[_EncodedPart]:
+        places: list[_EncodedPart] = []
         end = 0
         for part in holding.parts:
             if part.coded:
@@ -96,7 +96,7 @@ class BlockCoding:
                 nbytes = count * self._codec.nbytes(rows, columns)
             else:
                 nbytes = part.numel * self._dtypes[part.piece].itemsize
-            places.append(_Place(part, end, end := end + nbytes))
+            places.append(_EncodedPart(part, end, end := end + nbytes))
         return places
 
     def encode(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ class BlockCoding:
                 self._decode(part, held[:, start:stop], outputs, holding)
 
     def _decode(
-        self, part: Part, encoded: torch.Tensor, outputs: list[torch.Tensor], holding: Holding
+        self, part: HeldPart, encoded: torch.Tensor, outputs: list[torch.Tensor], holding: Holding
     ) -> None:
         piece = outputs[part.piece].view(self._dtypes[part.piece]).view(self._rank_count, -1)
         target = piece[holding.first : holding.stop, part.offset : part.offset + part.numel]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,12 +20,14 @@ from shardwright._torch import (
     AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
+    all_gather_of,
     backend_for,
     foreach_copy_,
+    reduce_scatter_of,
 )
-from shardwright.comm.copies import Copies, Exchange
 from shardwright.comm.division import Division
 from shardwright.comm.meeting import meeting_of
+from shardwright.comm.shared_memory import Exchange, SharedMemory
 from shardwright.comm.streams import Streams, streams_for
 
 
@@ -88,11 +89,6 @@ def widened(
     return targets, sources
 
 
-#: By group name, for the whole process. Communicators do not hold it, because ranks may collect their models at
-#: different times.
-_models: Counter[str] = Counter()
-
-
 class Communicator:
     """Collectives of one process group. The group's first collective creates the backend's communicator.
 
@@ -124,32 +120,17 @@ class Communicator:
         #: The meeting of the ranks. Copies of a communicator share it.
         self.meeting = meeting_of(group, device) if self.exchanges and group is not None else None
 
-    @property
-    def models(self) -> int:
-        """The number of models over this group so far. It is equal on all ranks if they make models in the same
-        order."""
-        return _models[self.group.group_name if self.group is not None else ""]
-
-    @models.setter
-    def models(self, count: int) -> None:
-        _models[self.group.group_name if self.group is not None else ""] = count
-
     def exchange(self, record: tuple[int, ...], limit: timedelta | None = None) -> list[list[int]] | None:
         """Send ``record`` to every rank. Returns the records of all ranks if they differ. See :meth:`Meeting.show`."""
         assert self.meeting is not None
         return self.meeting.show(record, limit)
-
-    @property
-    def copies(self) -> Copies | None:
-        """Collectives through memory that all ranks of the group share; None: they go by the group's backend."""
-        return self.meeting.copies() if self.meeting is not None and self.streams.asynchronous else None
 
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
         """Call ``announce``, if there is one, and begin a collective. Returns the work to wait for."""
         if announce is None or self.meeting is None:
             work = collective()
         else:
-            work = self.meeting.begin(announce, collective)
+            work = self.meeting.begin(announce, lambda: (collective,))
         if self._gloo and not self.streams.asynchronous and work is not None:
             work.wait()  # on an accelerator's memory gloo queues nothing on the stream; the host copies
         return work
@@ -157,7 +138,7 @@ class Communicator:
     def gather_row(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather every rank's flat ``mine`` as rows, on the device and the current stream. Modes do not see it."""
         everyone = mine.new_empty(self.world_size * mine.numel())
-        backend_for(self.group, self.device)._allgather_base(everyone, mine).wait()
+        all_gather_of(backend_for(self.group, self.device))(everyone, mine).wait()
         return everyone.view(self.world_size, -1)
 
     def all_gather(
@@ -183,10 +164,8 @@ class Communicator:
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
             if self._gloo:
-                on_gloo = functools.partial(self._gather_on_gloo, outputs, inputs)
-                copies = self.copies
-                prepare = None if copies is None else functools.partial(copies.gather, outputs, inputs)
-                return self._begin_on_host("gather", announce, on_gloo, prepare, on_done)
+                ways = self._gather_on_gloo, SharedMemory.gather
+                return self._begin_on_host("gather", announce, *ways, (outputs, inputs), on_done)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         return Pending(
             self.streams, work, self.streams.mark("gather"), keep=(outputs, inputs), finish=on_done
@@ -207,7 +186,7 @@ class Communicator:
             rows = gathered.view(self.world_size, -1).split([t.numel() for t in inputs], dim=1)
             foreach_copy_([t.view(self.world_size, -1) for t in outputs], rows)
 
-        gather = functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
+        gather = functools.partial(all_gather_of(self.group), gathered, flat, self._gather_options)
         return _OnGloo(gather, unpack, (flat, gathered, outputs))
 
     def reduce_scatter(
@@ -230,18 +209,12 @@ class Communicator:
                 for tensor in inputs:
                     tensor.div_(division.before)
             if self._gloo:
-                on_gloo = functools.partial(self._scatter_on_gloo, outputs, inputs, division)
-                copies = self.copies
-                prepare = (
-                    None
-                    if copies is None
-                    else functools.partial(copies.reduce_scatter, outputs, inputs, division)
-                )
-                return self._begin_on_host("reduce", announce, on_gloo, prepare)
+                ways = self._scatter_on_gloo, SharedMemory.reduce_scatter
+                return self._begin_on_host("reduce", announce, *ways, (outputs, inputs, division))
             assert self.group is not None
             options = self._scatter_options[division.average]
             if len(inputs) == 1:
-                work = self.group._reduce_scatter_base(outputs[0], inputs[0], options)
+                work = reduce_scatter_of(self.group)(outputs[0], inputs[0], options)
             else:
                 work = self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
             return self._divided(work, "reduce", outputs, division, inputs)
@@ -260,10 +233,8 @@ class Communicator:
             if division.before != 1.0:
                 tensor.div_(division.before)
             if self._gloo:
-                on_gloo = functools.partial(self._sum_on_gloo, tensor, division)
-                copies = self.copies
-                prepare = None if copies is None else functools.partial(copies.all_reduce, tensor, division)
-                return self._begin_on_host("all_reduce", announce, on_gloo, prepare)
+                ways = self._sum_on_gloo, SharedMemory.all_reduce
+                return self._begin_on_host("all_reduce", announce, *ways, (tensor, division))
             work = self.group.allreduce([tensor], self._options_of_sums(division))
             return self._divided(work, "all_reduce", [tensor], division, None)
 
@@ -315,18 +286,22 @@ class Communicator:
         self,
         stream: str,
         announce: Callable[[], None] | None,
-        on_gloo: Callable[[], _OnGloo],
-        prepare: Callable[[], Exchange] | None,
+        on_gloo: Callable[..., _OnGloo],
+        exchange: Callable[..., Exchange],
+        given: tuple[Any, ...],
         on_done: Callable[[], None] | None = None,
     ) -> Pending:
-        """Begin a collective: one that ``prepare`` makes through shared memory, or one on gloo.
+        """Begin a collective of the tensors ``given``: through memory that all ranks share, if there is, or on gloo.
 
         On gloo it goes also if a rank has modes that count collectives: they are to see it. Ranks know this only after
         they agree.
         """
-        if prepare is not None:
-            return self._begin_exchange(announce, on_gloo, prepare, on_done)
-        way = on_gloo()
+        if self.meeting is not None and self.streams.asynchronous:
+            shared = self.meeting.shared_memory()
+            if shared is not None:
+                prepare = functools.partial(exchange, shared, *given)
+                return self._begin_exchange(announce, functools.partial(on_gloo, *given), prepare, on_done)
+        way = on_gloo(*given)
         work = self.begin(announce, way.collective)
         if self.streams.asynchronous:
             return Pending(
@@ -354,7 +329,7 @@ class Communicator:
             watched[:] = [on_gloo()]
             return (watched[0].collective,)
 
-        work = meeting.begin_in_steps(_nothing if announce is None else announce, steps)
+        work = meeting.begin(_nothing if announce is None else announce, steps)
         if not watched:
             return Pending(self.streams, work, None, finish=on_done)
         way = watched[0]

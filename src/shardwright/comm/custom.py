@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import foreach_copy_
+from shardwright._torch import all_gather_of, foreach_copy_
 from shardwright.comm.coding import copy_rows
 from shardwright.comm.collectives import Communicator, Pending, in_turn
 from shardwright.comm.division import Division
@@ -72,7 +72,7 @@ class FlatGathers(Communicator):
             asynchronous = self.streams.asynchronous
             return functools.partial(self.custom, gathered, flat, self.group, async_op=asynchronous)
         assert self.group is not None
-        return functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
+        return functools.partial(all_gather_of(self.group), gathered, flat, self._gather_options)
 
     def _memory(self, numel: int) -> torch.Tensor:
         if self.custom is None:

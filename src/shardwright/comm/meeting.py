@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import notices
-from shardwright.comm.copies import Copies
 from shardwright.comm.hall import Missing, packed, unpacked
 from shardwright.comm.rounds import LEFT, ByGloo, Round, Way
+from shardwright.comm.shared_memory import SharedMemory
 
 _FAILURE = 2  #: index of the failure's number in such a record
 #: Words of gloo's errors if another rank does not come, or its connection has ended.
@@ -207,7 +207,7 @@ class Meeting:
         self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
         _known_failures.extend(failures or [self.failure])
 
-    def copies(self) -> Copies | None:
+    def shared_memory(self) -> SharedMemory | None:
         """The collectives through shared memory, once all ranks have opened each other's pages; the same on every rank.
 
         Raises:
@@ -215,22 +215,13 @@ class Meeting:
         """
         if isinstance(self._round, ByGloo):
             self._leave_round(None)  # its records may say that the ranks use pages from now on
-        return self._way.copies
+        return self._way.shared_memory
 
-    def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
-        """Call ``announce``, which sends a record here, then ``collective``, which returns a work or None.
+    def begin(self, announce: Callable[[], None], steps: Callable[[], Iterable[Callable[[], Any]]]) -> Begun:
+        """Call ``announce``, which sends a record here, then each call that ``steps`` returns.
 
-        After the ranks have agreed, all begin the collective. If a signal's handler raises on this rank, it does so
-        later.
-        """
-        return self.begin_in_steps(announce, lambda: (collective,))
-
-    def begin_in_steps(
-        self, announce: Callable[[], None], steps: Callable[[], Iterable[Callable[[], Any]]]
-    ) -> Begun:
-        """:meth:`begin` with calls of which the last returns the work. ``steps`` makes them once the ranks agree.
-
-        It may be called more than once.
+        The last one returns a work or None. ``steps`` may be called more than once. After the ranks have agreed, all
+        begin the collective. If a signal's handler raises on this rank, it does so later.
         """
         self.begun -= {each for each in self.begun if each.is_over()}
         promise = self._promise = _Promise(self.number + 1, Begun(self), steps)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from shardwright._torch import AllToAllOptions, backend_for, modes_are_active, timeout_of
 from shardwright.comm import pages
-from shardwright.comm.copies import Copies
 from shardwright.comm.hall import RECORD, Hall, Missing, packed, unpacked
 from shardwright.comm.pages import NOWHERE, Address
+from shardwright.comm.shared_memory import SharedMemory
 
 LEFT = -1  #: first integer of the record of a rank that has left
 #: Time that a rank that has left keeps its connections open. Then the connections of the others fail.
@@ -182,7 +182,7 @@ class Way:
         self._ring = pages.new_ring()
         self._found: Hall | None = None  #: set when this rank has found all other rings
         self.hall: Hall | None = None
-        self._copies: Copies | None = None
+        self._shared: SharedMemory | None = None
         self._left: list[tuple[ByGloo, Any]] = []  #: rounds of a leaving rank, with their memory
         self.unshown: list[bytes] = []
 
@@ -193,12 +193,12 @@ class Way:
         return backend_for(group, self._device)
 
     @property
-    def copies(self) -> Copies | None:
+    def shared_memory(self) -> SharedMemory | None:
         """The ranks' collectives, once they meet on pages; None: they go by gloo."""
         hall = self.hall if self._device.type == "cpu" and pages.data_comes_first() else None
-        if self._copies is None and hall is not None and hall.has_room_for_data():
-            self._copies = Copies(hall.posts(), timeout_of(self._backend))
-        return self._copies
+        if self._shared is None and hall is not None and hall.has_room_for_data():
+            self._shared = SharedMemory(hall.posts(), timeout_of(self._backend))
+        return self._shared
 
     def new_round(self, record: bytes) -> Round:
         if self.hall is not None:
@@ -251,8 +251,8 @@ class Way:
     def close(self, missing: int) -> None:
         """Called after the group's timeout, as gloo closes then. A rank that comes later gets no collective with this
         one."""
-        if self.copies is not None:
-            self.copies.close(missing)
+        if self.shared_memory is not None:
+            self.shared_memory.close(missing)
         options = AllToAllOptions()
         options.timeout = timedelta(milliseconds=1)
         mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))

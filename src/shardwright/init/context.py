@@ -19,9 +19,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright._torch import fill_truncated_normal
+from shardwright._torch import TorchDispatchMode, fill_truncated_normal
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.truncated import with_little_memory
 

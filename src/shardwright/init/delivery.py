@@ -156,7 +156,7 @@ def _replay(destinations: _Destinations, where: torch.device) -> None:
 # -- where values go ---------------------------------------------------------------------------------------------------
 
 
-class _Memory:
+class _RealMemory:
     """The real form of one deferred memory: its parts in shards, and the tensors that view it."""
 
     def __init__(self) -> None:
@@ -183,11 +183,11 @@ class Holder(NamedTuple):
 
 class _Destinations:
     def __init__(self) -> None:
-        self.by_memory: dict[Memory, _Memory] = {}
+        self.by_memory: dict[Memory, _RealMemory] = {}
         self.real: list[Callable[[], None]] = []  #: functions that put existing values in place
 
-    def of(self, tensor: DeferredTensor) -> _Memory:
-        return self.by_memory.setdefault(RECORDER.memories.view_of(tensor).memory, _Memory())
+    def of(self, tensor: DeferredTensor) -> _RealMemory:
+        return self.by_memory.setdefault(RECORDER.memories.view_of(tensor).memory, _RealMemory())
 
     def add_own(self, module: nn.Module) -> None:
         """Deferred tensors that the module holds: as parameters, buffers or attributes."""
@@ -226,7 +226,7 @@ class _Destinations:
 
     def _holder(self, old: torch.Tensor, new: DeferredTensor) -> Holder:
         view = RECORDER.memories.view_of(new)
-        memory = self.by_memory.setdefault(view.memory, _Memory())
+        memory = self.by_memory.setdefault(view.memory, _RealMemory())
         return memory.tensors.setdefault(old, (view, Holder([], [], [])))[1]
 
 

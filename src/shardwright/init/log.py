@@ -109,7 +109,7 @@ def record(entry: Entry) -> None:
 
 
 @dataclass(slots=True)
-class Plan:
+class ReplayPlan:
     """The entries that must run, in recorded order. The results of those in ``drawn`` are dropped.
 
     The memories in ``unwritten`` have needed elements that no entry wrote.
@@ -120,7 +120,7 @@ class Plan:
     unwritten: set[Memory]
 
 
-def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
+def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> ReplayPlan:
     """Plan the entries that make the content of ``targets``, and the draws that come before them.
 
     Args:
@@ -174,7 +174,7 @@ def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
         for stream, draw in entry.draws.items():
             if draw.state is None and draw.after is not None:
                 force(draw.after, stream)
-    return Plan(needed[::-1], drawn, live)
+    return ReplayPlan(needed[::-1], drawn, live)
 
 
 def touched(entry: Entry, drawn: bool) -> set[Memory]:
@@ -182,7 +182,7 @@ def touched(entry: Entry, drawn: bool) -> set[Memory]:
     return set(entry.reads) if drawn else {*entry.reads, *entry.writes}
 
 
-def schedule(the: Plan) -> Iterator[Entry]:
+def schedule(the: ReplayPlan) -> Iterator[Entry]:
     """The entries of a plan in an order that gives the recorded results and holds little memory.
 
     Entries that draw from a generator keep their order. Other entries run as soon as their inputs exist. So one memory

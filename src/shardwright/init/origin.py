@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
+from shardwright._torch import tree_flatten
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View
 

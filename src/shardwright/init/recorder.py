@@ -13,13 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright._torch import (
     disabled_torch_function,
     set_data,
     storage_key,
     tensor_without_memory,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
 )
 from shardwright.engine.tensors.parameter import DEFERRED
 from shardwright.engine.tensors.unset import FILLING
@@ -28,7 +30,7 @@ from shardwright.init.log import Entry, View, record
 from shardwright.init.memories import Memories
 from shardwright.init.origin import origin_of
 from shardwright.init.replay import HERE, replay
-from shardwright.init.streams import Stream, Streams, default_generator
+from shardwright.init.streams import GeneratorStream, GeneratorStreams
 
 UNNAMED = torch.device("cpu")  #: the device of tensors whose constructor named none; compared by identity
 _prim_device = torch.ops.prim.device.default
@@ -111,12 +113,12 @@ setattr(DeferredTensor, DEFERRED, True)
 _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
-class Recorder:
+class OperationRecorder:
     """Records operations on deferred tensors. There is only one recorder, because all contexts share the generators."""
 
     def __init__(self) -> None:
         self.memories = Memories()
-        self.streams = Streams()
+        self.streams = GeneratorStreams()
         self.recording = True
         self.named = False  #: whether the constructor named the device of the running operation
         self.named_by_default = False  #: whether the constructor has set a default device
@@ -155,7 +157,7 @@ class Recorder:
             replay([view.memory], lambda memory, tensor: result.append(tensor(view)), device=UNNAMED)
         return result[0]
 
-    def settle(self, streams: list[Stream]) -> None:
+    def settle(self, streams: list[GeneratorStream]) -> None:
         """Set generators to the states that they would have in a plain build now."""
         for stream in streams:
             self._resolve(stream)
@@ -164,7 +166,7 @@ class Recorder:
                     ends = replay([], _nothing, device=UNNAMED, drawing={stream: last})
                 stream.resume(ends[stream], last)
 
-    def _resolve(self, stream: Stream) -> None:
+    def _resolve(self, stream: GeneratorStream) -> None:
         """If a generator got another generator's placeholder, give it the state that the placeholder represents."""
         if (origin := self.streams.origin_of(stream)) is not None:
             other, entry = origin
@@ -287,17 +289,10 @@ class Recorder:
         )
         if random:
             place = where if results or where is not None else views[written[0]].memory.device  # type: ignore[index]
-            for stream in self._streams_of(generator, place):
+            for stream in self.streams.read_by(generator, place):
                 self._resolve(stream)
                 stream.enter(entry)
         record(entry)
-
-    def _streams_of(self, generator: torch.Generator | None, device: torch.device | None) -> list[Stream]:
-        if generator is not None:
-            return [self.streams.of(generator)]
-        if device is None:
-            return self.streams.defaults()
-        return [self.streams.of(default_generator(device))]
 
     def record_whole(
         self, call: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], generator: Any
@@ -341,7 +336,7 @@ class Recorder:
         unknown."""
         deferred = [t for t in written if isinstance(t, DeferredTensor)]
         if random:
-            streams = self._streams_of(kwargs.get("generator"), None)
+            streams = self.streams.read_by(kwargs.get("generator"), None)
             self.settle(streams)
             before = [(stream, stream.generator.get_state()) for stream in streams]
         values = tree_map_only(DeferredTensor, self.read, (args, kwargs))
@@ -362,7 +357,7 @@ class Recorder:
         return tree_map_only(torch.Tensor, self.constant, result)
 
 
-RECORDER = Recorder()
+RECORDER = OperationRecorder()
 
 
 def value_of(value: Any) -> Any:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwright._torch import storage_key
+from shardwright._torch import storage_key, tree_flatten, tree_map
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
-from shardwright.init.streams import Stream
+from shardwright.init.streams import GeneratorStream
 
 HERE = object()  #: in an entry's arguments: the device that the caller of ``replay`` gives
 
@@ -41,7 +40,7 @@ class _Replay:
         self.device = device
         self.keep = keep
         self.storages: dict[Memory, torch.UntypedStorage] = {}
-        self.at: dict[Stream, Entry] = {}
+        self.at: dict[GeneratorStream, Entry] = {}
 
     def tensor(self, view: View) -> torch.Tensor:
         """The real tensor for a view. Its memory is made if it does not exist yet."""
@@ -82,7 +81,7 @@ class _Replay:
         if not drawn and entry.results:
             self._keep_results(entry, tree_flatten(outputs)[0])
 
-    def _begin(self, stream: Stream, entry: Entry) -> None:
+    def _begin(self, stream: GeneratorStream, entry: Entry) -> None:
         draw = entry.draws[stream]
         if draw.state is not None:
             stream.generator.set_state(draw.state)
@@ -115,9 +114,9 @@ def replay(
     deliver: Callable[[Memory, Materialise], None],
     *,
     device: torch.device,
-    drawing: Mapping[Stream, Entry] | None = None,
+    drawing: Mapping[GeneratorStream, Entry] | None = None,
     keep: Collection[Entry] | None = None,
-) -> dict[Stream, torch.Tensor]:
+) -> dict[GeneratorStream, torch.Tensor]:
     """Run the entries that make the targets. Give each target to ``deliver`` when it is finished, then drop it.
 
     Afterwards the generators have their old states.

@@ -6,19 +6,19 @@ So they draw the numbers for whole tensors. Tensors that no initialiser writes a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
-from shardwright.engine.assembly.find import UNIT
+from shardwright._torch import tree_flatten
+from shardwright.engine.assembly.find import UNIT, inner_first
 from shardwright.engine.front.module import original_class
 from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.init.context import deferred_init, refuse_on_meta
-from shardwright.init.log import Memory, Plan, View, plan
+from shardwright.init.log import Memory, ReplayPlan, View, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor
 
 
@@ -48,7 +48,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
     def missing(tensor: torch.Tensor | None) -> bool:
         return tensor is not None and (tensor.is_meta or id(tensor) in unset)
 
-    owners = [m for m in _inner_first(model) if any(missing(t) for t in _own(m).values())]
+    owners = [m for m in inner_first(model) if any(missing(t) for t in _own(m).values())]
     if not owners:
         if init is not None:
             raise ValueError(
@@ -97,15 +97,6 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
     return list(
         {id(each.old) if isinstance(each.old, Managed) else id(each): each for each in stand_ins}.values()
     )
-
-
-def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if id(module) not in seen:
-        seen.add(id(module))
-        for child in module.children():
-            yield from _inner_first(child, seen)
-        yield module
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -182,7 +173,7 @@ def _check(model: nn.Module, stand_ins: list[StandIn], kept: dict[Memory, StandI
         )
 
 
-def _unfilled(the: Plan, views: Collection[View]) -> set[Memory]:
+def _unfilled(the: ReplayPlan, views: Collection[View]) -> set[Memory]:
     """Memories of ``wanted`` with needed elements that no entry has written."""
     memories = {view.memory for view in views} & the.unwritten
     written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool, device="cpu") for m in memories}

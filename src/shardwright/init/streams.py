@@ -18,7 +18,7 @@ from shardwright.init.log import Draw, Entry
 from shardwright.init.origin import mark_after, mark_of_state
 
 
-class Stream:
+class GeneratorStream:
     """One generator, and the recorded entries that draw from it."""
 
     _count = itertools.count()
@@ -86,10 +86,10 @@ class Stream:
         self.generator.set_state(state)
         self.last = self._placeholder = None
 
-    def place(self) -> Place:
-        return Place(self, self.generator.get_state(), self.last, self._placeholder)
+    def place(self) -> StreamPosition:
+        return StreamPosition(self, self.generator.get_state(), self.last, self._placeholder)
 
-    def go_back(self, place: Place) -> None:
+    def go_back(self, place: StreamPosition) -> None:
         self.generator.set_state(place.state)
         self.last, self._placeholder = place.last, place.placeholder
 
@@ -99,40 +99,40 @@ class Stream:
             self._reached.clear()
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """A place in a stream, to return to later."""
 
-    stream: Stream
+    stream: GeneratorStream
     state: torch.Tensor
     last: Entry | None
     placeholder: torch.Tensor | None
 
 
-class Streams:
+class GeneratorStreams:
     """The generators from which recorded entries draw."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, GeneratorStream] = {}
 
-    def of(self, generator: torch.Generator) -> Stream:
+    def of(self, generator: torch.Generator) -> GeneratorStream:
         key = generator_key(generator)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = Stream(generator)
+            stream = self._streams[key] = GeneratorStream(generator)
         return stream
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[StreamPosition]:
         self.defaults()
         return [stream.place() for stream in self._streams.values()]
 
-    def go_back(self, places: list[Place]) -> None:
+    def go_back(self, places: list[StreamPosition]) -> None:
         """Reset the generators, because the records of a failed construction are dropped."""
         streams = {place.stream for place in places}
         places = [*places, *(stream.first for stream in self._streams.values() if stream not in streams)]
         for place in places:
             place.stream.go_back(place)
 
-    def origin_of(self, stream: Stream) -> tuple[Stream, Entry] | None:
+    def origin_of(self, stream: GeneratorStream) -> tuple[GeneratorStream, Entry] | None:
         """If this generator got a placeholder of another stream: that stream and the placeholder's entry."""
         if stream.knows():
             return None
@@ -147,7 +147,7 @@ class Streams:
         for stream in self._streams.values():
             stream.forget()
 
-    def defaults(self) -> list[Stream]:
+    def defaults(self) -> list[GeneratorStream]:
         """The streams of the CPU and, if it is in use, of the accelerator. The device decides which one is used."""
         streams = [self.of(torch.default_generator)]
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -155,7 +155,15 @@ class Streams:
             streams.append(self.of(default_generator(accelerator)))
         return streams
 
-    def waiting(self) -> list[Stream]:
+    def read_by(
+        self, generator: torch.Generator | None, device: torch.device | None
+    ) -> list[GeneratorStream]:
+        """The streams from which an operation draws that got this generator, or none, on a known device or any."""
+        if generator is None and device is None:
+            return self.defaults()
+        return [self.of(default_generator(device) if generator is None else generator)]  # type: ignore[arg-type]
+
+    def waiting(self) -> list[GeneratorStream]:
         """The streams whose generators have a placeholder."""
         return [s for s in self._streams.values() if s.last is not None]
 

@@ -239,17 +239,12 @@ class ShardwrightStrategy(DDPStrategy):
                 materialize(module, init=partial(self._init, module) if self._init else None)
         else:
             materialize(module)
-        for optimizer in self._early:
-            if _belongs_to_a_sharded_model(optimizer):
-                fully_shard_optimizer(optimizer)
-        self._early = [o for o in self._early if not _is_sharded(o)]
+        self._early = [optimizer for optimizer in self._early if not _sharded(optimizer)]
         return Forward(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer step on shards, in place. It may have the model's parameters from before ``setup``."""
-        if _belongs_to_a_sharded_model(optimizer):
-            fully_shard_optimizer(optimizer)
-        if not _is_sharded(optimizer):
+        if not _sharded(optimizer):
             self._early.append(optimizer)
         return optimizer
 
@@ -352,14 +347,11 @@ def _checked_precision(precision: Precision | None, strategy: str) -> Precision 
     return precision
 
 
-def _belongs_to_a_sharded_model(optimizer: Optimizer) -> bool:
-    """Whether ``setup`` has sharded some of its parameters already."""
+def _sharded(optimizer: Optimizer) -> bool:
+    """Shard an optimizer of a model that is set up. Returns whether it is sharded; else its model is still to come."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return any(isinstance(p, Managed) or TAKEN in p.__dict__ for p in parameters)
-
-
-def _is_sharded(optimizer: Optimizer) -> bool:
-    """Whether a parameter of it is: else its model is still to come, or it steps none that is set up."""
+    if any(isinstance(p, Managed) or TAKEN in p.__dict__ for p in parameters):
+        fully_shard_optimizer(optimizer)
     return any(hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"])
 
 

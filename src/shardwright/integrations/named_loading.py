@@ -23,7 +23,7 @@ from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.integrations.named_files import dict_in, is_sharded, other_values
-from shardwright.integrations.named_state import KINDS, VALUE, Parts, agreed_parts, has_state
+from shardwright.integrations.named_state import KINDS, VALUE, StateByKind, agreed_parts, has_state
 from shardwright.optim.companion import ShardedCompanion
 from shardwright.optim.whole_state import mapped
 
@@ -73,7 +73,7 @@ def _check_keys(requested_values: Iterable[str], stored: Iterable[str], strict: 
         )
 
 
-def _restore_others(state: dict[str, Any], parts: Parts, stored: dict[str, Any]) -> None:
+def _restore_others(state: dict[str, Any], parts: StateByKind, stored: dict[str, Any]) -> None:
     for key in parts.others.keys() & stored.keys():
         value = stored.pop(key)
         if has_state(state[key]):
@@ -85,7 +85,7 @@ def _restore_others(state: dict[str, Any], parts: Parts, stored: dict[str, Any])
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def _check_optimizer(parts: Parts, key: str, stored: Any) -> None:
+def _check_optimizer(parts: StateByKind, key: str, stored: Any) -> None:
     """Raise ValueError unless a stored state dict is of an optimizer with the same parameters in the same groups."""
     names = parts.names_of(key)
     try:
@@ -116,7 +116,7 @@ def _check_optimizer(parts: Parts, key: str, stored: Any) -> None:
         _check_shapes(parts, key, each, parameters[numbers[each]], values)
 
 
-def _check_shapes(parts: Parts, key: str, name: str | int, p: Tensor, values: Any) -> None:
+def _check_shapes(parts: StateByKind, key: str, name: str | int, p: Tensor, values: Any) -> None:
     optimizer = parts.optimizers[key]
     if not isinstance(values, Mapping):
         raise ValueError(f"The state of parameter {name!r} that is stored as {key!r} is no dict.")
@@ -144,7 +144,7 @@ def _numbers(names: list[list[str]], theirs: list[list[Any]]) -> dict[str | int,
     return numbers
 
 
-def _load_optimizer(parts: Parts, key: str, stored: dict[str, Any]) -> None:
+def _load_optimizer(parts: StateByKind, key: str, stored: dict[str, Any]) -> None:
     """Give an optimizer a state dict that fits it, with whole tensors or sharded ones."""
     optimizer, names = parts.optimizers[key], parts.names_of(key)
     numbers = _numbers(names, [group["params"] for group in stored["param_groups"]])
@@ -203,7 +203,7 @@ class _Folder:
         return {keys[1:]: each for keys, each in self.entries.items() if keys[0] == key}
 
 
-def _opened(path: Path, parts: Parts, ranks: RankGroup, weights_only: bool | None) -> _Folder:
+def _opened(path: Path, parts: StateByKind, ranks: RankGroup, weights_only: bool | None) -> _Folder:
     """Verify a folder and read the values in it that are no tensors. Every rank must call it."""
     beside: dict[str, Any] = {}
     opened: list[StoredCheckpoint] = []
@@ -226,7 +226,7 @@ def _opened(path: Path, parts: Parts, ranks: RankGroup, weights_only: bool | Non
     return _Folder(checkpoint, entries, others - parts.models.keys() - parts.optimizers.keys(), beside)
 
 
-def _others_of(about: Mapping[str, str], entries: Mapping[Keys, Any], parts: Parts) -> set[str]:
+def _others_of(about: Mapping[str, str], entries: Mapping[Keys, Any], parts: StateByKind) -> set[str]:
     """The keys of what is no model or optimizer. A checkpoint by another function than ours has no list of them."""
     keys = {str(each[0]) for each in entries}
     if KINDS in about:
@@ -241,7 +241,12 @@ def _others_of(about: Mapping[str, str], entries: Mapping[Keys, Any], parts: Par
 
 
 def _load_sharded(
-    path: Path, parts: Parts, state: dict[str, Any], ranks: RankGroup, strict: bool, weights_only: bool | None
+    path: Path,
+    parts: StateByKind,
+    state: dict[str, Any],
+    ranks: RankGroup,
+    strict: bool,
+    weights_only: bool | None,
 ) -> dict[str, Any]:
     try:
         folder = _opened(path, parts, ranks, weights_only)
@@ -269,7 +274,7 @@ def _load_sharded(
 def _fitted(
     path: Path,
     folder: _Folder,
-    parts: Parts,
+    parts: StateByKind,
     state: dict[str, Any],
     strict: bool,
     rooms: dict[str, Tensor],
@@ -346,7 +351,7 @@ def _stored_tensors(entries: Mapping[Keys, Any]) -> Iterator[tuple[Keys, StoredF
             yield keys, each
 
 
-def _rooms_for(parts: Parts, key: str, entries: Mapping[Keys, Any]) -> dict[str, Tensor]:
+def _rooms_for(parts: StateByKind, key: str, entries: Mapping[Keys, Any]) -> dict[str, Tensor]:
     """Tensors to load an optimizer's stored state into, those of a parameter's shape cut as it is."""
     optimizer = parts.optimizers[key]
     names = [name for group in parts.names_of(key) for name in group]

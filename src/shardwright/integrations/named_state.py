@@ -30,7 +30,7 @@ MODEL, OPTIMIZER, VALUE = "model", "optimizer", "value"  #: the kinds
 
 
 @dataclass(frozen=True)
-class Parts:
+class StateByKind:
     """A state by kind, each by its key."""
 
     models: dict[str, nn.Module]
@@ -38,7 +38,7 @@ class Parts:
     others: dict[str, Any]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Parts:
+    def of(cls, state: Mapping[str, Any]) -> StateByKind:
         """Sort a state.
 
         Raises:
@@ -99,16 +99,16 @@ class Parts:
         return {k: v.state_dict() if has_state(v) else v for k, v in self.others.items()}
 
 
-def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> Parts:
+def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> StateByKind:
     """A state that has the same keys on every rank. Every rank must call it.
 
     Raises:
-        TypeError, ValueError: on every rank, as :meth:`Parts.of`, or because the keys differ.
+        TypeError, ValueError: on every rank, as :meth:`StateByKind.of`, or because the keys differ.
     """
-    sorted_parts: list[Parts] = []
+    sorted_parts: list[StateByKind] = []
 
     def sort() -> dict[str, str]:
-        sorted_parts.append(Parts.of(state))
+        sorted_parts.append(StateByKind.of(state))
         return sorted_parts[0].kinds()
 
     everyones = ranks.run_on_all(sort)

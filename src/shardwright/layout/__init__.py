@@ -1,7 +1,6 @@
 """The place of every element of a sharded model. Pure data and pure functions; nothing here uses a device."""
 
-from shardwright.layout.planner import Layout, Member, Ragged, plan
-from shardwright.layout.planner import Segment as RaggedSegment
+from shardwright.layout.planner import Layout, Member, Ragged, RaggedSegment, plan
 from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec
 from shardwright.layout.strategy import Strategy
 from shardwright.layout.units import (

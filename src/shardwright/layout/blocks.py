@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.layout.planner import Segment as RaggedSegment
+from shardwright.layout.planner import RaggedSegment
 from shardwright.layout.segments import Segment, TensorSpec
 from shardwright.layout.units import UnitLayout
 
@@ -19,7 +19,7 @@ BlockShape = tuple[int, int]  #: rows and columns of a block
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """A contiguous part of one parameter in a rank's chunk of a segment.
 
     Attributes:
@@ -58,7 +58,7 @@ class Holding:
 
     first: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[HeldPart, ...]
 
 
 def plan_holdings(layout: UnitLayout, coded: Collection[int]) -> tuple[Holding, ...]:
@@ -71,7 +71,7 @@ def plan_holdings(layout: UnitLayout, coded: Collection[int]) -> tuple[Holding, 
     segments = [s for run in layout.runs if not run.extended for s in run.segments if s.chunk]
     holdings: list[Holding] = []
     for rank in range(layout.world_size):
-        parts: list[Part] = []
+        parts: list[HeldPart] = []
         for piece, segment in enumerate(segments):
             if isinstance(segment, RaggedSegment):
                 for member in segment.members:
@@ -83,9 +83,9 @@ def plan_holdings(layout: UnitLayout, coded: Collection[int]) -> tuple[Holding, 
             elif rows := segment.rows_of(rank):
                 spec = layout.specs[segment.index]
                 if segment.index in coded:
-                    parts.append(Part(piece, 0, (rows, *spec.row_shape), spec.inverse, True))
+                    parts.append(HeldPart(piece, 0, (rows, *spec.row_shape), spec.inverse, True))
                 else:
-                    parts.append(Part(piece, 0, (rows * segment.row,), (0,), False))
+                    parts.append(HeldPart(piece, 0, (rows * segment.row,), (0,), False))
         if holdings and holdings[-1].parts == tuple(parts):
             holdings[-1] = Holding(holdings[-1].first, rank + 1, holdings[-1].parts)
         else:
@@ -95,7 +95,7 @@ def plan_holdings(layout: UnitLayout, coded: Collection[int]) -> tuple[Holding, 
 
 def _ranges(
     shape: tuple[int, ...], start: int, stop: int, piece: int, offset: int, coded: bool
-) -> list[Part]:
+) -> list[HeldPart]:
     """The elements [start, stop) of a parameter: whole rows, if ``coded``. ``offset``: their place in the chunk.
 
     They are the end of one matrix, whole matrices, and the beginning of another one; each of these may be missing.
@@ -103,15 +103,15 @@ def _ranges(
     if start == stop:
         return []
     if not coded:
-        return [Part(piece, offset, (stop - start,), (0,), False)]
+        return [HeldPart(piece, offset, (stop - start,), (0,), False)]
     rows, columns = shape[-2:]
     first, last = start // columns, stop // columns
     head = min(-first % rows, last - first)
     whole, tail = divmod(last - first - head, rows)
-    parts: list[Part] = []
+    parts: list[HeldPart] = []
     for shape_here in ((1, head, columns), (whole, rows, columns), (1, tail, columns)):
         if numel := math.prod(shape_here):
-            parts.append(Part(piece, offset, shape_here, (0, 1, 2), True))
+            parts.append(HeldPart(piece, offset, shape_here, (0, 1, 2), True))
             offset += numel
     return parts
 

@@ -98,7 +98,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RaggedSegment:
     """Parameters that are cut together: ``chunk`` elements per rank in the shard, ``world_size * chunk`` in the slab.
 
     Rank r owns the r-th chunk. In a replicated segment every rank owns all members (0-d parameters, in order), so each
@@ -133,7 +133,7 @@ class Layout:
     kind: str | Ragged
     world_size: int
     shapes: tuple[tuple[int, ...], ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[RaggedSegment, ...]
 
     def __post_init__(self) -> None:
         for segment in self.segments:
@@ -219,7 +219,7 @@ class Layout:
         return sum(m.numel * copies[s.replicated] for s in self.segments for m in s.members)
 
     @cached_property
-    def _places(self) -> dict[int, tuple[Segment, Member]]:
+    def _places(self) -> dict[int, tuple[RaggedSegment, Member]]:
         return {m.index: (s, m) for s in self.segments for m in s.members}
 
     def _checked(self, rank: int) -> int:
@@ -278,7 +278,7 @@ def plan(
         key = (dtype if isinstance(dtype, tuple) else (dtype,), None if groups is None else groups[i])
         keys.setdefault(key, []).append(i)
 
-    segments: list[Segment] = []
+    segments: list[RaggedSegment] = []
     slab = shard = 0
     for (kinds, group), indices in keys.items():
         align = alignment_elements(*kinds)
@@ -289,18 +289,20 @@ def plan(
         else:
             cuts = _per_parameter(sizes, indices, world_size)
         for members, chunk, replicated in cuts:
-            segments.append(Segment(tuple(members), chunk, slab, shard, kinds, group, replicated))
+            segments.append(RaggedSegment(tuple(members), chunk, slab, shard, kinds, group, replicated))
             slab = round_up(slab + chunk * world_size, align)
             shard = round_up(shard + chunk, align)
     return Layout(kind, world_size, sizes, tuple(segments))
 
 
-_Cut = tuple[list[Member], int, bool]  #: members, chunk, replicated
+_MemberCut = tuple[list[Member], int, bool]  #: members, chunk, replicated
 
 
-def _per_parameter(shapes: Sequence[tuple[int, ...]], indices: Sequence[int], world_size: int) -> list[_Cut]:
+def _per_parameter(
+    shapes: Sequence[tuple[int, ...]], indices: Sequence[int], world_size: int
+) -> list[_MemberCut]:
     """A segment for each parameter. Its chunk has as many slices of the first dimension as torch.chunk gives rank 0."""
-    cuts: list[_Cut] = []
+    cuts: list[_MemberCut] = []
     for i in indices:
         size, *rest = shapes[i] or (1,)
         row = math.prod(rest)
@@ -310,7 +312,7 @@ def _per_parameter(shapes: Sequence[tuple[int, ...]], indices: Sequence[int], wo
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Unplaced:
     """A parameter without a place yet. It may be cut at multiples of ``block``: so many granules that they fill 16
     bytes."""
 
@@ -323,7 +325,7 @@ class _Piece:
 
 def _ragged(
     kind: Ragged, shapes: Sequence[tuple[int, ...]], indices: Sequence[int], world_size: int, align: int
-) -> list[_Cut]:
+) -> list[_MemberCut]:
     """Parameters of equal blocks share a segment, the largest blocks first. Smaller blocks fill its gaps.
 
     If the chunk is a multiple of the block, all cuts of a parameter fall between blocks once the first cut does. So
@@ -336,11 +338,11 @@ def _ragged(
             numel, granule = math.prod(shapes[i]), kind.elements(shapes[i])
             # One rank cuts nothing, so all blocks are equal.
             block = math.lcm(granule, align) if world_size > 1 else align
-            waiting.append(_Piece(i, numel, granule, block, round_up(numel, align)))
+            waiting.append(_Unplaced(i, numel, granule, block, round_up(numel, align)))
     # Pieces that end on a block need no gap after them. Of the others the largest go first, as in bin packing.
     waiting.sort(key=lambda p: (-p.block, p.numel % p.block != 0, -p.numel))
 
-    cuts: list[_Cut] = []
+    cuts: list[_MemberCut] = []
     while waiting:
         alike = [p for p in waiting if p.block == waiting[0].block]
         finer = waiting[len(alike) :]
@@ -372,8 +374,8 @@ def _ragged(
 
 
 def _fill(
-    pieces: Sequence[_Piece], chunk: int, world_size: int, cursor: int = 0
-) -> tuple[list[Member], int, list[_Piece]]:
+    pieces: Sequence[_Unplaced], chunk: int, world_size: int, cursor: int = 0
+) -> tuple[list[Member], int, list[_Unplaced]]:
     """Place pieces in order behind ``cursor``. Returns the placed pieces, the end of the last one, and the other
     pieces."""
     members, left = [], []
@@ -387,7 +389,7 @@ def _fill(
     return members, cursor, left
 
 
-def _start(piece: _Piece, chunk: int, cursor: int) -> int | None:
+def _start(piece: _Unplaced, chunk: int, cursor: int) -> int | None:
     """The first place from ``cursor`` on at which each chunk's end inside the piece is between two blocks."""
     if not piece.numel:
         return cursor
@@ -397,7 +399,7 @@ def _start(piece: _Piece, chunk: int, cursor: int) -> int | None:
     return cursor + to_end % piece.block if piece.numel > to_end else cursor
 
 
-def _check(segment: Segment, world_size: int) -> None:
+def _check(segment: RaggedSegment, world_size: int) -> None:
     end, limit = 0, segment.chunk * (1 if segment.replicated else world_size)
     for m in segment.members:
         if m.offset < end or m.stop > limit:

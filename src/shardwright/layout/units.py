@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.layout.planner import Ragged, plan
-from shardwright.layout.planner import Segment as RaggedSegment
+from shardwright.layout.planner import Ragged, RaggedSegment, plan
 from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec, alignment_elements, round_up
 
 
@@ -234,18 +233,13 @@ def plan_packing(
         for shared in dict.fromkeys(shares):
             runs = [run for run, here in zip(layout.runs, shares, strict=True) if here == shared]
             included_runs = [flag and own == chosen for flag, own in zip(trainable, dtypes, strict=True)]
-            packing = _plan_packing(runs, shared, included_runs, chosen)
+            packing = _plan_packing(runs, included_runs, chosen)
             if packing is not None:
                 packings.append(packing)
     return tuple(packings)
 
 
-def _plan_packing(
-    runs: Sequence[Run],
-    shared: bool,
-    included: Sequence[bool],
-    dtypes: GradientDtypes,
-) -> Packing | None:
+def _plan_packing(runs: Sequence[Run], included: Sequence[bool], dtypes: GradientDtypes) -> Packing | None:
     reduce_dtype = dtypes.reduce
     offset = 0
     parts: list[GradientPart] = []

@@ -16,7 +16,7 @@ EFFORT = 8_000_000  #: pairs of items leased together that the search looks at, 
 ORDERS = 1000  #: orders that it tries, at most
 TRIES = 5  #: changes of an order in a row that do not help, before the search takes the next order
 
-Group = list[int]  #: numbers of items that are alike, in the order of their first lease
+Numbers = list[int]  #: numbers of items that are alike, in the order of their first lease
 
 
 def pack(items: Sequence[Item]) -> Plan:
@@ -140,27 +140,27 @@ class _Search:
                 fullest[j] = max(fullest[j], now)
         return [sorted(each) for each in meets], fullest
 
-    def _group(self) -> list[Group]:
+    def _group(self) -> list[Numbers]:
         """Items are alike if they have one kind, about one size, and one lease or several."""
-        groups: dict[tuple[int, str, bool], Group] = {}
+        groups: dict[tuple[int, str, bool], Numbers] = {}
         for i in self._others:
             item = self._items[i]
             groups.setdefault((self._rounded[i], item.kind, len(item.spans) > 1), []).append(i)
         return list(groups.values())
 
-    def _orders(self) -> list[list[Group]]:
+    def _orders(self) -> list[list[Numbers]]:
         """Orders to begin with. Large items come first, in half of the orders after those at the fullest times."""
 
-        def size(group: Group) -> int:
+        def size(group: Numbers) -> int:
             return self._rounded[group[0]]
 
-        def several(group: Group) -> bool:
+        def several(group: Numbers) -> bool:
             return len(self._items[group[0]].spans) > 1
 
-        def length(group: Group) -> int:
+        def length(group: Numbers) -> int:
             return max(sum(stop - start for start, stop in self._items[i].spans) for i in group)
 
-        def fullest(group: Group) -> int:
+        def fullest(group: Numbers) -> int:
             """The largest fullness of the group, in twentieths of the bound."""
             return round(20 * max(self._fullest[i] for i in group) / self.bound)
 
@@ -176,7 +176,7 @@ class _Search:
 
     # -- one order -----------------------------------------------------------------------------------------------
 
-    def _changed(self, order: list[Group], high: list[Group]) -> list[Group]:
+    def _changed(self, order: list[Numbers], high: list[Numbers]) -> list[Numbers]:
         """The order after one of the groups ``high`` has moved forward, or anywhere if it was the first."""
         group = high[int(self._random.random() * len(high))]
         place = next(i for i, each in enumerate(order) if each is group)
@@ -184,7 +184,7 @@ class _Search:
         place = int(self._random.random() * (place or len(order)))
         return [*rest[:place], group, *rest[place:]]
 
-    def _try(self, order: list[Group], two_ends: bool) -> tuple[tuple[int, int], list[Group]]:
+    def _try(self, order: list[Numbers], two_ends: bool) -> tuple[tuple[int, int], list[Numbers]]:
         """Place all items. Returns the height and the sum of all excesses, and the groups above the bound."""
         bound = self.bound
         self.orders += 1

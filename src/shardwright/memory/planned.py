@@ -16,7 +16,7 @@ from shardwright.memory.plan import Plan
 from shardwright.memory.slab import DYNAMIC, Slab
 
 
-class Watcher(Protocol):
+class LeaseObserver(Protocol):
     """The maker of a plan. It hears of leases outside the plan."""
 
     def wants(self, slab: Slab) -> bool:
@@ -40,7 +40,9 @@ class Planned:
         deviations: for each unit, kind and reason the number of dynamic leases.
     """
 
-    def __init__(self, plan: Plan, slabs: Sequence[Slab], block: torch.Tensor, watcher: Watcher) -> None:
+    def __init__(
+        self, plan: Plan, slabs: Sequence[Slab], block: torch.Tensor, watcher: LeaseObserver
+    ) -> None:
         self.plan = plan
         self.block = block
         self.planned = self.dynamic = 0

@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from shardwright.optim.kept import Kept, prepared
+
 #: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times
 #: as many took four times as long per element. On other devices they must hide the cost of kernel launches.
 CHUNK = 1 << 18
@@ -122,25 +124,15 @@ class AdamW8bit(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # torch casts all state tensors to the parameter's dtype, which would destroy codes and scales. It does not cast
         # other objects. This hook is the last one, so other hooks see the tensors.
-        handle = self.register_load_state_dict_pre_hook(_checked_and_kept)
-        try:
+        with prepared(self, _checked_and_kept):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for p, values in self.state.items():
             for key, value in values.items():
-                if isinstance(value, _Kept):
+                if isinstance(value, Kept):
                     values[key] = value.tensor.to(p.device)
-
-
-class _Kept:
-    """Wraps a tensor of a state dict, so that ``load_state_dict`` does not cast it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def _checked_and_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +154,7 @@ def _checked_and_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
                 name = repr(names[place]) if names else f"number {place} of group {number}"
                 _check_state(f"Parameter {name} of shape {tuple(p.shape)}", p, values, group)
                 state[key] = {
-                    k: _Kept(v) if isinstance(v, Tensor) and k != "step" else v for k, v in values.items()
+                    k: Kept(v) if isinstance(v, Tensor) and k != "step" else v for k, v in values.items()
                 }
     groups += state_dict["param_groups"][len(groups) :]  # torch raises an error for it
     return {**state_dict, "state": state, "param_groups": groups}

@@ -1,8 +1,8 @@
 """Several calls of an optimizer's own code that form one step. Each call sees the numbers from before the first call.
 
-A step increases counters: numbers in the optimizer's groups and attributes. ``Calls`` are the calls of one ``step()``
-that steps whole tensors, or moves state to the device and back. ``CallsInBackward`` are spread over a backward, and the
-user's code runs between them. Other files choose the tensors of each call.
+A step increases counters: numbers in the optimizer's groups and attributes. ``PartialSteps`` are the calls of one
+``step()`` that steps whole tensors, or moves state to the device and back. ``CallsInBackward`` are spread over a
+backward, and the user's code runs between them. Other files choose the tensors of each call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Numbers:
                 del values[key]
 
 
-class Calls:
+class PartialSteps:
     """Calls the optimizer's own step several times within one step, each time with other tensors in the groups.
 
     After an exception there are no more calls. This rank continues to send, because other ranks wait for its tensors.

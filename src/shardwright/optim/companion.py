@@ -19,7 +19,7 @@ from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.host_state import HostState
 from shardwright.optim.needs import Need
 from shardwright.optim.owners import Owners
-from shardwright.optim.stand_ins import StandIn
+from shardwright.optim.stand_ins import LocalStandIn
 from shardwright.optim.updates import Updates
 
 
@@ -68,7 +68,7 @@ class ShardedCompanion(Companion):
         self.whole: set[torch.Tensor] = set()
         self.host_state: HostState | None = None
         self.hidden_state: Any = None
-        self.stand_ins: dict[torch.Tensor, StandIn] = {}
+        self.stand_ins: dict[torch.Tensor, LocalStandIn] = {}
         self.backward: BackwardSteps | None = None
 
     @property

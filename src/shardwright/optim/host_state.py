@@ -21,14 +21,15 @@ from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.memory import Owner, Slab
+from shardwright.optim.kept import Kept
 from shardwright.optim.whole_state import leaves, mapped
 
 _ALIGNMENT = 16  # bytes
-State = Mapping[Any, dict[str, Any]]  #: an optimizer's state, by local tensor
+TensorStates = Mapping[Any, dict[str, Any]]  #: an optimizer's state, by local tensor
 
 
 @dataclass
-class _Copies:
+class _OnDevice:
     """A part's state on the device.
 
     Attributes:
@@ -63,9 +64,9 @@ class HostState:
 
     def __init__(self) -> None:
         self._owner = Owner("optimizer state")
-        self._coming: _Copies | None = None
+        self._coming: _OnDevice | None = None
         self._waiting: dict[Hashable, tuple[Host, list[dict[str, Any]]]] = {}  #: parts after that one
-        self._here: _Copies | None = None  #: the part that is being stepped
+        self._here: _OnDevice | None = None  #: the part that is being stepped
         self._leaving: list[_Leaving] = []  #: the oldest first
         self._last: tuple[Host, Any] | None = None  #: the last copy to the host, and the mark after it
 
@@ -78,7 +79,7 @@ class HostState:
             self._waiting[part] = host, list(states)
 
     @torch.no_grad()
-    def take(self, part: Hashable, host: Host, state: State) -> defaultdict[Any, dict[str, Any]]:
+    def take(self, part: Hashable, host: Host, state: TensorStates) -> defaultdict[Any, dict[str, Any]]:
         """``state`` of the part with its tensors on the device. The computation waits for them."""
         host_tensors = _on_host(state.values())
         self._waiting.pop(part, None)
@@ -99,7 +100,7 @@ class HostState:
         return defaultdict(dict, on_device)
 
     @torch.no_grad()
-    def give_back(self, state: State) -> defaultdict[Any, dict[str, Any]]:
+    def give_back(self, state: TensorStates) -> defaultdict[Any, dict[str, Any]]:
         """After the step: begin to copy to the host, and return ``state`` with the host tensors.
 
         Raises:
@@ -152,7 +153,7 @@ class HostState:
             host.streams.host_wait(mark)
             self._last = None
 
-    def _send(self, part: Hashable, host: Host, tensors: list[torch.Tensor]) -> _Copies:
+    def _send(self, part: Hashable, host: Host, tensors: list[torch.Tensor]) -> _OnDevice:
         offsets, nbytes = [], 0
         for t in tensors:
             offsets.append(nbytes)
@@ -166,7 +167,7 @@ class HostState:
         ]
         mark = host.copy_up(copies, tensors) if tensors else None
         pairs = {id(t): (t, copy) for t, copy in zip(tensors, copies, strict=True)}
-        return _Copies(part, host, slab, pairs, mark)
+        return _OnDevice(part, host, slab, pairs, mark)
 
     def _make_room(self, more: int) -> None:
         """Let the computation wait for copies to the host until there is room for ``more`` parts."""
@@ -204,16 +205,9 @@ def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
 
 
-def part_of_state(state: State, tensors: Iterable[torch.Tensor]) -> dict[Any, dict[str, Any]]:
+def part_of_state(state: TensorStates, tensors: Iterable[torch.Tensor]) -> dict[Any, dict[str, Any]]:
     """The entries of ``state`` for these tensors."""
     return {t: state[t] for t in tensors if t in state}
-
-
-class _Kept:
-    """Wraps a tensor of a state dict, so that torch does not move it to the parameter's device."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
 
 
 def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +219,7 @@ def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, An
                 state[number] = {
                     key: value
                     if key == "step"
-                    else mapped(value, lambda v: _Kept(v) if isinstance(v, torch.Tensor) and v.ndim else v)
+                    else mapped(value, lambda v: Kept(v) if isinstance(v, torch.Tensor) and v.ndim else v)
                     for key, value in state[number].items()
                 }
     return {**state_dict, "state": state}
@@ -235,7 +229,7 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The values without their wrappers, cast to the parameter's dtype as torch does."""
 
     def load(value: Any) -> Any:
-        if isinstance(value, _Kept):  # a copy, because the caller owns the checkpoint
+        if isinstance(value, Kept):  # a copy, because the caller owns the checkpoint
             return value.tensor.to(p.dtype if p.is_floating_point() else value.tensor.dtype, copy=True)
         return value
 

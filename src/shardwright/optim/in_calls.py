@@ -13,7 +13,7 @@ import torch
 
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.unit.unit import Unit
-from shardwright.optim.calls import Calls
+from shardwright.optim.calls import PartialSteps
 from shardwright.optim.companion import ShardedCompanion, sharded_companion
 from shardwright.optim.host_state import HostState, part_of_state
 
@@ -32,7 +32,7 @@ def step_in_calls(optimizer: Any, plain_step: Callable[[Any], Any], groups: Grou
     companion = sharded_companion(optimizer)
     locals_, inner = [group["params"] for group in optimizer.param_groups], optimizer.state
     number = {id(t): i for i, params in enumerate(locals_) for t in params}
-    calls = Calls(optimizer, plain_step)
+    calls = PartialSteps(optimizer, plain_step)
     others = [lambda: _step_local_tensors(companion, calls, groups, locals_, inner)]
     failures = []
     try:
@@ -53,7 +53,7 @@ def step_in_calls(optimizer: Any, plain_step: Callable[[Any], Any], groups: Grou
 
 
 def _step_local_tensors(
-    companion: ShardedCompanion, calls: Calls, groups: Groups, locals_: Groups, inner: Any
+    companion: ShardedCompanion, calls: PartialSteps, groups: Groups, locals_: Groups, inner: Any
 ) -> None:
     """Step the parameters that the optimizer does not need whole."""
     pairs = [
@@ -67,7 +67,7 @@ def _step_local_tensors(
 
 
 def _step_through_device(
-    host_state: HostState, calls: Calls, pairs: list[list[tuple[Any, torch.Tensor]]], inner: Any
+    host_state: HostState, calls: PartialSteps, pairs: list[list[tuple[Any, torch.Tensor]]], inner: Any
 ) -> None:
     """Step pairs of parameter and local tensor. State from the host moves to the device unit by unit."""
     rest: list[list[torch.Tensor]] = [[] for _ in pairs]

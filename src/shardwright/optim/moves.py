@@ -44,7 +44,7 @@ def balance(costs: Sequence[float], loads: list[float]) -> list[int]:
     return owners
 
 
-class World:
+class MeshRanks:
     """The ranks of a mesh, numbered in the mesh's order.
 
     Attributes:
@@ -67,10 +67,10 @@ class World:
         return RaggedSpec(shape, owner * numel, numel, self.mesh, numel, tuple(range(self.mesh.ndim)))
 
 
-class Parts:
+class RankParts:
     """The part of a sharded parameter that each rank of its mesh holds."""
 
-    def __init__(self, p: DTensor | RaggedTensor, world: World) -> None:
+    def __init__(self, p: DTensor | RaggedTensor, world: MeshRanks) -> None:
         shape = world.mesh.shape
         self._spec = p.spec if isinstance(p, RaggedTensor) else None
         self._dim, self._size, self._rows = 0, 1, 1
@@ -129,13 +129,13 @@ def _number(place: Sequence[int], axes: Sequence[int], shape: Sequence[int]) -> 
 
 
 @dataclass(frozen=True)
-class Item:
+class StepItem:
     """A tensor to step: the ranks of its parts, its owner, and the dtypes that move to the owner and back."""
 
     key: int
     owner: int
     cost: float  #: of a step, in any unit
-    parts: Parts
+    parts: RankParts
     shape: torch.Size
     dtype: torch.dtype  #: of the new values that the owner sends, or of the update
     gradient_dtype: torch.dtype
@@ -160,7 +160,7 @@ class Item:
 class Piece:
     """A part of an item that moves between this rank and another: of its gradient, of its values or its update."""
 
-    item: Item
+    item: StepItem
     part: int
     dtypes: tuple[torch.dtype, ...]
 
@@ -174,12 +174,12 @@ class Leg:
 
 
 @dataclass
-class Round:
+class StepRound:
     """Items that are stepped together, and the moves to their owners and back."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[StepItem] = field(default_factory=list)
 
-    def to_owners(self, world: World) -> Leg:
+    def to_owners(self, world: MeshRanks) -> Leg:
         leg = _empty(world)
         at = {number: i for i, number in enumerate(world.order)}
         for item in self.items:
@@ -192,7 +192,7 @@ class Round:
                 _add(leg.sends[at[item.owner]], Piece(item, parts.of[world.rank], dtypes))
         return leg
 
-    def back(self, world: World) -> Leg:
+    def back(self, world: MeshRanks) -> Leg:
         leg = _empty(world)
         at = {number: i for i, number in enumerate(world.order)}
         for item in self.items:
@@ -205,7 +205,7 @@ class Round:
         return leg
 
 
-def _empty(world: World) -> Leg:
+def _empty(world: MeshRanks) -> Leg:
     return Leg([[] for _ in world.order], [[] for _ in world.order])
 
 
@@ -214,16 +214,16 @@ def _add(pieces: list[Piece], piece: Piece) -> None:
         pieces.append(piece)
 
 
-def in_rounds(items: Sequence[Item]) -> list[Round]:
+def in_rounds(items: Sequence[StepItem]) -> list[StepRound]:
     """Divide items into rounds of bounded bytes per owner. Costly items come first, so owners need similar times."""
-    by_owner: dict[int, list[Item]] = {}
+    by_owner: dict[int, list[StepItem]] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.key)):
         by_owner.setdefault(item.owner, []).append(item)
     if not by_owner:
         return []
     most = max(sum(item.nbytes for item in mine) for mine in by_owner.values())
     limit = min(max(most // ROUNDS, SMALLEST_ROUND), LARGEST_ROUND)
-    rounds: list[Round] = []
+    rounds: list[StepRound] = []
     for mine in by_owner.values():
         number, filled = 0, 0
         for item in mine:
@@ -231,7 +231,7 @@ def in_rounds(items: Sequence[Item]) -> list[Round]:
                 number, filled = number + 1, 0
             filled += item.nbytes
             while len(rounds) <= number:
-                rounds.append(Round())
+                rounds.append(StepRound())
             rounds[number].items.append(item)
     for one in rounds:
         one.items.sort(key=lambda item: item.key)
@@ -241,7 +241,7 @@ def in_rounds(items: Sequence[Item]) -> list[Round]:
 class Mover:
     """Runs the legs of one plan many times. The offsets of pieces in the buffers are computed once."""
 
-    def __init__(self, leg: Leg, world: World, moves: bool) -> None:
+    def __init__(self, leg: Leg, world: MeshRanks, moves: bool) -> None:
         self._group = world.group
         self._moves = moves  #: whether any rank has something to send; equal on all ranks
         self.sends, self._send_sizes = _lay_out(leg.sends)

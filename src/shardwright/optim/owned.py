@@ -15,11 +15,11 @@ from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.optim import whole_state
 from shardwright.optim.host_state import host_of_whole
-from shardwright.optim.moves import World
+from shardwright.optim.moves import MeshRanks
 from shardwright.optim.updates import Updates
 
 
-class Owned:
+class WholeParameter:
     """A parameter that needs to be whole, and the state that belongs to it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Owned:
         self.seen: list[Any] = []
         self.shown_leaves: list[Any] = []
 
-    def settle(self, world: World, outer: Any) -> None:
+    def settle(self, world: MeshRanks, outer: Any) -> None:
         """Adopt state that was loaded or edited. If it is sharded in another way, all ranks communicate."""
         state = outer.get(self.p) or {}
         if _same(whole_state.leaves(state), self.seen):
@@ -78,14 +78,14 @@ class Owned:
             values.update(state)
         self.seen = list(whole_state.leaves(state))
 
-    def show_replaced(self, world: World, outer: Any) -> None:
+    def show_replaced(self, world: MeshRanks, outer: Any) -> None:
         """On the owner: if a step has replaced values of the state, show the new values."""
         if not _same(whole_state.leaves(self.state), self.shown_leaves):
             state, self.state = whole_state.shown(self.state, world, self.owner)
             self.shown_leaves = list(whole_state.leaves(self.state))
             self.show(state, outer)
 
-    def adopt(self, description: dict[str, Any], numbers: list[float], world: World, outer: Any,
+    def adopt(self, description: dict[str, Any], numbers: list[float], world: MeshRanks, outer: Any,
               device: torch.device) -> None:  # fmt: skip
         """Adopt the owner's description of the state. Other ranks show it with the owner's numbers."""
         previous, self.description = self.description, description

@@ -19,42 +19,42 @@ from shardwright._torch import local_of
 from shardwright.comm import Communicator
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.optim.calls import Calls
+from shardwright.optim.calls import PartialSteps
 from shardwright.optim.host_state import HostState, part_of_state
-from shardwright.optim.moves import Item, Moving, Parts, World, balance, in_rounds
-from shardwright.optim.owned import Owned
+from shardwright.optim.moves import MeshRanks, Moving, RankParts, StepItem, balance, in_rounds
+from shardwright.optim.owned import WholeParameter
 from shardwright.optim.reports import agree, report
 from shardwright.optim.rounds import Locals, RankRound
 from shardwright.optim.updates import Updates
 
 #: A parameter's name, the parameter, the cost of its step, and how its step is divided, if it is.
-Entry = tuple[str, DTensor | RaggedTensor, float, Updates | None]
+OwnedTensor = tuple[str, DTensor | RaggedTensor, float, Updates | None]
 
 
 class Owners:
     """The parameters of one mesh that need to be whole, and who steps them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.world = World(mesh)
-        self.owned: list[Owned] = []
+        self.world = MeshRanks(mesh)
+        self.owned: list[WholeParameter] = []
         self._loads = [0.0] * self.world.size
         self._plans: dict[Any, tuple[Any, list[RankRound]]] = {}
         self._comm: Communicator | None = None
 
-    def check(self, entries: list[Entry]) -> None:
+    def check(self, entries: list[OwnedTensor]) -> None:
         """Raise ValueError for parameters that are sharded over several mesh axes or are partial sums."""
         for name, p, *_ in entries:
             try:
-                Parts(p, self.world)
+                RankParts(p, self.world)
             except ValueError as error:
                 raise ValueError(f"No rank can step parameter {name!r} whole. {error}") from None
 
-    def add(self, entries: list[Entry]) -> None:
+    def add(self, entries: list[OwnedTensor]) -> None:
         """Choose owners for more parameters. Earlier owners stay."""
         owners = balance([cost for _, _, cost, _ in entries], self._loads)
         first = len(self.owned)
         self.owned += [
-            Owned(first + i, *entry, owner)
+            WholeParameter(first + i, *entry, owner)
             for i, (entry, owner) in enumerate(zip(entries, owners, strict=True))
         ]
 
@@ -64,7 +64,7 @@ class Owners:
             owned.settle(self.world, outer)
 
     @torch.no_grad()
-    def step(self, locals_: Locals, calls: Calls, groups: dict[int, int], outer: Any,
+    def step(self, locals_: Locals, calls: PartialSteps, groups: dict[int, int], outer: Any,
              meanwhile: Callable[[], None], host_state: HostState | None = None) -> Exception | None:  # fmt: skip
         """Step every parameter that has a gradient, whole. Returns the error to raise if another rank has failed.
 
@@ -120,7 +120,7 @@ class Owners:
         unit = unit_of(self.owned[0].p)
         return unit.ranks.device if unit is not None else local_of(self.owned[0].p).device
 
-    def _land(self, active: list[Owned], host_state: HostState | None) -> None:
+    def _land(self, active: list[WholeParameter], host_state: HostState | None) -> None:
         """Let the host wait for copies to it: values of parameters, and state."""
         if host_state is not None:
             host_state.settle()
@@ -128,15 +128,15 @@ class Owners:
         if host is not None:
             host.wait()
 
-    def _plan(self, active: list[Owned], locals_: Locals) -> list[RankRound]:
+    def _plan(self, active: list[WholeParameter], locals_: Locals) -> list[RankRound]:
         # The cut objects live as long as the plan, so their ids are unique.
         cuts = [o.p.spec if isinstance(o.p, RaggedTensor) else o.p.placements for o in active]
         dtypes = [(locals_[o.index].dtype, locals_[o.index].grad.dtype) for o in active]  # type: ignore[union-attr]
         key = tuple((o.index, id(cut), *both) for o, cut, both in zip(active, cuts, dtypes, strict=True))
         if key not in self._plans:
             items = [
-                Item(
-                    *(o.index, o.owner, o.cost, Parts(o.p, self.world), o.p.shape),
+                StepItem(
+                    *(o.index, o.owner, o.cost, RankParts(o.p, self.world), o.p.shape),
                     dtype=dtype if o.updates is None else o.updates.dtype,
                     gradient_dtype=gradient_dtype,
                     sends_update=o.updates is not None,
@@ -152,7 +152,7 @@ class Owners:
         self,
         one: RankRound,
         whole: Locals,
-        calls: Calls,
+        calls: PartialSteps,
         groups: dict[int, int],
         host_state: HostState | None,
         following: RankRound | None,
@@ -191,7 +191,7 @@ class Owners:
                 whole[index] = torch.zeros_like(full, dtype=updates.dtype)
 
     def _step_or_update(
-        self, whole: Locals, state: Any, calls: Calls, groups: dict[int, int], at: int
+        self, whole: Locals, state: Any, calls: PartialSteps, groups: dict[int, int], at: int
     ) -> None:
         """Run the optimizer's own code on tensors without updates, and compute the updates of the others."""
         params: list[list[torch.Tensor]] = [[] for _ in calls.optimizer.param_groups]

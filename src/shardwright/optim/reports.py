@@ -16,11 +16,13 @@ from shardwright.collective import RankGroup
 from shardwright.comm import Communicator
 from shardwright.comm.noted import noted
 from shardwright.optim import whole_state
-from shardwright.optim.moves import World
-from shardwright.optim.owned import Owned
+from shardwright.optim.moves import MeshRanks
+from shardwright.optim.owned import WholeParameter
 
 
-def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: Communicator) -> None:
+def agree(
+    active: Sequence[WholeParameter], owned: Sequence[WholeParameter], world: MeshRanks, comm: Communicator
+) -> None:
     """Raise if ranks have gradients of different parameters. This is checked only on gloo.
 
     Raises:
@@ -42,7 +44,7 @@ def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: C
 
 
 def report(
-    owned: Sequence[Owned], failed_at: int, world: World, outer: Any, device: torch.device
+    owned: Sequence[WholeParameter], failed_at: int, world: MeshRanks, outer: Any, device: torch.device
 ) -> Exception | None:
     """Show the new state on every rank. Returns the error to raise if another rank has failed.
 
@@ -86,11 +88,11 @@ def report(
 
 
 def _gathered_rows(
-    owned: Sequence[Owned],
-    mine: Sequence[Owned],
+    owned: Sequence[WholeParameter],
+    mine: Sequence[WholeParameter],
     failed_at: int,
     has_new: bool,
-    world: World,
+    world: MeshRanks,
     device: torch.device,
 ) -> dict[int, list[float]]:
     """For each rank: where it failed, whether its descriptions are new, and, if not, its numbers."""
@@ -108,7 +110,7 @@ def _gathered_rows(
     return dict(zip(world.order, everyone.tolist(), strict=True))
 
 
-def _error_of(number: int, at: int, owned: Sequence[Owned], world: World) -> Exception:
+def _error_of(number: int, at: int, owned: Sequence[WholeParameter], world: MeshRanks) -> Exception:
     rank = dist.get_process_group_ranks(world.group)[world.order.index(number)]
     where = "its local tensors" if at < 0 else f"whole tensors, the first is {owned[at - 1].name!r}"
     return RuntimeError(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardwright._torch import foreach_copy_
-from shardwright.optim.moves import Item, Mover, Moving, Round, World
-from shardwright.optim.owned import Owned
+from shardwright.optim.moves import MeshRanks, Mover, Moving, StepItem, StepRound
+from shardwright.optim.owned import WholeParameter
 
 Locals = dict[int, torch.Tensor]  #: local tensors with their gradients, by the parameter's index
 Apply = Callable[
@@ -27,7 +27,7 @@ class RankRound:
         mine: the items that this rank owns.
     """
 
-    def __init__(self, one: Round, world: World, owned: Sequence[Owned]) -> None:
+    def __init__(self, one: StepRound, world: MeshRanks, owned: Sequence[WholeParameter]) -> None:
         self._rank = world.rank
         self.mine = [item for item in one.items if item.owner == world.rank]
         #: Items that are whole on this rank's device. They are stepped in place.
@@ -64,7 +64,7 @@ class RankRound:
             full.grad = gradients[index]
         return gradients | values
 
-    def _with_own_part(self, item: Item, local: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _with_own_part(self, item: StepItem, local: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The whole tensor with this rank's part: ``local`` itself if it is whole, else new memory."""
         if item.key in self._in_place:
             return local.contiguous().view(item.shape)

@@ -40,9 +40,10 @@ from shardwright.optim.host_state import (
     moved_to_host,
 )
 from shardwright.optim.in_calls import step_in_calls
+from shardwright.optim.kept import prepared
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Owners
-from shardwright.optim.stand_ins import SHARDED, StandIn, ragged_spec
+from shardwright.optim.stand_ins import SHARDED, LocalStandIn, ragged_spec
 from shardwright.optim.updates import updates_of
 from shardwright.optim.whole_state import mapped
 
@@ -269,7 +270,7 @@ class _ShardedStep:
     state: Any
 
     @torch.no_grad()
-    def _enter(self) -> tuple[list[list[Any]], Any, list[tuple[Any, StandIn | None]]]:
+    def _enter(self) -> tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]:
         """Put local stand-ins into the groups and the state. Changes all or nothing.
 
         Returns the old values, and each parameter with its stand-in, if it has one. A model has thousands of
@@ -281,7 +282,7 @@ class _ShardedStep:
         inner: Any = defaultdict(dict)
         groups = [group["params"] for group in self.param_groups]
         locals_: list[list[torch.Tensor]] = []
-        entered: list[tuple[Any, StandIn | None]] = []
+        entered: list[tuple[Any, LocalStandIn | None]] = []
         for owners in companion.owners.values():
             owners.settle(outer)
         try:
@@ -297,7 +298,7 @@ class _ShardedStep:
                         continue
                     local = local_of(p)
                     if stand_in is None or stand_in.local is not local:
-                        stand_in = stand_ins[p] = StandIn(local, p)
+                        stand_in = stand_ins[p] = LocalStandIn(local, p)
                     entered.append((p, stand_in))
                     locals_[-1].append(local)
                     gradient = p.grad
@@ -326,7 +327,9 @@ class _ShardedStep:
         return groups, outer, entered
 
     @torch.no_grad()
-    def _leave(self, groups: list[list[Any]], outer: Any, entered: list[tuple[Any, StandIn | None]]) -> None:
+    def _leave(
+        self, groups: list[list[Any]], outer: Any, entered: list[tuple[Any, LocalStandIn | None]]
+    ) -> None:
         companion = sharded_companion(self)
         whole = companion.whole
         inner, self.state = self.state, outer
@@ -443,11 +446,8 @@ class _ShardedStep:
         if sharded_companion(self).host_state is None or _loads_itself(_kind_of(self)):
             super().load_state_dict(state_dict)  # type: ignore[misc]
         else:
-            handle = self.register_load_state_dict_pre_hook(kept_from_device)  # type: ignore[attr-defined]
-            try:
+            with prepared(self, kept_from_device):  # type: ignore[arg-type]
                 super().load_state_dict(state_dict)  # type: ignore[misc]
-            finally:
-                handle.remove()
         self._keep_gradient_dtypes(state_dict)
 
     def _keep_gradient_dtypes(self, state_dict: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from shardwright.optim.blocks import block_spec
 SHARDED = (DTensor, RaggedTensor)
 
 
-class StandIn:
+class LocalStandIn:
     """A parameter's local tensor, and the last known state tensors of both forms.
 
     Attributes:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of
 from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
-from shardwright.optim.moves import World
+from shardwright.optim.moves import MeshRanks
 
 _EXACT = 2**53  #: numbers are sent as float64, which is exact for integers up to this one
 
@@ -90,7 +90,7 @@ def count_numbers(description: dict[str, Any]) -> int:
     )
 
 
-def filled(description: dict[str, Any], device: torch.device, world: World, owner: int) -> dict[str, Any]:
+def filled(description: dict[str, Any], device: torch.device, world: MeshRanks, owner: int) -> dict[str, Any]:
     """The state on ranks other than the owner: tensors without elements, and numbers that are set later."""
 
     def fill(leaf: Any) -> Any:
@@ -118,7 +118,7 @@ def set_numbers(state: dict[str, Any], values: Iterator[float]) -> dict[str, Any
     return mapped(state, change)  # type: ignore[no-any-return]
 
 
-def shown(state: dict[str, Any], world: World, owner: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def shown(state: dict[str, Any], world: MeshRanks, owner: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The owner's values in the outer form, and in the form for the next step. Both use the same memory."""
 
     def hold(value: Any) -> Any:
@@ -136,7 +136,7 @@ def shown(state: dict[str, Any], world: World, owner: int) -> tuple[dict[str, An
     return mapped(kept, show), kept
 
 
-def settled(state: dict[str, Any], world: World, owner: int) -> dict[str, Any]:
+def settled(state: dict[str, Any], world: MeshRanks, owner: int) -> dict[str, Any]:
     """Loaded or edited state in the outer form. Every rank must call it, because sharded tensors move to the owner."""
 
     def settle(value: Any) -> Any:

@@ -5,6 +5,9 @@ They are printed as one line without a traceback. Errors of the program itself m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class JobError(Exception):
     """An error that all ranks of a job meet alike, with the job's exit `status`."""
@@ -27,6 +30,15 @@ class UserError(JobError):
         self.status = self.PASSING if passes else self.MISTAKE
 
 
+@contextmanager
+def as_user_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Raise errors of these kinds as a :class:`UserError` with the same text, after a prefix."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{prefix}{error}") from error
+
+
 def note_steps_done(error: BaseException, steps: int) -> None:
     """Let an error carry the steps that this rank had done when it was raised."""
     vars(error)["steps_done"] = steps
@@ -40,3 +52,8 @@ def steps_done(error: BaseException) -> int | None:
 def counted(number: int, one: str, more: str = "") -> str:
     """ "1 token", "2,000 tokens". `more`: the plural, if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
+
+
+def printable(text: str, keeps: str = "") -> str:
+    """The text without control characters, which would change the terminal, except those in `keeps`."""
+    return "".join(c if c.isprintable() or c in keeps else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -24,8 +24,8 @@ from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.watching import evidence
 from shardwright.watching.hosts import Courier
-from shardwright.watching.reading import Reader
-from shardwright.watching.watcher import Settings, Watcher
+from shardwright.watching.reading import BoardReader
+from shardwright.watching.watcher import Watcher, WatchSettings
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def watch(
     _check_process()
     place = Path(folder) if folder is not None else _default_folder()
     _together(lambda: evidence.check_folder(place), "sw.watch: {}".format)
-    return start(Settings(float(stall_seconds), place, say=on_stall))
+    return start(WatchSettings(float(stall_seconds), place, say=on_stall))
 
 
 def _default_folder() -> Path:
@@ -105,7 +105,7 @@ def _check_process() -> None:
 class Watch:
     """A running watch. ``close()`` ends it on this rank, which then looks to the others as if it had left."""
 
-    def __init__(self, watcher: Watcher, readers: list[Reader]) -> None:
+    def __init__(self, watcher: Watcher, readers: list[BoardReader]) -> None:
         self._watcher, self._readers = watcher, readers
         self._open = True
         atexit.register(self.close)
@@ -130,24 +130,24 @@ class Watch:
         self.close()
 
 
-def start(settings: Settings, host: str | None = None) -> Watch:
+def start(settings: WatchSettings, host: str | None = None) -> Watch:
     """Open the board of this rank, exchange places with the others, and begin to watch. Every rank of the job calls it.
 
     ``host``: the name of this host. The default also differs for containers that cannot see each other.
     """
     _check_process()
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = Place(host or _host(), socket.gethostname(), os.getpid(), 0)
-    readers: dict[int, Reader] = {}
+    mine = RankAddress(host or _host(), socket.gethostname(), os.getpid(), 0)
+    readers: dict[int, BoardReader] = {}
 
-    def open_own() -> Place:
+    def open_own() -> RankAddress:
         return mine._replace(began=boards.open_board(rank, size).began)
 
     def open_others() -> None:
         for other, place in enumerate(places):
             if place.host == mine.host:
                 board = boards.current if other == rank else None
-                readers[other] = Reader(board or boards.board_of(place.pid))
+                readers[other] = BoardReader(board or boards.board_of(place.pid))
                 if readers[other].began != place.began:
                     raise OSError(f"the board of rank {other} has been replaced by another process")
 
@@ -165,7 +165,7 @@ def start(settings: Settings, host: str | None = None) -> Watch:
     return Watch(watcher, list(readers.values()))
 
 
-class Place(NamedTuple):
+class RankAddress(NamedTuple):
     """The place of a rank: a key of its host, the host's name, its process, and when its board began."""
 
     host: str
@@ -198,7 +198,7 @@ def _together(action: Callable[[], T], message: Callable[[str], str]) -> list[T]
     return [each for each, _ in outcomes]
 
 
-def _courier(places: Sequence[Place], mine: Place) -> Courier:
+def _courier(places: Sequence[RankAddress], mine: RankAddress) -> Courier:
     hosts = list(dict.fromkeys(each.host for each in places))
     ranks = {n: [r for r, each in enumerate(places) if each.host == host] for n, host in enumerate(hosts)}
     names = [next(each.name for each in places if each.host == host) for host in hosts]

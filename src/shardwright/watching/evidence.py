@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwright import board as boards
 from shardwright.watching.diagnosis import Verdict
-from shardwright.watching.reading import RUNS, Reader, Seen, in_words
+from shardwright.watching.reading import RUNS, BoardReader, Seen, in_words
 
 #: Seconds for processes to write their stacks.
 PATIENCE = 2.0
@@ -51,7 +51,7 @@ class Stacks:
 
 
 @dataclass(frozen=True)
-class Files:
+class EvidenceFiles:
     """The files written about a hang.
 
     Attributes:
@@ -99,18 +99,18 @@ def check_folder(folder: Path) -> None:
 
 def write(
     folder: Path,
-    readers: Iterable[Reader],
+    readers: Iterable[BoardReader],
     verdict: Verdict | None,
     seen: Sequence[Seen],
     own: Stacks | None = None,
-) -> Files:
+) -> EvidenceFiles:
     """Write the files into this folder, which other hosts may use, too. A full disk does not keep a job.
 
     ``own``: the stacks of this process, if it is one of the ranks.
     """
     readers = list(readers)
     texts, with_stacks = _stacks_of(readers, own)
-    files = Files(folder, with_stacks)
+    files = EvidenceFiles(folder, with_stacks)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for reader in readers:
@@ -121,7 +121,7 @@ def write(
             lines = [verdict.text, files.in_words(verdict.culprits), "", *(_row(each) for each in seen), ""]
             (folder / "diagnosis.txt").write_text("\n".join(lines), encoding="utf-8")
     except (OSError, ValueError) as error:
-        return Files(folder, problem=getattr(error, "strerror", None) or str(error))
+        return EvidenceFiles(folder, problem=getattr(error, "strerror", None) or str(error))
     return files
 
 
@@ -132,7 +132,7 @@ def _row(seen: Seen) -> str:
     return " ".join([*phases, *values])
 
 
-def _stacks_of(readers: Sequence[Reader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
+def _stacks_of(readers: Sequence[BoardReader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
     """The stacks of each process, or why there are none, and the ranks that have some."""
     texts, asked = {}, []
     for reader in readers:

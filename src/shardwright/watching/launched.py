@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwright import board as boards
 from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Verdict, judge, judge_start
-from shardwright.watching.reading import Reader, Seen, state_of
+from shardwright.watching.reading import BoardReader, Seen, state_of
 
 #: Seconds between two looks at the boards.
 EVERY = 0.5
@@ -31,7 +31,7 @@ class Hang:
     """
 
     verdict: Verdict
-    files: evidence.Files
+    files: evidence.EvidenceFiles
 
     @property
     def text(self) -> str:
@@ -62,10 +62,10 @@ def silence(stall_seconds: float) -> float:
     return min(5.0, max(evidence.HELD, stall_seconds / 2))
 
 
-def _open(pid: int) -> Reader | None:
+def _open(pid: int) -> BoardReader | None:
     """The board of this process; None if it has none yet. A killed one with the same number may have left its own."""
     with suppress(OSError):
-        reader = Reader(boards.board_of(pid))
+        reader = BoardReader(boards.board_of(pid))
         if reader.is_alive():
             return reader
         reader.close()
@@ -79,7 +79,7 @@ class Processes:
         self._states: dict[int, tuple[str, int]] = {}  # by process, with the time of the first look at it
 
     def look(self, rank: int, pid: int, since: int = 0) -> Seen:
-        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`Reader.look`."""
+        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`BoardReader.look`."""
         state, at = self._states.get(pid, ("", 0))
         now = time.monotonic_ns()
         if (found := state_of(pid)) != state:
@@ -93,7 +93,7 @@ class Eyes:
     def __init__(self, pids: Mapping[int, int], stall_seconds: float, folder: Path, key: str) -> None:
         """``pids``: the process of each rank. ``folder``: for files about a hang. ``key``: the setting in messages."""
         self.pids, self.stall_seconds, self.folder, self.key = dict(pids), stall_seconds, folder, key
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, BoardReader] = {}
         self._looks = Looks(stall_seconds)
         self._next = 0.0
         self._begun = time.time() - 1.0  # files have coarser times
@@ -133,7 +133,7 @@ class Eyes:
             if rank not in self._readers:
                 with suppress(OSError):  # it has no board, or has removed it
                     if path.stat().st_mtime >= self._begun:  # else of an earlier process with that number
-                        self._readers[rank] = Reader(path)
+                        self._readers[rank] = BoardReader(path)
         return {rank: max(0, reader.last().step - 1) for rank, reader in self._readers.items()}
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ _STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
 
 
 @dataclass(frozen=True)
-class Entry:
+class BoardEntry:
     """One entry of a board.
 
     Attributes:
@@ -106,7 +106,7 @@ class Seen:
         return self.process in (STOPPED, ENDED, LEFT, SILENT)
 
 
-class Reader:
+class BoardReader:
     """The board of a process. Keeps reading after the file is removed and after the process has ended."""
 
     def __init__(self, board: Path | Board) -> None:
@@ -151,7 +151,7 @@ class Reader:
             self._name_end = start + length
         return self._names[number] if number < len(self._names) else "?"
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BoardEntry]:
         """The entries of the ring, the oldest first. One that is being written is left out."""
         rows = list(ENTRY.iter_unpack(self._memory[RING_AT:]))
         whole = sorted(
@@ -161,17 +161,17 @@ class Reader:
         entries = [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
         return [*entries, *(each for each in map(self._after, entries[-1:]) if each is not entries[-1])]
 
-    def _after(self, entry: Entry) -> Entry:
+    def _after(self, entry: BoardEntry) -> BoardEntry:
         """The latest entry, or if its collective has ended, what the process does since."""
         left = self._word(boards.LEFT_AT)
         if not entry.collective or left < entry.time:
             return entry
         return replace(entry, time=left, collective="", group="", count=0, nbytes=0, subject="")
 
-    def _entry(self, row: tuple[int, ...]) -> Entry:
+    def _entry(self, row: tuple[int, ...]) -> BoardEntry:
         at, nbytes, step, count, place, named, number = row
         phase, around = _phase(place >> boards.PHASE), _phase(place >> boards.AROUND)
-        return Entry(
+        return BoardEntry(
             number, at, nbytes, step, count, self._name(place & 0xFFFF), self._name(named & 0xFFFF),
             self._name(named >> boards.GROUP & 0xFFFF), self._name(named >> boards.SUBJECT & 0xFFFF), phase,
             bool(place >> boards.PATIENT & 1), around,
@@ -237,7 +237,7 @@ class Reader:
             last.around,
         )  # fmt: skip
 
-    def last(self) -> Entry:
+    def last(self) -> BoardEntry:
         """The newest entry, or what the process does since."""
         rows = ENTRY.iter_unpack(self._memory[RING_AT:])
         # The place of the newest one is full before its number is there.
@@ -291,7 +291,7 @@ def _letter(pid: int) -> str:
     return ""
 
 
-def in_words(entry: Entry, begin: int) -> str:
+def in_words(entry: BoardEntry, begin: int) -> str:
     """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
     seconds, place = (entry.time - begin) / 1e9, place_in_words(entry.phase, entry.unit, entry.around)
     step = step_in_words(entry.step, entry.phase, entry.around)

@@ -26,7 +26,7 @@ from shardwright.watching.diagnosis import Verdict, judge
 from shardwright.watching.flights import note_flights
 from shardwright.watching.hosts import Courier
 from shardwright.watching.launched import Hang, Looks, silence
-from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, Reader, Seen
+from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, BoardReader, Seen
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
@@ -38,7 +38,7 @@ TO_SAY = 1.5
 
 
 @dataclass(frozen=True)
-class Settings:
+class WatchSettings:
     """Settings of a rank's watch.
 
     Attributes:
@@ -80,8 +80,8 @@ class Watcher:
     """Watches until :meth:`close`."""
 
     def __init__(
-        self, board: boards.Board, readers: Mapping[int, Reader], settings: Settings, courier: Courier | None = None,
-        host: str = "", job: str = "",
+        self, board: boards.Board, readers: Mapping[int, BoardReader], settings: WatchSettings,
+        courier: Courier | None = None, host: str = "", job: str = "",
     ) -> None:  # fmt: skip
         """``readers``: of the ranks of this host, with this one. ``courier``: to other hosts, if there are any.
 

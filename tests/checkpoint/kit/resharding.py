@@ -263,8 +263,8 @@ def like(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """``value`` sharded as ``p`` is."""
     gradient = torch.zeros_like(p)
     shown = gradient.as_dtensor() if isinstance(gradient, RaggedTensor) else gradient
-    for offsets, sizes, local in boxes_to_load("gradient", shown):
-        local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
+    for offsets, local in boxes_to_load("gradient", shown):
+        local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))])
     return gradient
 
 

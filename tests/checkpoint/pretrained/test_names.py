@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from shardwright.checkpoint.pretrained.names import Source, keys_of, pieces_of, source_of, views_of
+from shardwright.checkpoint.pretrained.names import TensorSource, keys_of, pieces_of, source_of, views_of
 
 Stored = dict[str, torch.Tensor]
 _numbers = itertools.count()  # no two keys are the same
 
 
 @st.composite
-def sources(draw: st.DrawFn, depth: int = 2, ndim: int | None = None) -> tuple[Source, torch.Tensor, Stored]:
+def sources(
+    draw: st.DrawFn, depth: int = 2, ndim: int | None = None
+) -> tuple[TensorSource, torch.Tensor, Stored]:
     """A source, the tensor that torch makes in the same way, and the stored tensors it is made of."""
     ndim = draw(st.integers(0, 3)) if ndim is None else ndim
     kind = draw(st.sampled_from(["key", "slice", "transposed", "stacked", "joined"] if depth else ["key"]))
@@ -48,12 +50,12 @@ def sources(draw: st.DrawFn, depth: int = 2, ndim: int | None = None) -> tuple[S
     return key, tensor, {key: tensor}
 
 
-def _like(part: tuple[Source, torch.Tensor, Stored]) -> tuple[Source, torch.Tensor, Stored]:
+def _like(part: tuple[TensorSource, torch.Tensor, Stored]) -> tuple[TensorSource, torch.Tensor, Stored]:
     """The same once more, of other tensors."""
     source, _, stored = part
     new_names = {key: f"k{next(_numbers)}" for key in stored}
 
-    def renamed(each: Source) -> Source:
+    def renamed(each: TensorSource) -> TensorSource:
         if isinstance(each, str):
             return new_names[each]
         if isinstance(each, Slice):
@@ -67,7 +69,7 @@ def _like(part: tuple[Source, torch.Tensor, Stored]) -> tuple[Source, torch.Tens
     return renamed(source), _made(renamed(source), new), new
 
 
-def _made(source: Source, stored: Stored) -> torch.Tensor:
+def _made(source: TensorSource, stored: Stored) -> torch.Tensor:
     if isinstance(source, str):
         return stored[source]
     if isinstance(source, Slice):
@@ -78,14 +80,14 @@ def _made(source: Source, stored: Stored) -> torch.Tensor:
     return torch.stack(parts) if isinstance(source, Stacked) else torch.cat(parts, source.dim)
 
 
-def _union(parts: list[tuple[Source, torch.Tensor, Stored]]) -> Stored:
+def _union(parts: list[tuple[TensorSource, torch.Tensor, Stored]]) -> Stored:
     return {key: tensor for _, _, stored in parts for key, tensor in stored.items()}
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sources())
 def test_views_make_the_tensor_and_pieces_make_what_is_stored(
-    made: tuple[Source, torch.Tensor, Stored],
+    made: tuple[TensorSource, torch.Tensor, Stored],
 ) -> None:
     source, expected, stored = made
     assert set(keys_of(source)) == set(stored)
@@ -114,7 +116,7 @@ def test_views_make_the_tensor_and_pieces_make_what_is_stored(
         (Transposed("a", (0, 2, 1)), r"'a' of shape \(2, 3\) cannot be permuted"),
     ],
 )
-def test_what_does_not_fit_together_is_told(source: Source, said: str) -> None:
+def test_what_does_not_fit_together_is_told(source: TensorSource, said: str) -> None:
     stored = {"a": torch.zeros(2, 3), "b": torch.zeros(3, 2)}
     with pytest.raises(ValueError, match=said):
         views_of(source, stored.__getitem__)

@@ -21,11 +21,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.asynchronous import background, notes
-from shardwright.checkpoint.asynchronous.pipes import Lines, send
-from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, stage
+from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.format.nested import PART_BYTES
 from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.save.saving import Plan, save_state
+from shardwright.checkpoint.save.saving import SavePlan, save_state
 from shardwright.checkpoint.save.writing import write_parts
 from shardwright.checkpoint.storage.places import LocalStore, partial_folder
 from shardwright.checkpoint.storage.threads import MOST
@@ -308,17 +308,17 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
-    plan = Plan.of(values(1), RankGroup())
+    plan = SavePlan.of(values(1), RankGroup())
     partial_folder(tmp_path / "c", plan.contents.attempt).mkdir()
     contents = dataclasses.replace(plan.contents, ranks=2)
     memory = SharedMemory()
-    at, nbytes = stage(Job(LocalStore(tmp_path / "c"), 0, False, plan.own, contents), memory)
+    at, nbytes = stage(SaveJob(LocalStore(tmp_path / "c"), 0, False, plan.own, contents), memory)
     commands, its_commands = os.pipe()
     results, its_results = os.pipe()
     send(its_commands, {"do": "save", "at": at, "bytes": nbytes})
     send(its_commands, {"do": "leave"})
-    background.Writer(Lines(commands), its_results, memory.descriptor).run()
-    lines = Lines(results)
+    background.BackgroundWriter(JsonLines(commands), its_results, memory.descriptor).run()
+    lines = JsonLines(results)
     assert [(lines.next() or {})["is"] for _ in range(2)] == ["written", "failed"]
     assert not (tmp_path / "c").exists()
     for descriptor in (commands, its_commands, results, its_results):
@@ -327,7 +327,7 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 
 
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
-    written = write_parts(tmp_path, "__0_0.distcp", Plan.of(values(1), RankGroup()).own)
+    written = write_parts(tmp_path, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
     folder = LocalStore(tmp_path)
     notes.leave(folder, 0, "attempt", written)
     assert notes.read(folder, 0, "attempt") == written

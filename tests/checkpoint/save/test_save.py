@@ -91,7 +91,7 @@ def test_no_rank_ever_holds_more_than_one_parameter(rank: int, world_size: int, 
     def count() -> None:
         seen.append(sum(n for address, n in live().items() if before.get(address) != n))
 
-    whole, write = save._whole, save._Writer.write
+    whole, write = save._whole, save._FolderWriter.write
 
     def gathered(held: Any) -> torch.Tensor:
         result = whole(held)
@@ -105,7 +105,7 @@ def test_no_rank_ever_holds_more_than_one_parameter(rank: int, world_size: int, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save, "_whole", gathered)
-        patch.setattr(save._Writer, "write", written)
+        patch.setattr(save._FolderWriter, "write", written)
         sw.save_pretrained(model, tmp_path / "saved", max_shard_size="64 KB", dtype=torch.bfloat16)
     assert len(seen) == (48 if rank == 0 else 16)
     # The backend may still hold what the last gather was made of.

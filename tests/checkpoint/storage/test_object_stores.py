@@ -267,7 +267,7 @@ def test_only_needed_bytes_are_read_in_small_requests(
     FakeStore.restart()
     part = torch.zeros(8, 256, dtype=torch.int64)
     monkeypatch.setattr(
-        "shardwright.checkpoint.format.nested.boxes_to_load", lambda name, tensor: [((16, 0), (8, 256), part)]
+        "shardwright.checkpoint.format.nested.boxes_to_load", lambda name, tensor: [((16, 0), part)]
     )
     load_state(url, {"a": torch.zeros(256, 256, dtype=torch.int64)}, RankGroup(alone=True))
     assert torch.equal(part, torch.arange(1 << 16).view(256, 256)[16:24])

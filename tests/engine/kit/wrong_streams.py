@@ -18,7 +18,7 @@ from shardwright.engine.base.offload import Host
 from shardwright.engine.front import module as engine_module
 from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.gradients.reduction import Flight, Reduction
-from shardwright.engine.weights.gather import Cast, Gather
+from shardwright.engine.weights.gather import CastShards, Gather
 from shardwright.engine.weights.weights import Weights
 from shardwright.optim.host_state import HostState
 from tests.engine.kit.offload_state import unawaited
@@ -94,7 +94,7 @@ def start_and_release(self: Reduction, *given: Any, start: Any = Reduction.start
 def release_cast_early(self: Gather, *given: Any, begin: Any = Gather.begin) -> Pending:
     pending: Pending = begin(self, *given)
     for stage in self._stages:
-        if isinstance(stage, Cast):
+        if isinstance(stage, CastShards):
             stage.end()
     return pending
 

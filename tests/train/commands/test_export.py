@@ -21,7 +21,7 @@ from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.commands import export as exporting
 from shardwright.train.commands.export import export
-from shardwright.train.data.tokens.tokenizers import open_tokenizer
+from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.layers import Adapter
@@ -212,11 +212,9 @@ def test_a_tokenizer_of_another_model_is_refused(
     shutil.copytree(plain_run, run, ignore=shutil.ignore_patterns("checkpoints"))
     record = json.loads((run / "run.json").read_text())
     assert record["tokenizer"] == {"name": "bytes", "fingerprint": "bytes"}
-    monkeypatch.setattr(
-        exporting,
-        "tokenizer_of",
-        lambda name: exporting.ExportedTokenizer(300, None, (), None, None, "bytes"),
-    )
+    larger = Bytes()
+    monkeypatch.setattr(larger, "vocab_size", 300)
+    monkeypatch.setattr(exporting, "open_tokenizer", lambda name: larger)
     message = "at most the model's 256 ids, found a tokenizer with 300; it does not belong to this model"
     with pytest.raises(UserError, match=message):
         export(run, tmp_path / "new")
@@ -317,8 +315,9 @@ def test_files_of_another_tokenizer_are_copied(
     ):
         (files / each).write_text(f"{each} of a folder")
     for ends, expected in (((7,), 7), ((7, 9), [7, 9]), ((), None)):
-        tokenizer = exporting.ExportedTokenizer(256, None, ends, None, files / name, "bytes")
-        monkeypatch.setattr(exporting, "tokenizer_of", lambda name, each=tokenizer: each)
+        tokenizer = Bytes()
+        tokenizer.ends, tokenizer.file = ends, files / name
+        monkeypatch.setattr(exporting, "open_tokenizer", lambda name, each=tokenizer: each)
         out = tmp_path / f"out{len(ends)}"
         export(plain_run, out)
         assert (out / "tokenizer.json").read_text() == f"{name} of a folder"
@@ -349,7 +348,7 @@ def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
-    tokenizer = exporting.tokenizer_of(str(tmp_path / "mine.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "mine.json"))
     assert tokenizer.file == tmp_path / "mine.json"
     assert generation_settings.special_ids(tokenizer) == {
         "bos_token_id": 1,

@@ -26,7 +26,7 @@ from shardwright.train.report.plan_picture import outside_in_words, plan_figure
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.evaluation import validate
-from shardwright.train.step.reporting.memory_report import REPORTED, MemoryReport
+from shardwright.train.step.reporting.memory_report import REPORTED, MemoryReporter
 from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.support import multirank
 from tests.train.data.samples import save_tokenizer, write_jsonl
@@ -205,7 +205,7 @@ def test_report_and_picture_name_the_same_leases(tmp_path: Path, monkeypatch: py
     job: Any = Job()
     folder, reporter = RunFolder(tmp_path), Reporter([])
     monkeypatch.setattr(reporter, "say", lines.append)
-    memory, record = MemoryReport(job, folder, reporter), cast(StepRecord, None)
+    memory, record = MemoryReporter(job, folder, reporter), cast(StepRecord, None)
     memory.after_last_step()
     assert not lines
     for _ in range(REPORTED + 2):

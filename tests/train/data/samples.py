@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.data.sources.documents import Document, Source, documents
+from shardwright.train.data.sources.documents import DataFiles, Document, documents
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 from pydoc_data.topics import topics  # noqa: E402
@@ -144,8 +144,8 @@ MARKED = """{%- for message in messages %}
 """
 
 
-def source(*paths: Path | str, **options: Any) -> Source:
-    return Source(tuple(map(str, paths)), **options)
+def source(*paths: Path | str, **options: Any) -> DataFiles:
+    return DataFiles(tuple(map(str, paths)), **options)
 
 
 def texts_of(*paths: Path | str, **options: Any) -> list[str]:

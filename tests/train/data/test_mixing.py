@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -139,6 +140,8 @@ def test_every_epoch_visits_every_sample_once(order: GrowingOrder) -> None:
         assert {order.epoch(index + place) for place in range(size)} == {epoch}
         assert order.epochs(index) == epoch
         assert order.epochs(index + size // 2) == pytest.approx(epoch + (size // 2) / size)
+        assert order.samples_of(Fraction(epoch)) == index
+        assert order.samples_of(epoch + Fraction(size // 2, size)) == index + size // 2
         index += size
 
 

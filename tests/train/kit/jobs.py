@@ -25,6 +25,7 @@ from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.parallel.world import World
+from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.trainer import Trainer
 from tests.support.pool import forkserver
 from tests.train.kit.parallel import dataset_of
@@ -219,3 +220,8 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> int:
         if child.environ().get("RANK") == str(rank):
             return int(child.pid)
     raise AssertionError(f"found no rank {rank}")
+
+
+def read_exit(folder: RunFolder) -> dict[str, Any] | None:
+    """The content of exit.json; None if there is none."""
+    return json.loads(folder.exit_file.read_text(encoding="utf-8")) if folder.exit_file.exists() else None

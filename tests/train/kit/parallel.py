@@ -11,7 +11,8 @@ from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
-from shardwright.train.step.trainer import Trainer, tensors_of
+from shardwright.train.step.feed import tensors_of
+from shardwright.train.step.trainer import Trainer
 from tests.train.kit.datasets import byte_dataset
 from tests.train.kit.text import Text, batch, random_text
 
@@ -24,7 +25,7 @@ def dataset_of(config: Config, text: Text | None = None) -> Dataset:
 
 def next_step(job: Trainer) -> list[torch.Tensor]:
     """The arguments of `job.work` for its next step, which is not taken."""
-    data = next(job._steps())
+    data, _ = job.feed.next(job.dataset.train, job.position)
     job.close()
     counts = job.losses.counts(data.trained)
     return [job.losses.weights(counts), *tensors_of(data.batches)]

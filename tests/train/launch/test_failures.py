@@ -17,7 +17,6 @@ from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import Ending, culprit
-from shardwright.train.run.exits import read_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord, repair_record
@@ -31,6 +30,7 @@ from tests.train.kit.jobs import (
     losses,
     rank_process,
     ranks,
+    read_exit,
     run,
     start,
     train_here,

@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright import board as boards
 from shardwright.train.report import plan_picture
-from shardwright.watching.reading import Reader
+from shardwright.watching.reading import BoardReader
 from tests.train.kit import faults
 from tests.train.kit.jobs import config_file, train_here
 from tests.train.launch.kit import stopped
@@ -175,11 +176,13 @@ def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: 
     """The other ranks wait in the next step while the first one imports matplotlib."""
     patient = []
 
-    def draw(*arguments: object) -> None:
+    def draw(*arguments: object) -> Any:
         assert boards.current is not None
-        patient.append(Reader(boards.current).last().patient)
+        patient.append(BoardReader(boards.current).last().patient)
+        return plan_figure(*arguments)
 
-    monkeypatch.setattr(plan_picture, "draw", draw)
+    plan_figure: Any = plan_picture.plan_figure
+    monkeypatch.setattr(plan_picture, "plan_figure", draw)
     config = config_file(tmp_path)
     arguments = (*SHARDED, "--parallel.memory", "arena", "--run.dir", tmp_path / "run", "--train.steps", "4")
     assert train_here(config, *arguments) == 0

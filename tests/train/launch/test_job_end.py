@@ -15,14 +15,14 @@ from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.rank.hosted import train_in_group
-from shardwright.train.run.exits import End, read_exit
+from shardwright.train.run.exits import End
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
 from shardwright.train.step.numerics.fault import NonFiniteError
 from shardwright.train.step.numerics.verifying import CorruptionError
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
-from tests.train.kit.jobs import TINY, config_file, ranks, train_here
+from tests.train.kit.jobs import TINY, config_file, ranks, read_exit, train_here
 
 
 def ended(folder: Path) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.launch.attempts import GivenUpError, Launch, record_end
 from shardwright.train.launch.restarts import Attempt, Restarts, without_numbers
 from shardwright.train.rank.rendezvous import fresh_store
-from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End, read_exit
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.faults import environment
-from tests.train.kit.jobs import TINY, config_file, losses, records, run
+from tests.train.kit.jobs import TINY, config_file, losses, read_exit, records, run
 from tests.train.launch.kit.forked import launch
 
 FAULTY = ("--optimizer.name", "tests.train.kit.faults:ADAMW")

@@ -30,7 +30,7 @@ from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.judgement import Ending, conclude, judge
 from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.rank import process
-from shardwright.train.run.exits import End, is_saved, read_exit, remove_exit
+from shardwright.train.run.exits import End, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord, close_session
@@ -38,7 +38,7 @@ from shardwright.train.step import saves, signal_answers
 from shardwright.train.step.checkpoint import what_is_missing
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.faults import environment
-from tests.train.kit.jobs import config_file, records, train_here
+from tests.train.kit.jobs import config_file, read_exit, records, train_here
 from tests.train.launch.kit.forked import launch
 
 SOURCE = Path(__file__).parents[3]

@@ -154,7 +154,7 @@ def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, 
     found = []
     for options in ({}, {"activations": {"checkpoint": "full"}, "layout": "ragged"}):
         job = job_of(tmp_path / "gpt2", rank, world_size, **options)
-        assert job.draws
+        assert job.facts.draws
         found.append((take_steps(job, 2), parameters(job)))
     assert found[0][0] == found[1][0]
     for name, value in found[0][1].items():

@@ -21,7 +21,7 @@ from shardwright.train.config.catalog.sinks import sinks
 from shardwright.train.errors import UserError
 from shardwright.train.extend import RunEnd, RunSite, StepRecord
 from shardwright.train.report import sink_thread
-from shardwright.train.report.sinks.service import ServiceSink, Stored, project_of, settings_of
+from shardwright.train.report.sinks.service import KnownRun, ServiceSink, project_of, settings_of
 from tests.train.kit.jobs import TINY, config_file, records, run, tiny
 
 PACKAGES = ("wandb", "mlflow", "trackio")
@@ -56,7 +56,7 @@ class Notes:
 
     site: RunSite
     project: str
-    stored: Stored | None
+    stored: KnownRun | None
     id: str = "abc"
     url: str = "http://somewhere"
     calls: list[tuple[str, object]] = field(default_factory=list)

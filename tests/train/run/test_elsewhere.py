@@ -13,7 +13,7 @@ from shardwright import cli
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.restarts import Attempt, place_in_words
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.exits import TRY_AGAIN, End, read_exit
+from shardwright.train.run.exits import TRY_AGAIN, End
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position
 from shardwright.train.step import checkpoint
@@ -21,7 +21,7 @@ from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, step
 from shardwright.train.step.saves import Saves
 from tests.train.kit.damage import flipped
 from tests.train.kit.faults import environment
-from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here
+from tests.train.kit.jobs import config_file, losses, ranks, read_exit, tiny, train_here
 from tests.train.launch.kit.forked import launch
 
 pytest.importorskip("fsspec", reason="needs fsspec")

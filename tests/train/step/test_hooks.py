@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +16,9 @@ import pytest
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
+from tests.train.kit.hooks import EXAMPLES, JOB, documents
 from tests.train.kit.jobs import config_file, ranks, train_here
 
-PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
-EXAMPLES = {name: code for code, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
-JOB = """
-[run]
-device = "cpu"
-sample_tokens = 0
-[model]
-dim = 32
-n_layers = 2
-n_heads = 2
-n_kv_heads = 1
-ffn_dim = 64
-max_seq_len = 64
-[train]
-steps = 8
-seq_len = 16
-global_batch = 4
-micro_batch = 2
-[validation]
-every = 2
-batches = 1
-[checkpoint]
-every = 2
-[log]
-sinks = []
-"""
 OWN = '''
 import torch
 from my_average import MovingAverage
@@ -97,6 +74,11 @@ class Ends(TrainerHook):
     def after_step(self, record):
         if record.step == 3 and self.job.rank == self.job.ranks - 1:
             self.job.stop("enough is\\nenough")
+
+
+class EndsAtOnce(TrainerHook):
+    def setup(self, job):
+        job.stop("at once")
 
 
 class Log(TrainerHook):
@@ -342,7 +324,7 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
 @pytest.mark.extensive("runs of several epochs")
 def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    job = config_file(folder, JOB.replace("steps = 8\n", ""))
+    job = config_file(folder, JOB)  # the command line replaces its steps
     data = ["--data.source", "text.txt", "--data.validation_fraction", "0.2", "--run.dir", "run"]
     assert train_here(job, *data, "--train.epochs", "1.5") == 0
     windows = int(re.search(r"text.txt .*?([\d,]+) +0% ", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
@@ -352,8 +334,61 @@ def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.Captur
     assert "\nsteps" not in (folder / "run" / "config.toml").read_text()
     assert cli.main(["train", "--resume", "run", "--train.epochs", "2"]) == 0
     assert records(folder / "run")[-1]["step"] == -(-2 * windows // 4)
+    out = capsys.readouterr().out
+    assert "the new ones are used:\n  train.epochs  1.5 -> 2.0\n" in out and "train.steps" not in out
+    more = windows // 2 + 3
+    assert cli.main(["train", "--resume", "run", "--train.steps", str(more)]) == 0
+    assert records(folder / "run")[-1]["step"] == more
+    assert f"  train.epochs  2.0 -> 0.0\n  train.steps   none -> {more}\n" in capsys.readouterr().out
     assert train_here(job, *data, "--train.epochs", "1", "--train.steps", "3") == 2
     assert "train.epochs: expected 0 with train.steps = 3, found 1" in capsys.readouterr().err
+
+
+@pytest.mark.extensive("runs whose data grows", but=("2-0.5-2.5",))
+@pytest.mark.parametrize("epochs", ["1", "2", "2.5"])
+@pytest.mark.parametrize("grows_at", ["0.5", "1", "1.4"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_epochs_count_appended_documents(
+    folder: Path, capsys: pytest.CaptureFixture[str], count: int, grows_at: str, epochs: str
+) -> None:
+    """The steps are those of a list of epochs, each of the documents that were there by its end. One document is one
+    sample. A run that goes on once more has the same steps, rates and losses as one that was not disturbed."""
+    data = ["--data.source", str(folder / "some.jsonl"), "--data.packing", "best_fit", "--train.seq_len", "72",
+            "--data.validation_fraction", "0.2", "--validation.every", "0", "--optimizer.schedule", "linear",
+            "--model.max_seq_len", "72"]  # fmt: skip
+    documents(folder / "some.jsonl", 0, 30)  # 24 are trained
+    job = config_file(folder, JOB.replace("steps = 8\n", ""))
+    resumed = ("train", "--resume", "run", "--data.appended", "true", "--train.epochs")
+    assert train_here(job, *data, "--train.epochs", grows_at, "--run.dir", "run") == 0
+    seen = -(-Fraction(grows_at) * 24 // 4) * 4
+    assert records(folder / "run")[-1]["samples"] == seen
+    documents(folder / "some.jsonl", 30, 47)
+    sizes = [24 if epoch < seen // 24 else 41 for epoch in range(4)]
+    whole = int(float(epochs))
+    samples = sum(sizes[:whole]) + (Fraction(epochs) - whole) * sizes[whole]
+    steps = -(-samples // 4)
+    capsys.readouterr()
+    shutil.copytree(folder / "run", folder / "parts")
+    if steps * 4 <= seen:
+        assert cli.main([*resumed, epochs]) == 2
+        message = (
+            f"train.epochs: expected more than the {seen // 4} steps that run already has, found {epochs}"
+        )
+        assert message in capsys.readouterr().err
+        return
+    assert [status for status, _ in ranks(count, *resumed, epochs, folders=[folder] * count)] == [0] * count
+    found = records(folder / "run")
+    assert (found[-1]["step"], found[-1]["samples"]) == (steps, steps * 4)
+    # Not even an end between the growth and the last step changes the steps and their rates.
+    again = ["train", "--resume", "parts", "--data.appended", "true", "--train.epochs", epochs, "--run.hooks"]
+    assert cli.main([*again, '["own:EndsAtOnce"]']) == 0
+    if records(folder / "parts")[-1]["step"] < steps:
+        assert cli.main([*again, "[]"]) == 0
+    for key in ("step", "samples", "lr"):
+        assert [each[key] for each in records(folder / "parts")] == [each[key] for each in found]
+    assert [each["loss"] for each in records(folder / "parts")] == pytest.approx(
+        [each["loss"] for each in found], rel=1e-4
+    )
 
 
 @pytest.mark.extensive("a run with many checkpoints")

@@ -39,7 +39,7 @@ def test_run_folder_holds_everything(plain_run: Path) -> None:
     assert record["parameters"] == build_model(config.model, 256).num_params()
     assert folder.picture.read_bytes().startswith(b"\x89PNG")
     assert "checkpoints/step-8" in folder.summary_file.read_text()
-    assert list(folder.tensorboard.glob("events.*"))
+    assert list((folder.path / "tensorboard").glob("events.*"))
 
 
 def test_losses_are_those_of_a_plain_loop(plain_run: Path) -> None:

@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from shardwright.checkpoint.asynchronous import notes
-from shardwright.checkpoint.asynchronous.pipes import Lines, send
-from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, staged_job
+from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
 from shardwright.checkpoint.save.saving import commit_parts, read_back, unless_removed
 from shardwright.checkpoint.save.writing import Written, file_of_rank, write_parts
 from shardwright.checkpoint.storage.places import LocalStore
@@ -29,7 +29,7 @@ _LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = (
 )  #: seconds between looks; those at a store are paid for
 
 
-class Writer:
+class BackgroundWriter:
     """Runs the jobs of one trainer.
 
     Args:
@@ -39,7 +39,7 @@ class Writer:
         memory: where jobs are.
     """
 
-    def __init__(self, commands: Lines, results: int, memory: int) -> None:
+    def __init__(self, commands: JsonLines, results: int, memory: int) -> None:
         self._commands = commands
         self._results = results
         self._memory = memory
@@ -55,7 +55,7 @@ class Writer:
                 memory = SharedMemory(self._memory)
                 self._save(staged_job(memory, command["at"], command["bytes"]))
 
-    def _save(self, job: Job) -> None:
+    def _save(self, job: SaveJob) -> None:
         start, attempt = time.monotonic(), job.contents.attempt
         try:
             folder = job.unfinished
@@ -79,7 +79,7 @@ class Writer:
         with contextlib.suppress(OSError):  # the trainer is gone, and so is this process soon
             send(self._results, {"attempt": attempt, "is": outcome, **more})
 
-    def _commit(self, job: Job) -> None:
+    def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
         notes.remove(job.unfinished, job.contents.ranks)
         commit_parts(
@@ -91,7 +91,7 @@ class Writer:
             verified=job.verified,
         )
 
-    def _all_written(self, job: Job) -> list[Written]:
+    def _all_written(self, job: SaveJob) -> list[Written]:
         """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
 
         Raises:

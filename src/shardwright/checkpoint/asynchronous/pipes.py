@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Lines:
+class JsonLines:
     """JSON objects, one a line, through a pipe."""
 
     def __init__(self, descriptor: int) -> None:
@@ -36,7 +36,7 @@ class Lines:
 
 
 def send(descriptor: int, message: Mapping[str, Any]) -> None:
-    """Write an object for :class:`Lines` at the other end. Raises OSError if that is closed."""
+    """Write an object for :class:`JsonLines` at the other end. Raises OSError if that is closed."""
     data = json.dumps(message).encode() + b"\n"
     while data:
         data = data[os.write(descriptor, data) :]

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from shardwright import board as boards
 from shardwright.checkpoint.asynchronous import notes
-from shardwright.checkpoint.asynchronous.staging import Job, SharedMemory, stage
+from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load.loading import open_checkpoint
-from shardwright.checkpoint.save.saving import Plan, names_of_files, open_save
+from shardwright.checkpoint.save.saving import SavePlan, names_of_files, open_save
 from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
@@ -169,9 +169,9 @@ class AsyncCheckpoint:
         ranks = self._ranks
         place = place_of(path, ranks)
         self.wait()
-        plan = Plan.of(state, ranks)
+        plan = SavePlan.of(state, ranks)
         with open_save(place, plan, ranks, overwrite):
-            job = Job(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
+            job = SaveJob(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
@@ -180,7 +180,7 @@ class AsyncCheckpoint:
             assert self._writer is not None
             self._writer.send({"do": "save", "at": at, "bytes": nbytes})
 
-    def _stage(self, job: Job) -> tuple[int, int]:
+    def _stage(self, job: SaveJob) -> tuple[int, int]:
         self._start_writer()
         return stage(job, self._memory)
 

@@ -83,7 +83,7 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One save of one rank, as its writer process gets it."""
 
     place: Store
@@ -104,7 +104,7 @@ class Job:
 
 
 @torch.no_grad()
-def stage(job: Job, memory: SharedMemory) -> tuple[int, int]:
+def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
     """Copy the parts and their description into the memory. Returns first byte and length of the description.
 
     The copy is complete on return: the tensors may change.
@@ -139,7 +139,7 @@ def _copy(copy: tuple[Tensor, Tensor]) -> None:
         room.copy_(values)
 
 
-def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
+def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
     """The job that :func:`stage` has described. Its parts are views of the memory."""
     source = memory.bytes()
     content = json.loads(os.pread(memory.descriptor, length, start))
@@ -149,7 +149,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
         )
         for name, offsets, sizes, dtype, at in content["parts"]
     ]
-    return Job(
+    return SaveJob(
         store_of(content["place"]),
         content["rank"],
         content["overwrite"],
@@ -159,7 +159,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
     )
 
 
-def _text(job: Job, starts: Iterable[int]) -> bytes:
+def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
     contents = job.contents
     tensors = contents.tensors if job.is_first else {}
     values = contents.values if job.is_first else {}

@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.asynchronous.pipes import Lines, send
+from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 
 PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it
@@ -32,7 +32,7 @@ class WriterProcess:
         self.trainer = os.getpid()
         commands, self._commands = os.pipe()
         results, its_results = os.pipe()
-        self._results = Lines(results)
+        self._results = JsonLines(results)
         theirs = [commands, its_results]
         pidfd = -1
         with contextlib.suppress(OSError):  # an older system; the writer then looks twice a second

@@ -56,10 +56,10 @@ def main(arguments: list[str]) -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     live_with(trainer, pidfd, bool(is_main_thread))
 
-    from shardwright.checkpoint.asynchronous.background import Writer
-    from shardwright.checkpoint.asynchronous.pipes import Lines
+    from shardwright.checkpoint.asynchronous.background import BackgroundWriter
+    from shardwright.checkpoint.asynchronous.pipes import JsonLines
 
-    Writer(Lines(commands), results, memory).run()
+    BackgroundWriter(JsonLines(commands), results, memory).run()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from shardwright.checkpoint.convert.sources import (
     SAFETENSORS,
     SHARDWRIGHT,
     TORCH,
-    Source,
+    InputCheckpoint,
     SourceTensor,
     open_source,
 )
@@ -35,7 +35,7 @@ from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
 from shardwright.checkpoint.save.saving import names_of_files
 from shardwright.checkpoint.save.writing import (
     Contents,
@@ -182,7 +182,7 @@ def _check_place(source: Store, destination: Path) -> None:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def _chosen(source: Source, to: str, key: str | None) -> _Chosen:
+def _chosen(source: InputCheckpoint, to: str, key: str | None) -> _Chosen:
     tops = list(dict.fromkeys(
         name_of(each[:1]) for each in (*(t.path for t in source.tensors.values()), *source.value_paths.values())
     ))  # fmt: skip
@@ -212,7 +212,7 @@ def _chosen(source: Source, to: str, key: str | None) -> _Chosen:
     return _Chosen(tensors, values, others)
 
 
-def _without(source: Source, to: str) -> list[str]:
+def _without(source: InputCheckpoint, to: str) -> list[str]:
     return list(source.value_paths) if to == SAFETENSORS else []
 
 
@@ -226,7 +226,7 @@ def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
     return path if keep_key else path[length:]
 
 
-def _renamed(chosen: _Chosen, key_map: KeyMap, source: Source) -> _Chosen:
+def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chosen:
     """The chosen tensors, with the last key of each renamed."""
     renamed: dict[str, SourceTensor] = {}
     for each in chosen.tensors.values():
@@ -273,9 +273,9 @@ def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
         boxes = NamedTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
         del tensor
         while boxes:  # no reference stays when the next tensor is read
-            offsets, sizes, local = boxes.pop(0)
-            yield PartToWrite(name, offsets, sizes, local)
-            del local
+            box = boxes.pop(0)
+            yield PartToWrite(name, box.offsets, box.sizes, box.local)
+            del box
 
 
 def _check_free(destination: Path) -> None:
@@ -332,7 +332,7 @@ def _to_safetensors(
     form = stored_form(entries, key_map, None, with_values=False)
     if not form.keys:
         raise ValueError("there are no tensors to write")
-    settings = None if config is None else {**config, "dtype": _main_dtype(form)}
+    settings = None if config is None else {**config, "dtype": form.main_dtype()}
 
     def read(group: list[ModelTensor]) -> dict[str, Tensor]:
         return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
@@ -348,11 +348,3 @@ def _to_safetensors(
     else:
         write(destination, max_shard_size)
     return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)
-
-
-def _main_dtype(form: StoredForm) -> str:
-    """The dtype of most elements, for config.json."""
-    sizes: dict[torch.dtype, int] = {}
-    for shape, dtype in form.keys.values():
-        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
-    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")

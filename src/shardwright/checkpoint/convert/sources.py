@@ -31,7 +31,7 @@ from shardwright.checkpoint.dcp.folders import check_sizes, files_of, not_plain
 from shardwright.checkpoint.format.digests import Damaged, open_regular
 from shardwright.checkpoint.format.index import Index, Part, StoredTensor, StoredValue
 from shardwright.checkpoint.format.index import Path as Keys
-from shardwright.checkpoint.format.nested import State, nested
+from shardwright.checkpoint.format.nested import NestedState, nested
 from shardwright.checkpoint.load.loading import check_lengths, fill, open_checkpoint
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch, open_stored
 from shardwright.checkpoint.save.writing import bytes_of
@@ -62,7 +62,7 @@ class SourceTensor:
 
 
 @dataclass(frozen=True)
-class Source:
+class InputCheckpoint:
     """The content of a checkpoint: its tensors and values, and how to read them.
 
     Attributes:
@@ -86,7 +86,7 @@ class Source:
         return bool(self.tensors) and all(len(each.path) == 1 for each in self.tensors.values())
 
 
-def open_source(location: Path | Store) -> Source:
+def open_source(location: Path | Store) -> InputCheckpoint:
     """Read what describes a checkpoint. Behind a URL there may be one of ours.
 
     Raises:
@@ -118,7 +118,7 @@ def open_source(location: Path | Store) -> Source:
     stored = open_stored(path)
     form = SAFETENSORS if all(each.file.suffix == ".safetensors" for each in stored.values()) else TORCH
     ordered = sorted(stored.items(), key=lambda item: (str(item[1].file), item[1].position))
-    return Source(
+    return InputCheckpoint(
         path,
         form,
         {
@@ -132,18 +132,18 @@ def _viewed(view: Callable[[], Tensor]) -> Callable[[torch.dtype], Tensor]:
     return lambda dtype: view().to(dtype).contiguous()
 
 
-def _of_torch(path: Path) -> Source:
+def _of_torch(path: Path) -> InputCheckpoint:
     content = load_torch(path)
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a dict, so its tensors have no names")
-    state = State.of(content)
+    state = NestedState.of(content)
     for each in state.tensors.values():
         each.boxes_to_save()  # raises an error for tensors without dense values
     tensors = {
         name: SourceTensor(each.path, each.dtype, each.shape, _viewed(each.tensor.detach))
         for name, each in state.tensors.items()
     }
-    return Source(path, TORCH, tensors, _paths(state.values), lambda: state.values)
+    return InputCheckpoint(path, TORCH, tensors, _paths(state.values), lambda: state.values)
 
 
 def _paths(values: Mapping[str, StoredValue]) -> dict[str, Keys]:
@@ -153,14 +153,16 @@ def _paths(values: Mapping[str, StoredValue]) -> dict[str, Keys]:
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def _ours(path: Path | Store, files: Files, index: Index) -> Source:
+def _ours(path: Path | Store, files: Files, index: Index) -> InputCheckpoint:
     first = {name: min((p.file, p.start) for p in each.parts) if each.parts else ("", 0)
              for name, each in index.tensors.items()}  # fmt: skip
     tensors = {
         name: SourceTensor(each.path, each.dtype, each.shape, partial(_read_ours, files, each))
         for name, each in sorted(index.tensors.items(), key=lambda item: first[item[0]])
     }
-    return Source(path, SHARDWRIGHT, tensors, _paths(index.values), lambda: index.values, index.ranks)
+    return InputCheckpoint(
+        path, SHARDWRIGHT, tensors, _paths(index.values), lambda: index.values, index.ranks
+    )
 
 
 def _read_ours(files: Files, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
@@ -201,7 +203,7 @@ def _box(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Ten
 # -- torch's distributed checkpoint ------------------------------------------------------------------------------------
 
 
-def _of_dcp(path: Path, metadata: Metadata) -> Source:
+def _of_dcp(path: Path, metadata: Metadata) -> InputCheckpoint:
     check_sizes(path, files_of(metadata))
     paths = metadata.planner_data or {}
     entries = metadata.state_dict_metadata
@@ -214,7 +216,7 @@ def _of_dcp(path: Path, metadata: Metadata) -> Source:
             names[id(leaf)] = name
         leaves[paths.get(name, (name,))] = leaf
     try:
-        state = State.of(nested(leaves))
+        state = NestedState.of(nested(leaves))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Damaged(f"the keys of its values contradict one another ({error})") from None
     if len(leaves) < len(entries):
@@ -231,7 +233,7 @@ def _of_dcp(path: Path, metadata: Metadata) -> Source:
             for name, each in state.values.items()
         }
 
-    return Source(path, DCP, tensors, _paths(state.values), values)
+    return InputCheckpoint(path, DCP, tensors, _paths(state.values), values)
 
 
 def _filled(value: Any, path: Path, metadata: Metadata) -> Any:
@@ -280,7 +282,7 @@ def _loaded(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
     place, name = metadata.storage_data[index], index.fqn
     descriptor = open_regular(folder / place.relative_path)
     with io.FileIO(descriptor, "r") as file:
-        section = _Section(file, place.offset, place.length)
+        section = _FileSection(file, place.offset, place.length)
         try:
             with zipfile.ZipFile(section) as records:  # type: ignore[arg-type]
                 # Otherwise a small file could fill the memory.
@@ -301,7 +303,7 @@ def _loaded(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
             ) from error
 
 
-class _Section(io.RawIOBase):
+class _FileSection(io.RawIOBase):
     """A range of a file, as a file."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:

@@ -179,12 +179,12 @@ def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
 # -- the pickle of a tensor --------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _NotedCall(NamedTuple):
     name: str
     arguments: tuple[Any, ...]
 
 
-class _Unpickler(pickle.Unpickler):
+class _CallUnpickler(pickle.Unpickler):
     """Notes which functions would be called with which arguments, and calls none."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -193,21 +193,21 @@ class _Unpickler(pickle.Unpickler):
         if name in _STORAGES or name == "UntypedStorage":
             return name
         if (module, name) == ("collections", "OrderedDict") or (module, name) in _REBUILDS:
-            return _Named(name)
+            return _NotedFunction(name)
         raise Damaged(f"names {name_of_callable(module, name)}, which no tensor needs; it was not called")
 
     def persistent_load(self, identity: Any) -> Any:
-        return _Call("storage", identity)
+        return _NotedCall("storage", identity)
 
 
-class _Named:
+class _NotedFunction:
     """A function's name. To call it gives a note of the call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __call__(self, *arguments: Any) -> _Call:
-        return _Call(self._name, arguments)
+    def __call__(self, *arguments: Any) -> _NotedCall:
+        return _NotedCall(self._name, arguments)
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise Damaged("gives a function a state")
@@ -224,14 +224,14 @@ def _described(container: Container, records: Mapping[str, tuple[int, int]]) -> 
         raise Damaged("its bytes are in the other order")
     data = container.read(offset, nbytes)
     check_operations(data, "its description")
-    call = _Unpickler(io.BytesIO(data)).load()
-    if type(call) is not _Call or not call.name.startswith("_rebuild_tensor"):
+    call = _CallUnpickler(io.BytesIO(data)).load()
+    if type(call) is not _NotedCall or not call.name.startswith("_rebuild_tensor"):
         raise Damaged("is no tensor")
     storage, first, shape, strides, _, hooks, *more = call.arguments
     _, kind, _, _, count = storage.arguments
     dtype = _STORAGES.get(kind, more[0] if more else None)
     if (
-        hooks != _Call("OrderedDict", ())
+        hooks != _NotedCall("OrderedDict", ())
         or type(dtype) is not torch.dtype
         or len(more) > (kind not in _STORAGES)
     ):

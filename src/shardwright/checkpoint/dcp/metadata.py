@@ -35,7 +35,7 @@ BYTES_OF_PART = (
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """The place of one item's bytes: a file of the folder, and a range of it."""
 
     relative_path: str
@@ -45,14 +45,14 @@ class Place:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The content of a ``.metadata`` file, its ``storage_data`` as :class:`Place`.
+    """The content of a ``.metadata`` file, its ``storage_data`` as :class:`FileRange`.
 
     Raises:
         Damaged: the bytes are no such file, name a class or function that none has, or contradict themselves.
     """
     check_operations(data, ".metadata")
     try:
-        read = _Unpickler(io.BytesIO(data)).load()
+        read = _RecordUnpickler(io.BytesIO(data)).load()
     except Damaged:
         raise
     except Exception as error:  # damaged bytes can raise nearly any exception
@@ -69,13 +69,13 @@ def parse_metadata(data: bytes) -> Metadata:
 # -- unpickling --------------------------------------------------------------------------------------------------------
 
 
-class _Record:
+class _ObjectRecord:
     """The file's description of one object: the name of its class, arguments and state. Nothing is called with them."""
 
     __slots__ = ("state",)
     state: Any
 
-    def __new__(cls, *arguments: Any) -> _Record:
+    def __new__(cls, *arguments: Any) -> _ObjectRecord:
         self = object.__new__(cls)
         self.state = arguments
         return self
@@ -111,14 +111,14 @@ _CLASS_NAMES: dict[tuple[str, str], str] = {
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-class _Unpickler(pickle.Unpickler):
+class _RecordUnpickler(pickle.Unpickler):
     """Makes a record for each name of the list. Other names raise an error."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
         # Separate classes for each file, so that one file cannot change the classes of the next.
         self._classes: dict[str, type] = {
-            name: type(name, (_Record,), {"__slots__": ()}) for name in _CLASS_NAMES.values()
+            name: type(name, (_ObjectRecord,), {"__slots__": ()}) for name in _CLASS_NAMES.values()
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -138,7 +138,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _state(value: Any, kind: str) -> Any:
-    if not isinstance(value, _Record) or type(value).__name__ != kind:
+    if not isinstance(value, _ObjectRecord) or type(value).__name__ != kind:
         raise Damaged(f"expected a {kind}, found {_kind(value)}")
     return value.state
 
@@ -188,7 +188,7 @@ def _built(read: Any) -> Metadata:
         _of(name, str, "a name"): _entry(name, entry)
         for name, entry in _of(fields["state_dict_metadata"], dict, "the list of values").items()
     }
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, FileRange] = {}
     for index, info in _of(fields["storage_data"], dict, "the list of places").items():
         places[_index(index)] = _place(info)
     _check_places(entries, places)
@@ -230,17 +230,17 @@ def _index(value: Any) -> MetadataIndex:
     )
 
 
-def _place(value: Any) -> Place:
+def _place(value: Any) -> FileRange:
     fields = _fields(value, "_StorageInfo")
     name = _of(fields["relative_path"], str, "a file's name")
     if name in ("", ".", "..") or name != PurePosixPath(name).name or "\0" in name or "\\" in name:
         raise Damaged(f"expected the name of a file in the checkpoint, found {name!r}")
     if fields.get("transform_descriptors"):
         raise Damaged(f"{name} was written with extensions of torch's writer, which are not supported")
-    return Place(name, _count(fields["offset"], "an offset"), _count(fields["length"], "a length"))
+    return FileRange(name, _count(fields["offset"], "an offset"), _count(fields["length"], "a length"))
 
 
-def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, Place]) -> None:
+def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, FileRange]) -> None:
     for name, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
             indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]

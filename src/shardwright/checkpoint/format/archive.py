@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from shardwright._torch import storage_class
+
 #: The tensor's bytes begin at a multiple of it, and the container's length is one.
 ALIGNMENT = 64
 LARGEST = (1 << 32) - (1 << 16)  #: bytes of a tensor in one container; beyond it zip files have another form
@@ -90,7 +92,7 @@ class _Zip:
         return bytes(self._entries) + b"PK\5\6" + end + comment
 
 
-class _Described:
+class _RebuildCall:
     """Pickled as the call that ``torch.save`` writes for a tensor."""
 
     def __init__(self, call: tuple[Any, ...]) -> None:
@@ -132,10 +134,10 @@ def described(dtype: torch.dtype, shape: Sequence[int], record: str) -> Any:
     if isinstance(storage, torch.UntypedStorage):
         count, more = count * dtype.itemsize, (dtype,)
     else:
-        kind = getattr(torch, storage._pickle_storage_type())
+        kind = storage_class(storage)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     held = _Storage(("storage", kind, record, "cpu", count))
-    return _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
+    return _RebuildCall((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
 
 
 def _of_empty(dtype: torch.dtype) -> tuple[Any, ...]:

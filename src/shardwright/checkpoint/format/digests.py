@@ -92,20 +92,6 @@ def digest_of(file: Path, progress: Callable[[int], None] = _ignore, links: bool
     return Digest(total, sha.hexdigest())
 
 
-def check_digest(
-    file: Path, expected: Digest, progress: Callable[[int], None] = _ignore, links: bool = False
-) -> None:
-    """Raise Damaged if the file differs from the digested one. The length is compared first."""
-    if (nbytes := size_of(file, links)) != expected.nbytes:
-        raise Damaged(f"{file.name} holds {nbytes:,} bytes, {expected.nbytes:,} expected")
-    try:
-        digest = digest_of(file, progress, links)
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    if digest != expected:
-        raise Damaged(f"{file.name} is not the file that was saved: its SHA-256 differs")
-
-
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
     """The names for ``rank``, so that all ranks get about the same number of bytes."""
     loads = [0] * ranks

@@ -341,10 +341,10 @@ def _check_files(index: Index) -> None:
             raise Damaged(f"{name} and its parts disagree")
 
 
-Box = tuple[Sequence[int], Sequence[int]]  #: offsets and sizes
+Bounds = tuple[Sequence[int], Sequence[int]]  #: offsets and sizes
 
 
-def check_coverage(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+def check_coverage(name: str, shape: Sequence[int], boxes: Sequence[Bounds]) -> None:
     """Raise Damaged unless every element of a tensor of that shape is in exactly one of the boxes."""
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape) or any(
@@ -355,7 +355,7 @@ def check_coverage(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> Non
         raise Damaged(f"{name!r} of shape {tuple(shape)} has parts that are missing or stored twice")
 
 
-def _any_overlap(boxes: Sequence[Box]) -> bool:
+def _any_overlap(boxes: Sequence[Bounds]) -> bool:
     """Whether two boxes share an element. Compares boxes that meet along the dimension with the most starts."""
     full = [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if prod(sizes)]
     if len(full) < 2:

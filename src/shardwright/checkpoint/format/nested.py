@@ -29,8 +29,11 @@ class Box(NamedTuple):
     """A box of a tensor that this rank has, and its memory: a view of that shape."""
 
     offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     local: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
 
 
 def meet(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> bool:
@@ -72,16 +75,14 @@ class NamedTensor:
         if not is_fsdp1s and (self.tensor.layout is not torch.strided or self.tensor.is_quantized):
             raise ValueError(f"{self.name} is sparse or quantized; a checkpoint holds dense tensors")
         whole = [
-            Box(tuple(o), tuple(s), local.detach())
-            for o, s, local in boxes_to_save(self.name, _by_protocol(self.tensor))
+            Box(tuple(o), local.detach()) for o, local in boxes_to_save(self.name, _by_protocol(self.tensor))
         ]
         return [part for box in whole for part in _cut(box, self.dtype.itemsize)]
 
     def boxes_to_load(self) -> list[Box]:
         """The boxes that this rank needs, with the memory to load them into."""
         return [
-            Box(tuple(o), tuple(s), local.detach())
-            for o, s, local in boxes_to_load(self.name, _by_protocol(self.tensor))
+            Box(tuple(o), local.detach()) for o, local in boxes_to_load(self.name, _by_protocol(self.tensor))
         ]
 
 
@@ -94,14 +95,14 @@ def _by_protocol(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class State:
+class NestedState:
     """A nested state in parts. Tensors and values are under the names that torch's distributed checkpoint gives."""
 
     tensors: Mapping[str, NamedTensor]
     values: Mapping[str, StoredValue]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> State:
+    def of(cls, state: Mapping[str, Any]) -> NestedState:
         """Take a nested state apart.
 
         Raises:
@@ -191,8 +192,7 @@ def _cut(box: Box, itemsize: int) -> Iterator[Box]:
     for start in range(0, box.sizes[dim], rows):
         length = min(rows, box.sizes[dim] - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-        sizes = (*box.sizes[:dim], length, *box.sizes[dim + 1 :])
-        yield from _cut(Box(offsets, sizes, box.local.narrow(dim, start, length)), itemsize)
+        yield from _cut(Box(offsets, box.local.narrow(dim, start, length)), itemsize)
 
 
 Progress = Callable[[int], None]

@@ -27,8 +27,8 @@ from shardwright.checkpoint.dcp.foreign import Strides
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
-from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, State, ignore, meet, nested
-from shardwright.checkpoint.load.unreplaced import OpenFiles, Origin, unless_replaced
+from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore, meet, nested
+from shardwright.checkpoint.load.unreplaced import DescriptionFile, OpenFiles, unless_replaced
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
@@ -47,7 +47,7 @@ class Checkpoint:
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
     links: bool = False  #: whether files of torch's writer may be behind links
-    origin: Origin | None = None  #: of the description, to notice that another save has replaced it
+    origin: DescriptionFile | None = None  #: of the description, to notice that another save has replaced it
 
     @property
     def folder(self) -> Path:
@@ -106,11 +106,11 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest(), origin=origin)
 
 
-def _description(files: Files, name: str, end: bytes) -> tuple[bytes, Origin]:
+def _description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
     """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
     no more is read."""
     nbytes = files.size(name)
-    origin = Origin.of(files, name)
+    origin = DescriptionFile.of(files, name)
     with unless_replaced(origin):
         return _content(files, name, nbytes, end), origin
 
@@ -299,7 +299,7 @@ def load_state(
         Damaged: it is not whole. No tensor was changed, unless a file could be read at first and then not again.
         ValueError: a tensor is missing in it, or has another shape or dtype. No tensor was changed.
     """
-    mine = State.of(state)
+    mine = NestedState.of(state)
 
     def fits(checkpoint: Checkpoint) -> None:
         check(checkpoint)
@@ -329,7 +329,7 @@ def read_state(
     Raises:
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
-    mine = State.of(state)
+    mine = NestedState.of(state)
     values: dict[Any, Any] = {}
     stored: dict[str, StoredTensor] = {}
     strides: Strides = {}
@@ -489,6 +489,7 @@ def read_tensors(
     Raises:
         Damaged: a file could be read before and cannot be read now; or a file of torch's writer holds another tensor
             than its ``.metadata`` says, and nothing has changed.
+        ValueError: the checkpoint has no tensor of a name, or one of another shape.
     """
     index = checkpoint.index
     paths = {} if index is None else {name: each.path for name, each in index.tensors.items()}
@@ -504,6 +505,16 @@ def read_tensors(
             assert metadata is not None
             stored.update(foreign.tensors_of(folder, metadata, named, strides, checkpoint.links))
 
+        for each in named.values():
+            if each.name not in stored:
+                raise ValueError(
+                    f"{checkpoint.origin}: expected a tensor {each.name}, found none of this name"
+                )
+            if each.shape != (shape := tuple(stored[each.name].shape)):
+                raise ValueError(
+                    f"{checkpoint.origin}: expected a tensor of the stored shape {list(shape)} for {each.name}, found "
+                    f"one of shape {list(each.shape)}"
+                )
         files.hold(part.file for part, _, _ in _reads(stored, named.values()))
 
     wanted = list(named.values())

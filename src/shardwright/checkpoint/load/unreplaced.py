@@ -19,7 +19,7 @@ from shardwright.checkpoint.storage.stores import Files, Reader
 HELD = 256  #: files that a rank keeps open; systems allow a process 1,024 by default
 
 
-class Origin(NamedTuple):
+class DescriptionFile(NamedTuple):
     """The file that described a checkpoint when it was opened."""
 
     files: Files
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     identity: Hashable | None  #: cheap to compare; None where files of two saves never have the same name
 
     @classmethod
-    def of(cls, files: Files, name: str) -> Origin:
+    def of(cls, files: Files, name: str) -> DescriptionFile:
         return cls(files, name, files.identity(name))
 
     def is_replaced(self, fingerprint: str | None) -> bool:
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
 @contextmanager
 def unless_replaced(
-    origin: Origin | None, fingerprint: str | None = None, *, changing: bool = False
+    origin: DescriptionFile | None, fingerprint: str | None = None, *, changing: bool = False
 ) -> Iterator[None]:
     """Raise an OSError, also in the place of Damaged, if the checkpoint was replaced before the end of the block.
 
@@ -87,7 +87,7 @@ class OpenFiles:
         origin, fingerprint: of its description; None if nobody replaces it.
     """
 
-    def __init__(self, files: Files, origin: Origin | None, fingerprint: str) -> None:
+    def __init__(self, files: Files, origin: DescriptionFile | None, fingerprint: str) -> None:
         self._files, self._origin, self._fingerprint = files, origin, fingerprint
         self._held: dict[str, Reader] = {}
 

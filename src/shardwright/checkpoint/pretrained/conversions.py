@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.checkpoint.pretrained.files import StoredTensor
+from shardwright.checkpoint.pretrained.files import FileTensor
 from shardwright.checkpoint.pretrained.names import (
     Joined,
     Slice,
-    Source,
     Stacked,
+    TensorSource,
     Transposed,
     keys_of,
     views_of,
@@ -33,8 +33,8 @@ from shardwright.engine.front.module import FSDPModule, original_class
 
 
 def transformers_key_map(
-    model: nn.Module, names: Iterable[str], stored: Mapping[str, StoredTensor]
-) -> dict[str, Source] | None:
+    model: nn.Module, names: Iterable[str], stored: Mapping[str, FileTensor]
+) -> dict[str, TensorSource] | None:
     """The stored places of the tensors of these names, if the model is one of transformers (5 or later); else None.
 
     Raises:
@@ -52,7 +52,7 @@ def transformers_key_map(
     return _follow(loading, transforms, model, dict.fromkeys(names, True), stored)
 
 
-def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Source] | None:
+def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource] | None:
     """The places at which transformers (5 or later) stores the tensors of one of its models; None for other models.
 
     This is the inverse of :func:`transformers_key_map`: no stored tensors are needed.
@@ -77,7 +77,7 @@ def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[s
     try:
         reverted: dict[str, torch.Tensor] = revert(_as_made(model), on_meta)
         stored = {
-            key: StoredTensor(key, Path(), number, tensor.shape, tensor.dtype, tensor.detach)
+            key: FileTensor(key, Path(), number, tensor.shape, tensor.dtype, tensor.detach)
             for number, (key, tensor) in enumerate(reverted.items())
         }
         places = transformers_key_map(model, shapes, stored) or {}
@@ -97,9 +97,9 @@ def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[s
 
 
 #: Shapes and places of models that were stored before.
-_stored_places: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Source]]] = (
-    weakref.WeakKeyDictionary()
-)
+_stored_places: weakref.WeakKeyDictionary[
+    nn.Module, tuple[dict[str, torch.Size], dict[str, TensorSource]]
+] = weakref.WeakKeyDictionary()
 
 
 def names_not_stored(model: nn.Module) -> frozenset[str]:
@@ -132,13 +132,13 @@ def _follow(
     transforms: list[Any],
     model: Any,
     names: dict[str, bool],
-    stored: Mapping[str, StoredTensor],
-) -> dict[str, Source]:
+    stored: Mapping[str, FileTensor],
+) -> dict[str, TensorSource]:
     """Process the stored tensors as ``transformers.core_model_loading.convert_and_load_state_dict_in_model`` does."""
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     collected: dict[str, Any] = {}
     prefix = model.base_model_prefix
     for key in sorted(stored, key=loading.dot_natural_key):
@@ -153,7 +153,7 @@ def _follow(
             sources.setdefault(name, key)
         else:
             converter = collected.setdefault(name, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(name, key, pattern, _Form(key, stored[key].shape))
+            converter.add_tensor(name, key, pattern, _ShapeAndSource(key, stored[key].shape))
     for name, converter in collected.items():
         try:
             converted = converter.convert(name, model=model, config=model.config)
@@ -170,10 +170,10 @@ def _follow(
     return sources
 
 
-class _Form:
+class _ShapeAndSource:
     """A stand-in for a stored tensor, or for a tensor made of several: its shape and its source."""
 
-    def __init__(self, source: Source, shape: Iterable[int]) -> None:
+    def __init__(self, source: TensorSource, shape: Iterable[int]) -> None:
         self.source = source
         self.shape = torch.Size(shape)
 
@@ -187,19 +187,19 @@ class _Form:
     def size(self, dim: int) -> int:
         return self.shape[dim]
 
-    def contiguous(self) -> _Form:
+    def contiguous(self) -> _ShapeAndSource:
         return self
 
-    def permute(self, *dims: Any) -> _Form:
+    def permute(self, *dims: Any) -> _ShapeAndSource:
         order = tuple(d % self.ndim for d in (dims[0] if isinstance(dims[0], (tuple, list)) else dims))
-        return _Form(Transposed(self.source, order), [self.shape[d] for d in order])
+        return _ShapeAndSource(Transposed(self.source, order), [self.shape[d] for d in order])
 
-    def transpose(self, dim0: int, dim1: int) -> _Form:
+    def transpose(self, dim0: int, dim1: int) -> _ShapeAndSource:
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self.permute(order)
 
-    def split(self, sizes: int | list[int], dim: int = 0) -> tuple[_Form, ...]:
+    def split(self, sizes: int | list[int], dim: int = 0) -> tuple[_ShapeAndSource, ...]:
         whole = self.shape[dim]
         dim %= self.ndim
         if isinstance(sizes, int):
@@ -208,11 +208,11 @@ class _Form:
             raise NotImplementedError("It cuts a tensor that it has made from several stored tensors.")
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return tuple(
-            _Form(Slice(self.source, start, n, dim), (*self.shape[:dim], n, *self.shape[dim + 1 :]))
+            _ShapeAndSource(Slice(self.source, start, n, dim), (*self.shape[:dim], n, *self.shape[dim + 1 :]))
             for start, n in zip(starts, sizes, strict=True)
         )
 
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[_Form, ...]:
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[_ShapeAndSource, ...]:
         return self.split(math.ceil(self.shape[dim] / chunks), dim)
 
     @classmethod
@@ -233,16 +233,16 @@ class _Form:
         raise NotImplementedError(f"{getattr(func, '__name__', func)} cannot be read in parts.")
 
 
-def _stack(forms: list[_Form], dim: int = 0) -> _Form:
-    stacked = _Form(Stacked(tuple(f.source for f in forms)), (len(forms), *forms[0].shape))
+def _stack(forms: list[_ShapeAndSource], dim: int = 0) -> _ShapeAndSource:
+    stacked = _ShapeAndSource(Stacked(tuple(f.source for f in forms)), (len(forms), *forms[0].shape))
     dim %= stacked.ndim
     return stacked if dim == 0 else stacked.permute([*range(1, dim + 1), 0, *range(dim + 1, stacked.ndim)])
 
 
-def _join(forms: list[_Form], dim: int = 0) -> _Form:
+def _join(forms: list[_ShapeAndSource], dim: int = 0) -> _ShapeAndSource:
     if len(forms) == 1:
         return forms[0]
     dim %= forms[0].ndim
     sizes = tuple(f.shape[dim] for f in forms)
     shape = (*forms[0].shape[:dim], sum(sizes), *forms[0].shape[dim + 1 :])
-    return _Form(Joined(tuple(f.source for f in forms), dim, sizes), shape)
+    return _ShapeAndSource(Joined(tuple(f.source for f in forms), dim, sizes), shape)

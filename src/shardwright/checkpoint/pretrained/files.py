@@ -52,7 +52,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a file. Only its name, shape and dtype were read."""
 
     key: str
@@ -66,7 +66,7 @@ class StoredTensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def open_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+def open_stored(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
     """Every tensor of a file, or of a folder with an index or a single file of weights.
 
     In a folder safetensors are preferred to files of ``torch.save``, and an index to a file. Only headers are read.
@@ -87,7 +87,7 @@ def open_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     return _open_file(path)
 
 
-def _open_folder(folder: Path) -> dict[str, StoredTensor]:
+def _open_folder(folder: Path) -> dict[str, FileTensor]:
     for suffixes, ending in (((".safetensors",), ".safetensors.index.json"), (TORCH_SUFFIXES, ".index.json")):
         indices = sorted(p for p in folder.iterdir() if p.name.endswith(ending))
         files = sorted(p for p in folder.iterdir() if p.suffix in suffixes)
@@ -105,7 +105,7 @@ def _open_folder(folder: Path) -> dict[str, StoredTensor]:
     )
 
 
-def _open_index(index: Path) -> dict[str, StoredTensor]:
+def _open_index(index: Path) -> dict[str, FileTensor]:
     try:
         places = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)[
             "weight_map"
@@ -130,7 +130,7 @@ def _open_index(index: Path) -> dict[str, StoredTensor]:
     return {key: by_file[name][key] for key, name in places.items()}
 
 
-def _open_file(file: Path) -> dict[str, StoredTensor]:
+def _open_file(file: Path) -> dict[str, FileTensor]:
     if file.suffix == ".safetensors":
         return _open_safetensors(file)
     if file.suffix in TORCH_SUFFIXES:
@@ -149,7 +149,7 @@ def abbreviated(names: Sequence[object], limit: int = 12) -> str:
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
 
-def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
+def _open_safetensors(file: Path) -> dict[str, FileTensor]:
     size = file.stat().st_size
     with open(file, "rb") as stream:
         start = stream.read(8)
@@ -195,7 +195,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
         return view
 
     return {
-        key: StoredTensor(key, file, begin, shape, dtype, viewer(shape, dtype, begin, end))
+        key: FileTensor(key, file, begin, shape, dtype, viewer(shape, dtype, begin, end))
         for key, (shape, dtype, begin, end) in entries
     }
 
@@ -284,7 +284,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 # -- torch.save --------------------------------------------------------------------------------------------------------
 
 
-def _open_torch(file: Path) -> dict[str, StoredTensor]:
+def _open_torch(file: Path) -> dict[str, FileTensor]:
     content = load_torch(file)
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         others = (
@@ -302,7 +302,7 @@ def _open_torch(file: Path) -> dict[str, StoredTensor]:
     if without:
         raise ValueError(f"{file}: these tensors are sparse, or hold no values: {abbreviated(without)}")
     return {
-        str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
+        str(key): FileTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
         for number, (key, value) in enumerate(content.items())
     }
 
@@ -351,12 +351,12 @@ def shard_names(count: int) -> Iterable[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, FileTensor]:
     """Tensors of this process, as if they were stored."""
     others = [repr(key) for key, value in tensors.items() if not isinstance(value, Tensor)]
     if others:
         raise TypeError(f"expected a dict from keys to tensors, found other values for {abbreviated(others)}")
     return {
-        key: StoredTensor(key, Path(), number, value.shape, value.dtype, partial(_itself, value.detach()))
+        key: FileTensor(key, Path(), number, value.shape, value.dtype, partial(_itself, value.detach()))
         for number, (key, value) in enumerate(tensors.items())
     }

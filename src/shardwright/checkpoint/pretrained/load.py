@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import board as boards
+from shardwright.checkpoint.format.nested import Box
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
-from shardwright.checkpoint.pretrained.files import StoredTensor, abbreviated, in_memory, open_stored
+from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory, open_stored
 from shardwright.checkpoint.pretrained.model import (
-    Box,
     ModelTensor,
     aliases_of,
     allocate,
@@ -32,7 +32,7 @@ from shardwright.checkpoint.pretrained.model import (
     same_bits,
     tensors_of,
 )
-from shardwright.checkpoint.pretrained.names import KeyMap, Source, keys_of, source_of, views_of
+from shardwright.checkpoint.pretrained.names import KeyMap, TensorSource, keys_of, source_of, views_of
 from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.tensors.parameter import refuse_while_deferring
@@ -118,7 +118,7 @@ def load_pretrained(
     mesh = mesh_of(units)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
-    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, path, key_map, *patterns))
+    plan: _LoadPlan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, path, key_map, *patterns))
     _refuse_different_files(mesh, plan)
     on_meta = (
         torch.device(device)
@@ -133,7 +133,7 @@ def load_pretrained(
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
 
 
-def _refuse_different_files(mesh: DeviceMesh | None, plan: _Plan) -> None:
+def _refuse_different_files(mesh: DeviceMesh | None, plan: _LoadPlan) -> None:
     """Raise if ranks read copies of a checkpoint that have different tensors."""
     if mesh is None:
         return
@@ -161,8 +161,8 @@ def _patterns(allowed: bool | Iterable[str]) -> tuple[str, ...]:
 
 class _Load(NamedTuple):
     entry: ModelTensor
-    source: Source
-    stored: dict[str, StoredTensor]
+    source: TensorSource
+    stored: dict[str, FileTensor]
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -171,7 +171,7 @@ class _Load(NamedTuple):
 
 
 @dataclass
-class _Plan:
+class _LoadPlan:
     loads: list[_Load] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -188,10 +188,10 @@ def _plan(
     key_map: KeyMap | None,
     may_miss: tuple[str, ...],
     may_be_unexpected: tuple[str, ...],
-) -> _Plan:
+) -> _LoadPlan:
     """The tensors to read. Raises a ValueError for everything that does not fit."""
     stored = in_memory(path) if isinstance(path, Mapping) else open_stored(path)
-    plan = _Plan()
+    plan = _LoadPlan()
     used: set[str] = set()
     missing: list[str] = []
     unfit: list[str] = []
@@ -247,7 +247,7 @@ def _allowed(names: list[str], patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _missing_in_words(entry: ModelTensor, source: Source, stored: dict[str, StoredTensor]) -> str:
+def _missing_in_words(entry: ModelTensor, source: TensorSource, stored: dict[str, FileTensor]) -> str:
     absent = [key for key in dict.fromkeys(keys_of(source)) if key not in stored]
     return (
         repr(entry.name) if absent == [entry.name] else f"{entry.name!r} (stored as {abbreviated(absent, 3)})"

@@ -6,7 +6,7 @@ Other files of this package use this list for plain and sharded models. The cut 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
+from shardwright.checkpoint.format.nested import Box as Box
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -24,13 +25,6 @@ from shardwright.init.delivery import Holder, become
 
 #: Name parts of wrapper modules that are not in a model's structure: activation checkpointing, torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-class Box(NamedTuple):
-    """A box of a tensor that this rank has, and its memory: a view of that shape."""
-
-    offsets: tuple[int, ...]
-    local: Tensor
 
 
 @dataclass(frozen=True, eq=False)

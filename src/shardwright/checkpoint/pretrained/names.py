@@ -18,7 +18,7 @@ from torch import Tensor
 class Transposed:
     """The source with its dimensions in another order, as ``Tensor.permute`` takes it: ``dims[i]`` becomes the i-th."""
 
-    source: Source
+    source: TensorSource
     dims: tuple[int, ...] = (1, 0)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Slice:
 class Stacked:
     """Sources of one shape along a new first dimension, as ``torch.stack`` makes it: say one for each expert."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -58,7 +58,7 @@ class Stacked:
 class Joined:
     """Sources one after the other along ``dim``, as ``torch.cat`` makes it. ``sizes`` along it; None: equal ones."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     dim: int = 0
     sizes: tuple[int, ...] | None = None
 
@@ -70,12 +70,12 @@ class Joined:
             )
 
 
-Source: TypeAlias = "str | Transposed | Slice | Stacked | Joined"
+TensorSource: TypeAlias = "str | Transposed | Slice | Stacked | Joined"
 #: From a name in the model to the stored place of the tensor. A mapping may leave out equal names. None: not stored.
-KeyMap: TypeAlias = "Mapping[str, Source | None] | Callable[[str], Source | None]"
+KeyMap: TypeAlias = "Mapping[str, TensorSource | None] | Callable[[str], TensorSource | None]"
 
 
-def source_of(key_map: KeyMap | None, name: str) -> Source | None:
+def source_of(key_map: KeyMap | None, name: str) -> TensorSource | None:
     """The stored place of the model's tensor ``name``."""
     if key_map is None:
         return name
@@ -88,7 +88,7 @@ def source_of(key_map: KeyMap | None, name: str) -> Source | None:
     return source
 
 
-def keys_of(source: Source) -> list[str]:
+def keys_of(source: TensorSource) -> list[str]:
     """The keys of all stored tensors in the source."""
     if isinstance(source, str):
         return [source]
@@ -97,14 +97,14 @@ def keys_of(source: Source) -> list[str]:
     return [key for each in source.sources for key in keys_of(each)]
 
 
-class View(NamedTuple):
+class StoredView(NamedTuple):
     """A box of a model's tensor, as a view of a stored one."""
 
     offsets: tuple[int, ...]
     stored: Tensor
 
 
-def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[View]]:
+def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[StoredView]]:
     """The shape of a source, and its boxes. ``get`` returns the stored tensors, or meta tensors.
 
     Raises:
@@ -112,7 +112,7 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
     """
     if isinstance(source, str):
         stored = get(source)
-        return stored.shape, [View((0,) * stored.ndim, stored)]
+        return stored.shape, [StoredView((0,) * stored.ndim, stored)]
     if isinstance(source, Slice):
         stored = get(source.source)
         size = stored.shape[source.dim] if source.dim < stored.ndim else 0
@@ -122,21 +122,23 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
                 f"{source.start + source.length} along dimension {source.dim}"
             )
         part = stored.narrow(source.dim, source.start, source.length)
-        return part.shape, [View((0,) * part.ndim, part)]
+        return part.shape, [StoredView((0,) * part.ndim, part)]
     if isinstance(source, Transposed):
         shape, views = views_of(source.source, get)
         if len(shape) != len(source.dims):
             raise ValueError(
                 f"{keys_of(source)[0]!r} of shape {tuple(shape)} cannot be permuted {source.dims}"
             )
-        permuted = [View(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
+        permuted = [StoredView(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
         return torch.Size(shape[d] for d in source.dims), permuted
     parts = [views_of(each, get) for each in source.sources]
     shapes = [shape for shape, _ in parts]
     if isinstance(source, Stacked):
         if len(set(shapes)) > 1:
             raise ValueError(f"{_source_in_words(source)} are stacked and have shapes {_unlike(shapes)}")
-        stacked = [View((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views]
+        stacked = [
+            StoredView((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views
+        ]
         return torch.Size([len(parts), *shapes[0]]), stacked
     dim = source.dim
     if any(
@@ -153,7 +155,7 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     joined = [
-        View((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
+        StoredView((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
         for start, (_, views) in zip(starts, parts, strict=True)
         for o, t in views
     ]
@@ -177,7 +179,7 @@ class Piece(NamedTuple):
     part: Slice | None  #: of the stored one; None: it is the whole
 
 
-def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
+def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
     """The stored tensors, as views of the model's: the inverse of :func:`views_of`.
 
     Raises:

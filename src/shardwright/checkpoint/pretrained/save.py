@@ -33,7 +33,7 @@ from shardwright.checkpoint.pretrained.model import (
     tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, default_key_map, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, default_key_map, stored_form
 from shardwright.collective import RankGroup
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of
@@ -86,8 +86,8 @@ def save_pretrained(
     mesh = mesh_of(units)
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, key_map, dtype, limit))
-    writer = _Writer(Path(path), plan, overwrite)
+    plan: _FilePlan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, key_map, dtype, limit))
+    writer = _FolderWriter(Path(path), plan, overwrite)
     writes = first_rank(mesh)
     error: Exception | None = None
     try:
@@ -114,7 +114,7 @@ def save_pretrained(
 
 def write_stored_form(
     path: Path,
-    form: StoredForm,
+    form: StoredModel,
     read: Callable[[list[ModelTensor]], dict[str, Tensor]],
     *,
     max_shard_size: int | str = "5 GB",
@@ -133,8 +133,8 @@ def write_stored_form(
     Raises:
         FileExistsError, OSError: as :func:`save_pretrained`. Nothing is left then.
     """
-    writer = _Writer(
-        path, _Plan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False
+    writer = _FolderWriter(
+        path, _FilePlan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False
     )
     try:
         writer.begin()
@@ -153,22 +153,22 @@ def _whole(entry: ModelTensor) -> Tensor:
 
 
 @dataclass
-class _Plan:
+class _FilePlan:
     """The stored tensors, and the keys in each file."""
 
-    form: StoredForm
+    form: StoredModel
     files: dict[str, list[str]]
 
 
-def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
+def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _FilePlan:
     tensors = tensors_of(model)
     if key_map is None:
         key_map = default_key_map(model, tensors)
     form = stored_form(tensors, key_map, dtype)
-    return _Plan(form, _files(form, limit))
+    return _FilePlan(form, _files(form, limit))
 
 
-def _files(form: StoredForm, limit: int) -> dict[str, list[str]]:
+def _files(form: StoredModel, limit: int) -> dict[str, list[str]]:
     """The keys of each file, in their order, as many as fit."""
     files: list[list[str]] = [[]]
     size = 0
@@ -184,10 +184,10 @@ def _files(form: StoredForm, limit: int) -> dict[str, list[str]]:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class _FolderWriter:
     """The folder while it is written, on the writing rank."""
 
-    def __init__(self, path: Path, plan: _Plan, overwrite: bool) -> None:
+    def __init__(self, path: Path, plan: _FilePlan, overwrite: bool) -> None:
         self._final = path.resolve()
         self._partial = self._final.with_name(f".{self._final.name}.partial")
         self._plan = plan

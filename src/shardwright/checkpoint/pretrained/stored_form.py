@@ -45,7 +45,7 @@ def default_key_map(model: nn.Module, tensors: Sequence[ModelTensor]) -> KeyMap 
 
 
 @dataclass
-class StoredForm:
+class StoredModel:
     """The stored tensors of a model.
 
     Attributes:
@@ -71,6 +71,13 @@ class StoredForm:
     def nbytes(self, key: str) -> int:
         shape, dtype = self.keys[key]
         return shape.numel() * dtype.itemsize
+
+    def main_dtype(self) -> str:
+        """The dtype of most elements, as config.json names it."""
+        sizes: dict[torch.dtype, int] = {}
+        for shape, dtype in self.keys.values():
+            sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
+        return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
     def keys_of(self, group: list[ModelTensor]) -> list[str]:
         """The keys of the stored tensors that a group forms."""
@@ -106,7 +113,7 @@ def stored_form(
     key_map: KeyMap | None,
     dtype: torch.dtype | None,
     with_values: bool = True,
-) -> StoredForm:
+) -> StoredModel:
     """The stored form of parameters and persistent buffers. They may be without values unless ``with_values``.
 
     Raises:
@@ -122,7 +129,7 @@ def stored_form(
             f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
             "shardwright.materialize, or load them."
         )
-    form = StoredForm(key_map, dtype)
+    form = StoredModel(key_map, dtype)
     pieces: dict[str, list[tuple[ModelTensor, Piece]]] = {}
     for entry in tensors:
         shape_only = torch.empty(entry.tensor.shape, dtype=form.stored_dtype(entry.tensor), device="meta")

@@ -20,7 +20,7 @@ import torch
 from shardwright import board as boards
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, VALUES, Index, StoredValue, check_coverage
-from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, State, ignore
+from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.load.loading import (
     check_parts,
@@ -43,7 +43,7 @@ from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
 
-Form = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
+TensorForm = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
 _SMALL = 1 << 20  #: bytes of a whole tensor of a model, which need not be spread over ranks
 BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes
 
@@ -71,7 +71,7 @@ def save_state(
         OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
             reason. Anything there is unchanged.
     """
-    plan = Plan.of(state, ranks, notes)
+    plan = SavePlan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
 
@@ -95,26 +95,28 @@ def save_state(
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """The parts that this rank saves, and the contents of the checkpoint."""
 
     own: list[PartToWrite]
     contents: Contents  #: complete on the first rank; of this rank alone on others
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ranks: RankGroup, notes: Mapping[str, str] | None = None) -> Plan:
+    def of(
+        cls, state: Mapping[str, Any], ranks: RankGroup, notes: Mapping[str, str] | None = None
+    ) -> SavePlan:
         """Agree on what every rank writes.
 
         Raises:
             ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         """
         parts: dict[BoxName, Box] = {}
-        forms: dict[str, Form] = {}
+        forms: dict[str, TensorForm] = {}
         values: dict[str, StoredValue] = {}
         of_first: set[str] = set()
 
         def take() -> None:
-            mine = State.of(state)
+            mine = NestedState.of(state)
             for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
                 if _is_first_ranks(each):
@@ -129,7 +131,7 @@ class Plan:
 
         ranks.run_on_all(take)
         everyones = ranks.gather((forms, list(parts), of_first))
-        whole: dict[str, Form] = {}
+        whole: dict[str, TensorForm] = {}
         shares: list[list[BoxName]] | None = None
 
         def divide() -> None:
@@ -151,8 +153,8 @@ class Plan:
         return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self.contents.tensors.values())
 
 
-def _agreed_forms(everyones: list[dict[str, Form]]) -> dict[str, Form]:
-    whole: dict[str, Form] = {}
+def _agreed_forms(everyones: list[dict[str, TensorForm]]) -> dict[str, TensorForm]:
+    whole: dict[str, TensorForm] = {}
     for rank, forms in enumerate(everyones):
         for name, form in forms.items():
             if whole.setdefault(name, form) != form:
@@ -171,7 +173,7 @@ def _is_first_ranks(each: NamedTensor) -> bool:
 
 
 def _shares(
-    forms: Mapping[str, Form], everyones: list[list[BoxName]], of_first: Container[str]
+    forms: Mapping[str, TensorForm], everyones: list[list[BoxName]], of_first: Container[str]
 ) -> list[list[BoxName]]:
     """The boxes that each rank writes: each box once, about the same number of bytes by each rank.
 
@@ -202,7 +204,7 @@ def _shares(
     return [sorted(share) for share in shares]
 
 
-def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
+def _nbytes(forms: Mapping[str, TensorForm], box: BoxName) -> int:
     return prod(box[2]) * forms[box[0]][1].itemsize
 
 
@@ -212,7 +214,7 @@ def names_of_files(ranks: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def open_save(path: Location, plan: Plan, ranks: RankGroup, overwrite: bool) -> Iterator[Store]:
+def open_save(path: Location, plan: SavePlan, ranks: RankGroup, overwrite: bool) -> Iterator[Store]:
     """The unfinished store into which the ranks write. Every rank sees it. It is removed if anything fails.
 
     Raises:

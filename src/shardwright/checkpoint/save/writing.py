@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright._torch import flatten_state_dict, storage_info
 from shardwright._version import __version__
 from shardwright.checkpoint.format.archive import container, lengths
 from shardwright.checkpoint.format.digests import Damaged
@@ -194,8 +195,6 @@ def write_descriptions(
 
 def _as_torch_flattens(values: Mapping[str, StoredValue]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
     """Each value under the names under which torch's distributed checkpoint looks for it."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     flat: dict[str, tuple[tuple[str | int, ...], Any]] = {}
     for name, stored in values.items():
         prefix = _steps(stored.path)
@@ -241,7 +240,6 @@ def _metadata(
     values_file: str,
 ) -> bytes:
     """The pickle that torch's own writer would leave for these parts."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -264,14 +262,14 @@ def _metadata(
         for part in tensor.parts:
             offsets = torch.Size(part.offsets)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
-            storage[MetadataIndex(name, offsets)] = _StorageInfo(
+            storage[MetadataIndex(name, offsets)] = storage_info(
                 sys.intern(part.file), part.start, part.length
             )
         properties = TensorProperties(dtype=tensor.dtype)
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for name, (start, length) in places.items():
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(sys.intern(values_file), start, length)
+        storage[MetadataIndex(name)] = storage_info(sys.intern(values_file), start, length)
     paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
     paths.update({name: _steps(path) for name, (path, _) in flat.items()})
     metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())

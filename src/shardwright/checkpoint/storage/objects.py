@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, METADATA, UnknownVersion, parse_index
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.extend.registry import import_value
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
@@ -35,17 +36,96 @@ _CREDENTIALS = {
 T = TypeVar("T")
 
 
+class _Objects:
+    """The file system of fsspec behind a URL, and its errors in one line."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError if the URL names no place for a checkpoint."""
+        found = re.fullmatch(r"([A-Za-z][\w+.-]*(?::\w+)?)://([^?#]*)", url)
+        if found is None or "::" in url:
+            raise ValueError(f"expected a URL such as s3://bucket/run-7/step-100, found {url}")
+        if not found[2].strip("/") or ".." in found[2].split("/"):
+            raise ValueError(f"{url} names no place for a checkpoint; add the name of a folder")
+        self.url, self.protocol = url.rstrip("/"), found[1]
+
+    def at(self, name: str) -> tuple[Any, str]:
+        """The file system, which fsspec keeps for each process, and the path of an object in it."""
+        try:
+            from fsspec.core import url_to_fs
+
+            if ":" in self.protocol:  # the import path of its class
+                system = import_value("file system", self.protocol)()
+                path = system._strip_protocol(self.url.partition("://")[2])
+            else:
+                system, path = url_to_fs(self.url)
+        except ImportError as error:
+            raise StoreError(
+                f"{self.url}: a package for {self.protocol}:// is missing ({_reason(error)})"
+            ) from None
+        except ValueError as error:
+            raise StoreError(
+                f"{self.url}: no file system for {self.protocol}:// ({_reason(error)})"
+            ) from None
+        return system, f"{path}/{name}" if name else str(path)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
+        with self.reported("", "read"):
+            system, path = self.at("")
+            system.invalidate_cache()
+            try:
+                entries = system.ls(path, detail=True)
+            except FileNotFoundError:
+                return {}
+        own = path.strip("/")
+        sizes = {}
+        for entry in entries:
+            name = str(entry["name"]).strip("/")
+            if name != own:
+                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
+            elif entry.get("size"):
+                raise FileExistsError(f"{self.url} is an object, not a place for several. Choose another URL")
+        return sizes
+
+    @contextlib.contextmanager
+    def reported(self, name: str, doing: str) -> Iterator[None]:
+        """Turn what a file system raises into one line that names the object, the reason and what to check.
+
+        An object that is missing when it is read raises Damaged, caused by what the file system has raised.
+        """
+        try:
+            yield
+        except (Damaged, FileExistsError, StoreError):
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and doing == "read":
+                raise Damaged(f"no {name} file") from error
+            url = f"{self.url}/{name}" if name else self.url
+            raise StoreError(f"{url} cannot be {doing}: {_reason(error)}{self._advice(error)}") from None
+
+    def _advice(self, error: Exception) -> str:
+        text = f"{type(error).__name__} {error}".lower()
+        if isinstance(error, PermissionError) or any(
+            word in text for word in ("credential", "forbidden", "denied")
+        ):
+            kind = {"s3a": "s3", "gcs": "gs"}.get(self.protocol, self.protocol)
+            return f". {_CREDENTIALS.get(kind, 'Check the credentials')}"
+        if isinstance(error, (ConnectionError, TimeoutError)) or any(
+            word in text for word in ("connect", "timeout")
+        ):
+            return ". Check the network and the address of the store"
+        if isinstance(error, FileNotFoundError):
+            return ". Check the URL"
+        return ""
+
+
 class ObjectStore:
     """The objects below a URL; with ``attempt`` those of a save that is not committed."""
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         """Raises ValueError if the URL names no place for a checkpoint."""
-        found = re.fullmatch(r"([A-Za-z][\w+.-]*)://([^?#]*)", url)
-        if found is None or "::" in url:
-            raise ValueError(f"expected a URL such as s3://bucket/run-7/step-100, found {url}")
-        if not found[2].strip("/") or ".." in found[2].split("/"):
-            raise ValueError(f"{url} names no place for a checkpoint; add the name of a folder")
-        self._url, self._protocol, self._attempt = url.rstrip("/"), found[1], attempt
+        self._objects, self._attempt = _Objects(url), attempt
+        self._url = self._objects.url
 
     def __str__(self) -> str:
         return self._url
@@ -59,13 +139,13 @@ class ObjectStore:
         return f"{stem}.{self._attempt}{dot}{suffix}"
 
     def create(self, name: str) -> ObjectWriter:
-        with self._reported(name, "written"):
-            return ObjectWriter(self, name)
+        with self._objects.reported(name, "written"):
+            return ObjectWriter(self, self._objects, name)
 
     def write(self, name: str, content: bytes) -> None:
         """Names without an attempt are written only where no object is: another save may have written it."""
-        with self._reported(name, "written"):
-            system, path = self._system(name)
+        with self._objects.reported(name, "written"):
+            system, path = self._objects.at(name)
             if name not in (METADATA, INDEX):
                 system.pipe_file(path, content)
                 return
@@ -77,8 +157,8 @@ class ObjectStore:
                 ) from None
 
     def remove(self, name: str) -> None:
-        with self._reported(name, "removed"):
-            system, path = self._system(name)
+        with self._objects.reported(name, "removed"):
+            system, path = self._objects.at(name)
             with contextlib.suppress(FileNotFoundError):  # another save that clears this place was faster
                 system.rm_file(path)
 
@@ -90,18 +170,18 @@ class ObjectStore:
         return True
 
     def size(self, name: str) -> int:
-        with self._reported(name, "read"):
-            system, path = self._system(name)
+        with self._objects.reported(name, "read"):
+            system, path = self._objects.at(name)
             system.invalidate_cache()
             return int(system.info(path)["size"])
 
     def read(self, name: str) -> bytes:
-        with self._reported(name, "read"):
-            system, path = self._system(name)
+        with self._objects.reported(name, "read"):
+            system, path = self._objects.at(name)
             return bytes(system.cat_file(path))
 
     def open(self, name: str) -> ObjectReader:
-        return ObjectReader(self, name)
+        return ObjectReader(self._objects, name)
 
     def identity(self, name: str) -> None:
         return None  # no save writes an object of another one, except for what the digests in index.json tell apart
@@ -127,9 +207,9 @@ class ObjectStore:
         unfinished = self.unfinished(attempt)
         if names := promptly(self.sizes, self._url):
             self._clear(list(names), overwrite)
-        if self._protocol in _WITH_FOLDERS:
-            with self._reported("", "made"):
-                system, path = self._system("")
+        if self._objects.protocol in _WITH_FOLDERS:
+            with self._objects.reported("", "made"):
+                system, path = self._objects.at("")
                 system.makedirs(path, exist_ok=True)
         mark = unfinished.stored_name(_MARK)
         promptly(lambda: unfinished.write(mark, b"a save has begun\n"), self._url)
@@ -218,25 +298,7 @@ class ObjectStore:
         pass  # a save begins only where nothing is
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
-        with self._reported("", "read"):
-            system, path = self._system("")
-            system.invalidate_cache()
-            try:
-                entries = system.ls(path, detail=True)
-            except FileNotFoundError:
-                return {}
-        own = path.strip("/")
-        sizes = {}
-        for entry in entries:
-            name = str(entry["name"]).strip("/")
-            if name != own:
-                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
-            elif entry.get("size"):
-                raise FileExistsError(
-                    f"{self._url} is an object, not a place for several. Choose another URL"
-                )
-        return sizes
+        return self._objects.sizes()
 
     def check_writable(self, attempt: str) -> None:
         """Write an object and remove it. Raises OSError if that is not possible."""
@@ -248,9 +310,12 @@ class ObjectStore:
     def clear(self) -> None:
         """Remove what saves have written here. Other objects stay. Raises OSError."""
         self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
-        if self._protocol in _WITH_FOLDERS:
-            with contextlib.suppress(OSError), self._reported("", "removed"):  # it may hold other files
-                system, path = self._system("")
+        if self._objects.protocol in _WITH_FOLDERS:
+            with (
+                contextlib.suppress(OSError),
+                self._objects.reported("", "removed"),
+            ):  # it may hold other files
+                system, path = self._objects.at("")
                 system.rmdir(path)
 
     def _clear(self, names: list[str], overwrite: bool) -> None:
@@ -301,55 +366,6 @@ class ObjectStore:
             return str(problem)
         return None
 
-    # -- fsspec --
-
-    def _system(self, name: str) -> tuple[Any, str]:
-        """The file system, which fsspec keeps for each process, and the path of an object in it."""
-        try:
-            from fsspec.core import url_to_fs
-
-            system, path = url_to_fs(self._url)
-        except ImportError as error:
-            raise StoreError(
-                f"{self._url}: a package for {self._protocol}:// is missing ({_reason(error)})"
-            ) from None
-        except ValueError as error:
-            raise StoreError(
-                f"{self._url}: no file system for {self._protocol}:// ({_reason(error)})"
-            ) from None
-        return system, f"{path}/{name}" if name else str(path)
-
-    @contextlib.contextmanager
-    def _reported(self, name: str, doing: str) -> Iterator[None]:
-        """Turn what a file system raises into one line that names the object, the reason and what to check.
-
-        An object that is missing when it is read raises Damaged, caused by what the file system has raised.
-        """
-        try:
-            yield
-        except (Damaged, FileExistsError, StoreError):
-            raise
-        except Exception as error:
-            if isinstance(error, FileNotFoundError) and doing == "read":
-                raise Damaged(f"no {name} file") from error
-            url = f"{self._url}/{name}" if name else self._url
-            raise StoreError(f"{url} cannot be {doing}: {_reason(error)}{self._advice(error)}") from None
-
-    def _advice(self, error: Exception) -> str:
-        text = f"{type(error).__name__} {error}".lower()
-        if isinstance(error, PermissionError) or any(
-            word in text for word in ("credential", "forbidden", "denied")
-        ):
-            kind = {"s3a": "s3", "gcs": "gs"}.get(self._protocol, self._protocol)
-            return f". {_CREDENTIALS.get(kind, 'Check the credentials')}"
-        if isinstance(error, (ConnectionError, TimeoutError)) or any(
-            word in text for word in ("connect", "timeout")
-        ):
-            return ". Check the network and the address of the store"
-        if isinstance(error, FileNotFoundError):
-            return ". Check the URL"
-        return ""
-
 
 class StoreError(OSError):
     """A store did not do what was asked for. The message is one line."""
@@ -360,19 +376,19 @@ class ObjectWriter:
 
     in_order = True
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        self._store, self._name = store, name
-        system, path = store._system(name)
+    def __init__(self, store: ObjectStore, objects: _Objects, name: str) -> None:
+        self._store, self._objects, self._name = store, objects, name
+        system, path = objects.at(name)
         self._stream = system.open(path, "wb", block_size=BLOCK)
 
     def write(self, piece: bytes | memoryview, position: int) -> None:
         whole = memoryview(piece)
-        with self._store._reported(self._name, "written"):
+        with self._objects.reported(self._name, "written"):
             for start in range(0, len(whole), SLICE):
                 self._stream.write(whole[start : start + SLICE])
 
     def finish(self) -> None:
-        with self._store._reported(self._name, "written"):
+        with self._objects.reported(self._name, "written"):
             self._stream.close()
 
     def discard(self) -> None:
@@ -391,15 +407,15 @@ class ObjectReader:
 
     at_once = READ_AT_ONCE
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        self._store, self._name = store, name
+    def __init__(self, objects: _Objects, name: str) -> None:
+        self._objects, self._name = objects, name
 
     def read_into(self, target: memoryview, position: int) -> int:
         end = position + min(len(target), READ_AT_ONCE)
         starts = list(range(position, end, SLICE))
         ends = [min(start + SLICE, end) for start in starts]
-        with self._store._reported(self._name, "read"):
-            system, path = self._store._system(self._name)
+        with self._objects.reported(self._name, "read"):
+            system, path = self._objects.at(self._name)
             pieces = system.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
         for start, stop, piece in zip(starts, ends, pieces, strict=True):
             if isinstance(piece, BaseException) or len(piece) != stop - start:

@@ -29,8 +29,8 @@ from shardwright.checkpoint.pretrained.model import (
     tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, default_key_map, stored_form
-from shardwright.checkpoint.stream.transport import Header, Here, Nowhere, Sink, ToGroup, ToSharedMemory
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, default_key_map, stored_form
+from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
 from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.base.offload import whole_of
@@ -112,7 +112,7 @@ def stream_weights(
     _refuse_in_use(units)
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-    plan: _Plan = RankGroup.of_mesh(mesh).run_or_stop(
+    plan: _BucketPlan = RankGroup.of_mesh(mesh).run_or_stop(
         lambda: _plan(model, patterns, limit, dtype, key_map, share is not None)
     )
     if mesh is not None:
@@ -126,7 +126,7 @@ def stream_weights(
             )
     first = first_rank(mesh)
 
-    def make_sink() -> Sink:
+    def make_sink() -> BucketSink:
         if to not in (None, "all", "first"):
             raise ValueError(f'to must be "all" or "first", got {to!r}')
         if group is not None and share is not None:
@@ -140,7 +140,7 @@ def stream_weights(
             return ToGroup(group) if group is not None else ToSharedMemory(share or "", consumers, timeout)
         return Nowhere() if to == "first" and not first else Here()
 
-    sink: Sink = RankGroup.of_mesh(mesh).run_or_stop(make_sink)
+    sink: BucketSink = RankGroup.of_mesh(mesh).run_or_stop(make_sink)
     return _stream(plan, units, mesh, sink, sends=group is not None or share is not None)
 
 
@@ -164,7 +164,7 @@ def _check_group(group: Any, first: bool) -> None:
 
 
 @dataclass
-class _Plan:
+class _BucketPlan:
     """The buckets of a stream.
 
     Attributes:
@@ -174,7 +174,7 @@ class _Plan:
         before: the state of each tensor's memory when the stream was made.
     """
 
-    form: StoredForm
+    form: StoredModel
     buckets: list[list[list[ModelTensor]]]
     keys: set[str]
     before: list[tuple[ModelTensor, tuple[int, int]]]
@@ -199,7 +199,7 @@ def _plan(
     dtype: torch.dtype | None,
     key_map: KeyMap | None,
     copies: bool,
-) -> _Plan:
+) -> _BucketPlan:
     tensors = tensors_of(model)
     if key_map is None:
         key_map = default_key_map(model, tensors)
@@ -230,14 +230,14 @@ def _plan(
         buckets[-1].append(group)
         held += copied or size
     before = [(entry, _state(entry)) for bucket in buckets for group in bucket for entry in group]
-    return _Plan(form, buckets, keys, before)
+    return _BucketPlan(form, buckets, keys, before)
 
 
-def _nbytes(entry: ModelTensor, form: StoredForm) -> int:
+def _nbytes(entry: ModelTensor, form: StoredModel) -> int:
     return entry.tensor.numel() * form.stored_dtype(entry.tensor).itemsize
 
 
-def _gathering(entry: ModelTensor, form: StoredForm) -> int:
+def _gathering(entry: ModelTensor, form: StoredModel) -> int:
     """At most this many bytes are needed while a tensor is gathered, its result included. Equal on all ranks."""
     tensor, itemsize = entry.tensor, form.stored_dtype(entry.tensor).itemsize
     size = tensor.numel() * itemsize
@@ -285,7 +285,7 @@ def _refuse_in_use(units: list[Unit]) -> None:
 
 
 def _stream(
-    plan: _Plan, units: list[Unit], mesh: DeviceMesh | None, sink: Sink, sends: bool
+    plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, sink: BucketSink, sends: bool
 ) -> Iterator[dict[str, Tensor]]:
     count = len(plan.buckets)
     sent, stopped = 0, "the loop over stream_weights ended early"
@@ -311,7 +311,7 @@ def _stream(
             sink.close(Header(count, count))
 
 
-def _meet(plan: _Plan, units: list[Unit], mesh: DeviceMesh | None, number: int) -> None:
+def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number: int) -> None:
     """Raise on every rank if a rank has changed weights or uses the model."""
     agree_to_gather(units)
 
@@ -330,7 +330,7 @@ def _meet(plan: _Plan, units: list[Unit], mesh: DeviceMesh | None, number: int) 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _bucket(plan: _Plan, number: int, sink: Sink) -> tuple[dict[str, Tensor], Exception | None]:
+def _bucket(plan: _BucketPlan, number: int, sink: BucketSink) -> tuple[dict[str, Tensor], Exception | None]:
     """Gather a bucket into the sink. If the sink fails, this rank goes on gathering, since the others need it."""
     error: Exception | None = None
     try:
@@ -355,7 +355,7 @@ def _bucket(plan: _Plan, number: int, sink: Sink) -> tuple[dict[str, Tensor], Ex
     return {}, error
 
 
-def _whole(entry: ModelTensor, form: StoredForm) -> Tensor:
+def _whole(entry: ModelTensor, form: StoredModel) -> Tensor:
     """A whole tensor in memory of its own and in its stored dtype. Every rank must call it."""
     tensor = entry.tensor.detach()
     own = local_of(tensor) if isinstance(tensor, (DTensor, RaggedTensor)) else tensor

@@ -1,9 +1,9 @@
 """Ways of buckets of weights to their readers: this process, other ranks of a group, processes of the same host.
 
-The sending side has one protocol, :class:`Sink`. A bucket begins with a header (JSON: keys, dtypes, shapes). Nothing is
-unpickled. Shared memory is an anonymous file (``memfd``), whose descriptor travels over a Unix socket in Linux's
-abstract namespace. Neither has a name in a file system, so nothing is left when processes are killed. This file knows
-no models.
+The sending side has one protocol, :class:`BucketSink`. A bucket begins with a header (JSON: keys, dtypes, shapes).
+Nothing is unpickled. Shared memory is an anonymous file (``memfd``), whose descriptor travels over a Unix socket in
+Linux's abstract namespace. Neither has a name in a file system, so nothing is left when processes are killed. This file
+knows no models.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Header:
         return starts, end
 
 
-class Sink(Protocol):
+class BucketSink(Protocol):
     """A place for buckets, on one rank of the training job."""
 
     def begin(self, header: Header) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.collective import RankGroup
 from shardwright.comm import GradientHook
 from shardwright.engine.unit.owning import units_of
@@ -54,7 +54,7 @@ def _digest(hook: GradientHook, units: list[Unit]) -> str:
 class HooksToLoad:
     """The hooks of a model, and the states that a checkpoint has for them on the same ranks and in the same layout."""
 
-    def __init__(self, model: nn.Module, stored: Stored) -> None:
+    def __init__(self, model: nn.Module, stored: StoredNames) -> None:
         self._hooks = [hook for hook, _ in _hooks(model)]
         self.state: dict[str, Any] = {}  #: to read into, by number
         self._folder = stored.folder

@@ -150,6 +150,7 @@ class StoredCheckpoint:
 
         Raises:
             Damaged: on every rank, if a file cannot be read.
+            ValueError: on every rank, if a name is not in the checkpoint, or a tensor has another shape.
         """
         loading.read_tensors(self._opened, tensors, RankGroup(self._group), progress)
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.nested import State
+from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.training.optimizer_settings import check_settings
-from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.engine.model.optimizer_states import zero_gradient
 from shardwright.engine.unit.owning import units_of
 
@@ -104,7 +104,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def room_for_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], stored: Stored
+    model: nn.Module, optimizers: Sequence[Optimizer], stored: StoredNames
 ) -> Iterator[dict[str, Any]]:
     """The optimizers' state and groups, with tensors for all state that a checkpoint has and for no other.
 
@@ -167,7 +167,7 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 
 def group_tensors(groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Tensors among the settings of groups, such as rates, by the names that they have in a checkpoint."""
-    tensors = State.of({OPTIMIZER: {_GROUPS: list(groups)}}).tensors
+    tensors = NestedState.of({OPTIMIZER: {_GROUPS: list(groups)}}).tensors
     return {name: each.tensor for name, each in tensors.items()}
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.nested import State, ignore
+from shardwright.checkpoint.format.nested import NestedState, ignore
 from shardwright.checkpoint.load.loading import (
     Checkpoint,
     check_lengths,
@@ -67,7 +67,7 @@ from shardwright.checkpoint.training.optimizers import (
     state_of_optimizers,
     stored_groups,
 )
-from shardwright.checkpoint.training.wanted_state import Stored
+from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
@@ -312,7 +312,7 @@ def _load(
     looks = ranks.run_on_all(look)
     check_same([arguments for arguments, _ in looks])
     check_same_description([found for _, found in looks])
-    stored = Stored(folder, opened[0])
+    stored = StoredNames(folder, opened[0])
     hooks = HooksToLoad(model, stored)
     saved_ranks = _saved_ranks(stored.tensors) if options.generators else 0
     mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
@@ -344,7 +344,7 @@ def _load(
             if again.fingerprint != opened[0].fingerprint:
                 raise replaced(folder)
             # it explains what follows
-            check_tensors(folder, again, State.of({MODEL: state[MODEL]}).tensors, options.convert)
+            check_tensors(folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, options.convert)
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
@@ -417,11 +417,13 @@ def _refuse_in_a_step(model: nn.Module) -> None:
             )
 
 
-def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Tensor]:
+def _own_tensors(
+    stored: StoredNames, states: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Tensors of ``extra`` to read into, by name: given ones, and of objects the sharded ones that fit."""
     own: dict[str, Tensor] = {}
     for key, value in states.items():
-        tensors = {name: each.tensor for name, each in State.of({EXTRA: {key: value}}).tensors.items()}
+        tensors = {name: each.tensor for name, each in NestedState.of({EXTRA: {key: value}}).tensors.items()}
         if is_stateful(extra[key]):
             tensors = {
                 name: each for name, each in stored.fitting(tensors).items() if hasattr(each, "full_tensor")
@@ -430,15 +432,15 @@ def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, 
     return own
 
 
-def _check_extra(stored: Stored, extra: Mapping[str, Any]) -> None:
+def _check_extra(stored: StoredNames, extra: Mapping[str, Any]) -> None:
     for key, value in extra.items():
         if not stored.has(EXTRA, str(key)) and (
-            is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
+            is_stateful(value) or NestedState.of({EXTRA: {key: value}}).tensors
         ):
             raise ValueError(f"{stored.folder} has no extra {key!r}; it has {_keys(stored)}")
 
 
-def _keys(stored: Stored) -> str:
+def _keys(stored: StoredNames) -> str:
     within = stored.values.get(EXTRA)
     keys = {name.split(".")[1] for name in stored.names if name.startswith(f"{EXTRA}.")}
     keys |= set(within if isinstance(within, Mapping) else ())

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.nested import State
+from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.loading import Checkpoint
 from shardwright.checkpoint.storage.stores import Store
 
 
-class Stored:
+class StoredNames:
     """The tensors and values of a checkpoint by name.
 
     Attributes:
@@ -97,7 +97,7 @@ class Stored:
 
     def check_names(self, parts: Collection[str], state: Mapping[str, Any]) -> None:
         """Raise ValueError if the checkpoint has tensors in these parts that ``state`` does not have."""
-        own = State.of(state).tensors
+        own = NestedState.of(state).tensors
         for name in self.tensors:
             part = name.partition(".")[0]
             if part in parts and name not in own:

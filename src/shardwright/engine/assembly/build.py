@@ -17,7 +17,7 @@ from shardwright._torch import local_of
 from shardwright.engine.assembly.find import Owned, ShardPlacementFn, mesh_asked, parallel_of_parameter
 from shardwright.engine.base.offload import Offload
 from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
-from shardwright.engine.base.site import Site
+from shardwright.engine.base.site import UnitSite
 from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.parameter import (
@@ -63,7 +63,7 @@ class Built(NamedTuple):
 
 
 def _spec_of(
-    name: str, parameter: nn.Parameter, parallel: TensorParallel | None, site: Site, arguments: Arguments
+    name: str, parameter: nn.Parameter, parallel: TensorParallel | None, site: UnitSite, arguments: Arguments
 ) -> TensorSpec:
     dim = _placement_dim(arguments.placement_fn, name, parameter)
     shares = arguments.layout is not None or len(site.ranks.axes) > 1
@@ -123,7 +123,7 @@ def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
 
 
 @torch.inference_mode(False)
-def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
+def build_memory(owned: list[Owned], site: UnitSite, arguments: Arguments) -> Built:
     """Cut each parameter, and make both of its forms."""
     ranks, device, reads = site.ranks, site.ranks.device, site.reads
     specs = [_spec_of(each.name, each.parameter, each.parallel, site, arguments) for each in owned]
@@ -182,7 +182,7 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
     return Built(layout, shards, slab, parameters, dtypes)
 
 
-def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, arguments: Arguments) -> Cut:
+def cut_for(p: ManagedParameter, value: torch.Tensor, site: UnitSite, arguments: Arguments) -> Cut:
     """The cut of a value with another shape or dtype that was assigned to ``.data`` of a parameter."""
     new = nn.Parameter(value, requires_grad=False)
     parallel = parallel_of_parameter(p.name, new, site.ranks)
@@ -194,7 +194,7 @@ def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, arguments: Arg
     return cut_alone(site.ranks, _spec_of(p.name, new, parallel, site, arguments), parallel, p.cut)
 
 
-def _extended_local(site: Site, cut: Cut, original: nn.Parameter) -> torch.Tensor:
+def _extended_local(site: UnitSite, cut: Cut, original: nn.Parameter) -> torch.Tensor:
     """The local tensor, in separate memory, of a parameter with ``fsdp_pre_all_gather``."""
     if isinstance(original, Managed) and is_attached(local_of(original)):
         return local_of(original)  # the methods are bound to this object

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -241,3 +241,13 @@ def is_cut(parameter: torch.Tensor, parallel: TensorParallel | None) -> bool:
             return True
         return any(cut_dim(parameter.placements[axis]) is not None for axis in parallel.data)
     return isinstance(parameter, (DTensor, RaggedTensor))
+
+
+def inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """All modules, each once and after the modules inside it."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from inner_first(child, seen)
+        yield module

@@ -22,7 +22,7 @@ from shardwright.layout import Ragged
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 
 
-class State(NamedTuple):
+class TakenTensor(NamedTuple):
     """A parameter or buffer that a ``fully_shard`` call takes over."""
 
     name: str
@@ -37,10 +37,10 @@ class State(NamedTuple):
 
 def states_of(
     modules: list[nn.Module], unit_parameters: UnitParameters, ignored: list[nn.Module]
-) -> list[State]:
+) -> list[TakenTensor]:
     """Parameters that are not cut yet, and buffers. They must be equal on every rank. Tied ones appear once."""
     states = [
-        State(each.name, each.parameter)
+        TakenTensor(each.name, each.parameter)
         for each in unit_parameters.owned
         if not is_cut(each.parameter, each.parallel)
     ]
@@ -51,12 +51,14 @@ def states_of(
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    states.append(State(f"{first}{prefix}.{name}" if prefix else f"{first}{name}", buffer))
+                    states.append(
+                        TakenTensor(f"{first}{prefix}.{name}" if prefix else f"{first}{name}", buffer)
+                    )
     return states
 
 
 @torch.no_grad()
-def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], owner: str) -> None:
+def sync_states(mesh: DeviceMesh, device: torch.device, states: list[TakenTensor], owner: str) -> None:
     """Give every rank the values of the mesh's first one. Each tensor is broadcast whole, over one axis at a time.
 
     Raises:
@@ -84,7 +86,7 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
 @torch.no_grad()
 def check_states(
     mesh: DeviceMesh,
-    states: list[State],
+    states: list[TakenTensor],
     owner: str,
     remedy: str = "Build the model with the same seed on every rank, or pass sync_module_states=True.",
 ) -> None:
@@ -171,7 +173,7 @@ def _elements(layout: Ragged, shape: tuple[int, ...]) -> int | str:
         return str(error)
 
 
-def _hashes(states: list[State]) -> list[list[int]]:
+def _hashes(states: list[TakenTensor]) -> list[list[int]]:
     """The hashes of each state's tensors, copied from the device together."""
     real = [[] if has_no_values(state.tensor) else plain_tensors(state.tensor.detach()) for state in states]
     sums = [digest(tensor) for tensors in real for tensor in tensors]

@@ -28,7 +28,7 @@ class _Tie(NamedTuple):
     mesh: DeviceMesh
 
 
-class Load:
+class AssigningLoad:
     """One call of ``load_state_dict(assign=True)``. torch's hooks run for it module by module."""
 
     def __init__(self, missing: list[str]) -> None:
@@ -64,14 +64,14 @@ class Load:
         return new
 
 
-_load: Load | None = None
+_load: AssigningLoad | None = None
 
 
-def load_of(missing: list[str]) -> Load:
+def load_of(missing: list[str]) -> AssigningLoad:
     """The running call of ``load_state_dict`` with this list of missing keys."""
     global _load
     if _load is None or _load.missing is not missing:
-        _load = Load(missing)
+        _load = AssigningLoad(missing)
     return _load
 
 

@@ -61,7 +61,6 @@ class Home(Protocol):
         is_last_backward: whether it is the last backward of a step.
         selects: whether it computes only gradients of tensors that the user has selected.
         clock: the clock of the model.
-        observer: called with ``"issue"`` or ``"wait"`` and the weights whose gather is issued or awaited.
     """
 
     gathered: set[int]
@@ -70,7 +69,6 @@ class Home(Protocol):
     is_last_backward: bool
     selects: bool
     clock: Clock
-    observer: Callable[[str, Any], None] | None
 
     @property
     def agreement(self) -> Announcements: ...

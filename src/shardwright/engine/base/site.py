@@ -14,7 +14,7 @@ from shardwright.memory import Owner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class UnitSite:
     """The place of a unit's memory. It never changes.
 
     Attributes:

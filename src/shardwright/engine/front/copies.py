@@ -168,7 +168,7 @@ def convert(
         unit.release()
         here = [p for p in unit.parameters if any(id(slot.module()) in ids for slot in p.slots)]
         managed.update(id(p.sharded) for p in here)
-        changed = [_convert_parameter(p, unit, fn) for p in here]
+        changed = [_convert_parameter(p, fn) for p in here]
         if any(changed):
             remake(unit)
     for each in modules:
@@ -190,7 +190,7 @@ def convert_buffer(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tens
     return new.requires_grad_() if buffer.requires_grad and differentiable and new.is_leaf else new
 
 
-def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _convert_parameter(p: ManagedParameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Convert a parameter. Returns whether the unit's memory must be made again, because the dtype has changed."""
     new = fn(p.local)
     if new is p.local:

@@ -67,7 +67,7 @@ class Difference:
         return f"{what}: {ranks} differ from one another, and no majority says which is right"
 
 
-class Key(NamedTuple):
+class HashKey(NamedTuple):
     """The name of a hash: its kind, its tensor and the tensor's unit."""
 
     kind: str
@@ -75,10 +75,10 @@ class Key(NamedTuple):
     unit: str | None
 
 
-class _Copies(NamedTuple):
+class _Replicas(NamedTuple):
     """A tensor of which several ranks have copies: those along these axes of a mesh."""
 
-    key: Key
+    key: HashKey
     tensors: list[torch.Tensor]
     mesh: DeviceMesh | None  #: None: all ranks of the default process group
     axes: tuple[int, ...]
@@ -177,20 +177,20 @@ def _copies(
     gradients: bool,
     buffers: bool,
     left_out: set[int],
-) -> Iterator[_Copies]:
+) -> Iterator[_Replicas]:
     names: dict[torch.Tensor, str] = {}
     for long_name, weight in model.named_parameters():
         if id(weight) in left_out or _FSDP1 in long_name:
             continue
         names[weight] = name = plain_name(long_name)
         unit = unit_name(weight)
-        yield from _copies_of(Key("parameter", name, unit), weight)
+        yield from _copies_of(HashKey("parameter", name, unit), weight)
         gradient = weight.grad
         if gradients and gradient is not None and not isinstance(gradient, SteppedGradient):
-            yield from _copies_of(Key("gradient", name, unit), gradient)
+            yield from _copies_of(HashKey("gradient", name, unit), gradient)
     for name, buffer in model.named_buffers() if buffers else ():
         if id(buffer) not in left_out:
-            yield from _copies_of(Key("buffer", plain_name(name), None), buffer)
+            yield from _copies_of(HashKey("buffer", plain_name(name), None), buffer)
     for optimizer in optimizers:
         for parameter, values in optimizer.state.items():
             if parameter in names:
@@ -198,10 +198,10 @@ def _copies(
     yield from (copies for copies, _ in _kept(model))
 
 
-def _copies_of(key: Key, tensor: torch.Tensor) -> Iterator[_Copies]:
+def _copies_of(key: HashKey, tensor: torch.Tensor) -> Iterator[_Replicas]:
     mesh, axes = _placed(tensor)
     if mesh is None or axes:
-        yield _Copies(key, plain_tensors(tensor.detach()), mesh, axes)
+        yield _Replicas(key, plain_tensors(tensor.detach()), mesh, axes)
 
 
 def _placed(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
@@ -218,25 +218,25 @@ def _placed(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     return None, ()
 
 
-def _copies_of_state(name: str, parameter: torch.Tensor, values: dict[str, Any]) -> Iterator[_Copies]:
+def _copies_of_state(name: str, parameter: torch.Tensor, values: dict[str, Any]) -> Iterator[_Replicas]:
     mesh, axes = _placed(parameter)
     for key, value in values.items():
-        where = Key(f"optimizer state {key!r}", name, unit_name(parameter))
+        where = HashKey(f"optimizer state {key!r}", name, unit_name(parameter))
         if isinstance(value, (DTensor, RaggedTensor)):
             yield from _copies_of(where, value)
         elif isinstance(value, torch.Tensor) and value.ndim:
             if mesh is None or axes:  # this rank's part, in no wrapper
-                yield _Copies(where, plain_tensors(value.detach()), mesh, axes)
+                yield _Replicas(where, plain_tensors(value.detach()), mesh, axes)
         elif isinstance(
             value, torch.Tensor | int | float
         ):  # a counter of steps is equal on all ranks of a parameter
             tensor = torch.as_tensor(value)
             everywhere = () if mesh is None else tuple(a for a in range(mesh.ndim) if mesh.shape[a] > 1)
             if mesh is None or everywhere:
-                yield _Copies(where, [tensor], mesh, everywhere)
+                yield _Replicas(where, [tensor], mesh, everywhere)
 
 
-def _kept(model: nn.Module) -> Iterator[tuple[_Copies, ManagedParameter]]:
+def _kept(model: nn.Module) -> Iterator[tuple[_Replicas, ManagedParameter]]:
     """The full weights that units keep gathered now."""
     names = names_in(model)
     for unit in units_of(model):
@@ -246,8 +246,8 @@ def _kept(model: nn.Module) -> Iterator[tuple[_Copies, ManagedParameter]]:
         axes = tuple(axis for axis in range(unit.mesh.ndim) if unit.mesh.shape[axis] > 1)
         for p in unit.parameters:
             if axes and not p.in_place and p.extension is None:
-                key = Key(GATHERED, names.get(id(p.sharded), p.name), unit.name)
-                yield _Copies(key, plain_tensors(p.view.detach()), unit.mesh, axes), p
+                key = HashKey(GATHERED, names.get(id(p.sharded), p.name), unit.name)
+                yield _Replicas(key, plain_tensors(p.view.detach()), unit.mesh, axes), p
 
 
 def _numbers(digests: list[list[torch.Tensor]]) -> list[int]:
@@ -273,7 +273,7 @@ def _device_of(mesh: DeviceMesh | None) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _differing(copies: list[_Copies], hashes: list[int]) -> set[int]:
+def _differing(copies: list[_Replicas], hashes: list[int]) -> set[int]:
     """The numbers of those that are not equal along an axis: one reduction for each axis of a mesh."""
     lines: dict[tuple[DeviceMesh | None, int], list[int]] = {}
     for i, each in enumerate(copies):
@@ -303,7 +303,7 @@ def _ends(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     return both[0] != ~both[1]
 
 
-def _ranks_of(copies: _Copies) -> tuple[int, ...]:
+def _ranks_of(copies: _Replicas) -> tuple[int, ...]:
     """The ranks that have a copy."""
     if copies.mesh is None:
         return tuple(range(dist.get_world_size()))
@@ -313,17 +313,17 @@ def _ranks_of(copies: _Copies) -> tuple[int, ...]:
     return tuple(copies.mesh.mesh[place].flatten().tolist())
 
 
-def _truths(model: nn.Module, everyones: list[list[Any]]) -> list[dict[Key, int]]:
+def _truths(model: nn.Module, everyones: list[list[Any]]) -> list[dict[HashKey, int]]:
     """For each rank, the hashes that kept full weights should have: those of the shards, gathered again."""
     wanted = {key for reports in everyones for key, *_ in reports if key.kind == GATHERED}
     if not wanted:
         return [{} for _ in everyones]
-    mine: dict[Key, int] = {}
+    mine: dict[HashKey, int] = {}
     names = names_in(model)
     for unit in units_of(model):
         coded = unit.settings.transport.codec is not None
         for p in unit.parameters:
-            key = Key(GATHERED, names.get(id(p.sharded), p.name), unit.name)
+            key = HashKey(GATHERED, names.get(id(p.sharded), p.name), unit.name)
             if key in wanted and not coded:
                 whole = full_of(p.sharded) if p.cut.parallel is None else None
                 if whole is not None:
@@ -331,8 +331,8 @@ def _truths(model: nn.Module, everyones: list[list[Any]]) -> list[dict[Key, int]
     return RankGroup().all_gather(mine, "hashes")
 
 
-def _judged(everyones: list[list[Any]], truths: list[dict[Key, int]]) -> list[Difference]:
-    sets: dict[tuple[Key, tuple[int, ...]], dict[int, int]] = {}
+def _judged(everyones: list[list[Any]], truths: list[dict[HashKey, int]]) -> list[Difference]:
+    sets: dict[tuple[HashKey, tuple[int, ...]], dict[int, int]] = {}
     for rank, reports in enumerate(everyones):
         for key, ranks, number in reports:
             sets.setdefault((key, ranks), {})[rank] = number
@@ -364,10 +364,10 @@ class GradientHashes:
         reduced: of ``.grad`` after backward, by parameter.
     """
 
-    own: dict[Key, int] = field(default_factory=dict)
-    reduced: dict[Key, int] = field(default_factory=dict)
+    own: dict[HashKey, int] = field(default_factory=dict)
+    reduced: dict[HashKey, int] = field(default_factory=dict)
 
-    def differing(self, other: GradientHashes) -> list[Key]:
+    def differing(self, other: GradientHashes) -> list[HashKey]:
         """Keys whose hashes differ, in the order of the model. Only this rank's; it does not communicate."""
         return [
             key
@@ -402,14 +402,14 @@ def hash_gradients(model: nn.Module, own: bool = True) -> Iterator[GradientHashe
     """
     _check_model("sw.hash_gradients", model)
     hashes, handles = GradientHashes(), []
-    parts: dict[Key, list[torch.Tensor]] = {}
+    parts: dict[HashKey, list[torch.Tensor]] = {}
     names = names_in(model)
     if own:
         for unit in units_of(model):
             for p in unit.parameters:
                 if p.full.requires_grad:
                     digests: list[torch.Tensor] = []
-                    parts[Key(OWN, names.get(id(p.sharded), p.name), unit.name)] = digests
+                    parts[HashKey(OWN, names.get(id(p.sharded), p.name), unit.name)] = digests
                     handles.append(p.full.register_hook(_keeps_digest(digests)))
     try:
         yield hashes
@@ -419,7 +419,7 @@ def hash_gradients(model: nn.Module, own: bool = True) -> Iterator[GradientHashe
     with torch.no_grad():
         hashes.own.update(zip(parts, _numbers(list(parts.values())), strict=True))
         reduced = {
-            Key("gradient", plain_name(name), unit_name(p)): [
+            HashKey("gradient", plain_name(name), unit_name(p)): [
                 digest(t) for t in plain_tensors(p.grad.detach())
             ]
             for name, p in model.named_parameters()
@@ -454,27 +454,27 @@ def compare_gradients(first: GradientHashes, second: GradientHashes) -> list[Dif
                 f"{type(each).__name__}."
             )
     everyones = RankGroup().all_gather(first.differing(second), "differences")
-    found: dict[Key, list[int]] = {}
+    found: dict[HashKey, list[int]] = {}
     for rank, keys in enumerate(everyones):
         for key in keys:
-            found.setdefault(Key(*key), []).append(rank)
+            found.setdefault(HashKey(*key), []).append(rank)
     differences = [Difference(*key, tuple(ranks)) for key, ranks in found.items()]
     return [each for each in differences if each.kind == OWN] or differences
 
 
-def state_hashes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[Key, int]:
+def state_hashes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[HashKey, int]:
     """The hashes of this rank's weights and optimizer state, which change in the optimizer's step alone."""
-    groups: dict[Key, list[torch.Tensor]] = {}
+    groups: dict[HashKey, list[torch.Tensor]] = {}
     names: dict[torch.Tensor, str] = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             names[weight] = plain_name(name)
-            key = Key("parameter", names[weight], unit_name(weight))
+            key = HashKey("parameter", names[weight], unit_name(weight))
             groups[key] = list(map(digest, plain_tensors(weight.detach())))
         for optimizer in optimizers:
             for p, values in optimizer.state.items():
                 for entry, value in values.items():
                     if isinstance(value, torch.Tensor):
-                        where = Key(f"optimizer state {entry!r}", names.get(p, "?"), unit_name(p))
+                        where = HashKey(f"optimizer state {entry!r}", names.get(p, "?"), unit_name(p))
                         groups[where] = list(map(digest, plain_tensors(value.detach())))
     return dict(zip(groups, _numbers(list(groups.values())), strict=True))

@@ -18,7 +18,7 @@ from shardwright.engine.unit.uses import follow_requires_grad
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _CapturedGraph:
     """A graph, and all memory that it uses, which must not move.
 
     Attributes:
@@ -84,7 +84,7 @@ class GraphedStep:
         self._model = model
         self._function = function
         self._left = warmup
-        self._captured: _Captured | None = None
+        self._captured: _CapturedGraph | None = None
 
     @property
     def captured(self) -> bool:
@@ -168,7 +168,7 @@ class GraphedStep:
             ],
         )
 
-    def _capture(self, root: Root, state: object, inputs: tuple[torch.Tensor, ...]) -> _Captured:
+    def _capture(self, root: Root, state: object, inputs: tuple[torch.Tensor, ...]) -> _CapturedGraph:
         static = tuple(tensor.detach().clone() for tensor in inputs)
         memory = root.pools.allocator
         handled = sys.exception()
@@ -187,10 +187,10 @@ class GraphedStep:
         for each in root.units():
             each.drop_kept()
         gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-        return _Captured(replay, static, result, gradients, state, memory)
+        return _CapturedGraph(replay, static, result, gradients, state, memory)
 
     @staticmethod
-    def _copy_inputs(captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _copy_inputs(captured: _CapturedGraph, inputs: tuple[torch.Tensor, ...]) -> None:
         forms = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (inputs, captured.inputs)]
         if forms[0] != forms[1]:
             raise ValueError(

@@ -35,7 +35,7 @@ from shardwright.engine.front.composable import ModuleState, introduce, state_of
 from shardwright.engine.front.copies import convert, deepcopy_module
 from shardwright.engine.front.lending import lends
 from shardwright.engine.front.resizing import resizes
-from shardwright.engine.front.state_hooks import AtRest, CutToShards, Loaded, as_dtensors
+from shardwright.engine.front.state_hooks import AfterLoad, AtRest, CutToShards, as_dtensors
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.unit.owning import scale_direct_gradients, settle, units_of
@@ -81,7 +81,7 @@ def install(unit: Unit, modules: list[nn.Module]) -> None:
             child.register_state_dict_pre_hook(AtRest(unit))
             child.register_state_dict_post_hook(as_dtensors)
             child.register_load_state_dict_pre_hook(CutToShards(unit))
-        module.register_load_state_dict_post_hook(Loaded(unit))
+        module.register_load_state_dict_post_hook(AfterLoad(unit))
         own = any(p is not None for p in module._parameters.values())
         module.__class__ = fsdp_class(type(module), reads_own=own)
     introduce(unit, modules)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.collective import RankGroup
 from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.assembly.states import State, sync_states
+from shardwright.engine.assembly.states import TakenTensor, sync_states
 from shardwright.engine.front.whole import Options, Shown, showing
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed
 from shardwright.engine.unit.owning import settle, units_of
@@ -55,7 +55,7 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
         after = _parameters(_embeddings(model))
         # Each rank has drawn new rows from its own generator, so send those of the first rank.
         new_states = [
-            State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in earlier_ids
+            TakenTensor(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in earlier_ids
         ]
         sync_states(unit.mesh, unit.ranks.device, new_states, unit.name)
     for each in units_of(model):

@@ -29,7 +29,7 @@ from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_num
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
 
-Run = Callable[..., Any]
+Runner = Callable[..., Any]
 #: The unit and the full form of a selected parameter.
 Target = tuple[Unit, torch.Tensor]
 
@@ -40,7 +40,7 @@ def hook_backward() -> None:
     watch_backward(_run)
 
 
-def _run(original: Run, *args: Any, **options: Any) -> Any:
+def _run(original: Runner, *args: Any, **options: Any) -> Any:
     with NOTHING if in_backward() else running_backward():
         _average_roots(args[0])
         if not args[4]:  # inputs
@@ -49,7 +49,7 @@ def _run(original: Run, *args: Any, **options: Any) -> Any:
             return _run_selected(original, *args, **options)
 
 
-def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
+def _run_selected(original: Runner, *args: Any, **options: Any) -> Any:
     outputs, gradients, retain, create, inputs, *rest = args
     selected = [_parameter_of(each) for each in inputs]
     if any(map(is_transformed, gradients)) and any(isinstance(p, Managed) for p in selected):
@@ -115,7 +115,7 @@ def _targets(selected: Sequence[torch.Tensor | None]) -> dict[int, Target]:
 
 
 def _gradients(
-    run: Run,
+    run: Runner,
     inputs: Sequence[Any],
     selected: Sequence[torch.Tensor | None],
     targets: dict[int, Target],

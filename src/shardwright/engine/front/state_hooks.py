@@ -54,7 +54,7 @@ def _show_sharded(unit: Unit) -> None:
             each.weights.show_sharded()
 
 
-class Loaded(AtRest):
+class AfterLoad(AtRest):
     """After a state dict was loaded. After a load of the whole model, ranks that had diverged have equal weights
     again."""
 

@@ -10,11 +10,12 @@ or in one call ``sw.wrap.auto_wrap(model, sw.wrap.by_class(Block), mesh=mesh)``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 
+from shardwright.engine.assembly.find import inner_first
 from shardwright.engine.front.api import fully_shard
 from shardwright.engine.front.module import FSDPModule, original_class
 from shardwright.engine.model.pools import bytes_in
@@ -23,7 +24,7 @@ from shardwright.engine.tensors.parameter import Managed
 __all__ = ["Policy", "Units", "as_policy", "auto_wrap", "by_class", "by_predicate", "by_size"]
 
 M = TypeVar("M", bound=nn.Module)
-Group = list[nn.Module]
+Modules = list[nn.Module]
 
 _OF_ROOT = ("memory", "prefetch", "strict")  #: options of ``fully_shard`` for a whole model
 
@@ -35,7 +36,7 @@ class Units(list["nn.Module | list[nn.Module]"]):
     """
 
     def __init__(
-        self, model: nn.Module, groups: Iterable[Group], ignored: Iterable[nn.Parameter] = ()
+        self, model: nn.Module, groups: Iterable[Modules], ignored: Iterable[nn.Parameter] = ()
     ) -> None:
         super().__init__(group[0] if len(group) == 1 else group for group in groups)
         self._model = model
@@ -87,14 +88,14 @@ class _Tree:
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Module], left_out: set[int]) -> None:
         self.model = model
         skipped = {id(m) for top in ignored for m in top.modules()}
-        order = list(_inner_first(model))
+        order = list(inner_first(model))
         self.place = {id(m): i for i, m in enumerate(order)}
         self.modules = [
             m
             for m in order
             if m is not model and id(m) not in skipped and is_called(m) and not isinstance(m, FSDPModule)
         ]
-        self.groups: list[Group] = []
+        self.groups: list[Modules] = []
         self._chosen: set[int] = set()
         self._owned = set(left_out)
 
@@ -105,7 +106,7 @@ class _Tree:
         """The parameters that a unit of this module would own."""
         return [p for p in module.parameters() if id(p) not in self._owned and not isinstance(p, Managed)]
 
-    def choose(self, group: Group) -> None:
+    def choose(self, group: Modules) -> None:
         self.groups.append(group)
         self._chosen.update(id(m) for m in group)
         self._owned.update(id(p) for m in group for p in m.parameters())
@@ -322,15 +323,6 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
 def is_called(module: nn.Module) -> bool:
     """Whether it has a forward. Containers such as ``nn.ModuleList`` have none."""
     return type(module).forward is not nn.Module.forward
-
-
-def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if id(module) not in seen:
-        seen.add(id(module))
-        for child in module.children():
-            yield from _inner_first(child, seen)
-        yield module
 
 
 def _class_of(module: nn.Module) -> type:

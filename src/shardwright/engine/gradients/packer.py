@@ -16,7 +16,7 @@ from shardwright.engine.tensors.ranks import Ranks
 from shardwright.layout import GradientPart, Packing, UnitLayout
 
 #: An item of a packing: a parameter's number, zeros, or the numbers and offsets of 0-d parameters and their size.
-Item = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
+PackedPart = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
 
 #: The newest zeros for padding. They live as long as a packer uses them.
 _zeros: WeakValueDictionary[tuple[torch.dtype, torch.device], torch.Tensor] = WeakValueDictionary()
@@ -112,10 +112,10 @@ class Packer:
             gradients.append(gradient)
         return gradients, present
 
-    def _plan_items(self, dtype: torch.dtype) -> list[Item]:
+    def _plan_items(self, dtype: torch.dtype) -> list[PackedPart]:
         """The items of the packing in order: numbers of parameters, zeros, and 0-d parameters that share a segment."""
         n, device, packing = self._ranks.parts, self._ranks.device, self.packing
-        items: list[Item] = []
+        items: list[PackedPart] = []
 
         def zeros(*shape: int) -> None:
             if numel := math.prod(shape):
@@ -146,7 +146,7 @@ class Packer:
             zeros(n * segment.chunk - end)
         return items
 
-    def _packed_item(self, item: Item, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def _packed_item(self, item: PackedPart, gradients: list[torch.Tensor]) -> torch.Tensor:
         if isinstance(item, torch.Tensor):
             return item
         places, chunk = item  # type: ignore[misc]

@@ -118,6 +118,26 @@ class Flight:
             earlier.value, earlier.present = value, present
 
 
+class _Packed:
+    """The memory into which gradients are packed: a leased slab.
+
+    Attributes:
+        rows: what it holds, a row for each rank; one row if parameters share segments.
+        flat: the same, [ranks * elements].
+        tensors: the tensors to reduce in it.
+    """
+
+    def __init__(self, packing: Packing, ranks: Ranks, owner: Owner) -> None:
+        numel, dtype = ranks.parts * packing.numel, packing.reduce_dtype
+        slab = Slab(numel * dtype.itemsize, ranks.device, "reduction", owner)
+        self.lease, self.release = slab.lease, slab.release
+        self.lease()
+        self.rows = slab.view(dtype, 0, (1, numel) if packing.shared else (ranks.parts, packing.numel))
+        self.flat = slab.view(dtype, 0, (numel,))
+        self.tensors = _split(self.flat, packing)
+        self.release()
+
+
 class Reduction:
     """The reductions of one packing. See the module's docstring.
 
@@ -125,6 +145,7 @@ class Reduction:
         packing: the gradients and their places.
         fingerprint: a number that differs for different parameters, even at equal sizes; equal on every rank.
         retired: whether requires_grad has changed since, so that only held sums are reduced here.
+        delivery: where results go.
     """
 
     def __init__(
@@ -142,20 +163,10 @@ class Reduction:
         self._ranks = ranks
         self._owner = owner
         self._packer = packer = Packer(packing, layout, parameters, ranks)
-        self._delivery = (
-            OnDevice(packer, ranks, owner) if host is None else OnHost(packer, ranks, owner, host)
-        )
+        self.delivery = OnDevice(packer, ranks, owner) if host is None else OnHost(packer, ranks, owner, host)
         self.fingerprint = hash(tuple(part.index for part in packing.parts)) % (1 << 31)
         self.retired = False
-        self._packed = Slab(
-            ranks.parts * packing.numel * packing.reduce_dtype.itemsize, ranks.device, "reduction", owner
-        )
-        self._packed.lease()
-        shape = (1, ranks.parts * packing.numel) if packing.shared else (ranks.parts, packing.numel)
-        self._packed_view = self._packed.view(packing.reduce_dtype, 0, shape)
-        self._packed_flat = self._packed.view(packing.reduce_dtype, 0, (ranks.parts * packing.numel,))
-        self._packed_tensors = self._split(self._packed_flat)
-        self._packed.release()
+        self._packed = _Packed(packing, ranks, owner)
         self._whole_gradients = Sum(len(packing.parts))  #: whole gradients that are not reduced yet
         #: Sums over the ranks that shard gradients, not yet over the others.
         self._partial = Sum(len(packing.parts))
@@ -175,7 +186,7 @@ class Reduction:
         dtype = self.packing.held_dtype
         if self._whole_gradients.value is not None:
             dtype = torch.promote_types(dtype, self._packer.dtype)  # rounded once, after the addition
-        packed = torch.empty(self._packed_view.shape, dtype=dtype, device=self._ranks.device)
+        packed = torch.empty(self._packed.rows.shape, dtype=dtype, device=self._ranks.device)
         self._packer.pack(tensors, packed)
         self._whole_gradients.add(packed, present)
 
@@ -200,11 +211,11 @@ class Reduction:
         :meth:`start_late`. ``fill``: parameters without a gradient get a gradient of zero.
         """
         ranks, numel = self._ranks, self.packing.numel
-        output, fresh = self._delivery.target() if last else (None, False)
+        output, fresh = self.delivery.target() if last else (None, False)
         tensors, present = self._packer.take(fill and not self.retired)
         if ranks.parts > 1:
             self._packed.lease()
-            value, packed = self._packed_flat, self._packed_view
+            value, packed = self._packed.flat, self._packed.rows
         else:
             value = self._new(numel) if output is None else output
             packed = value.view(1, numel)
@@ -231,7 +242,7 @@ class Reduction:
 
     def start_late(self, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
         """Issue the remaining collectives for sums that the ranks that shard gradients hold."""
-        output, fresh = self._delivery.target()
+        output, fresh = self.delivery.target()
         present = [False] * len(self.packing.parts)
         late = math.prod(c.world_size for c in self._ranks.late)
         value = (output if late == 1 else self._new(late * self.packing.numel)).zero_()
@@ -305,18 +316,11 @@ class Reduction:
 
     def _tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors to reduce, as views of their memory."""
-        if flat is self._packed_flat:
-            return self._packed_tensors
+        if flat is self._packed.flat:
+            return self._packed.tensors
         if len(self.packing.chunks) == 1:
             return [flat]
-        return self._delivery.tensors_of(flat) or self._split(flat)
-
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        chunks = self.packing.chunks
-        if len(chunks) == 1:
-            return [flat]
-        parts = flat.numel() // self.packing.numel
-        return list(flat.split([chunk * parts for chunk in chunks]))
+        return self.delivery.tensors_of(flat) or _split(flat, self.packing)
 
     @property
     def goes_on(self) -> bool:
@@ -351,7 +355,7 @@ class Reduction:
         if flight.output is None:
             self._partial.add(flight.value.view(-1).to(self.packing.held_dtype), flight.present)
         else:
-            self._delivery.deliver(Result(flight.output, flight.present, flight.fresh, hook, mark))
+            self.delivery.deliver(Result(flight.output, flight.present, flight.fresh, hook, mark))
 
     def discard(self) -> None:
         """Drop a failed backward's full gradients and the result of its running reduction, but no earlier sums."""
@@ -360,30 +364,18 @@ class Reduction:
         if flight is not None:
             flight.fail()
         self._packed.release()
-        self._delivery.discard()
+        self.delivery.discard()
 
     def release_unused(self) -> None:
         """Release the gradients' memory when every ``.grad`` is None again."""
         if self._flight is None:
-            self._delivery.release_unused()
+            self.delivery.release_unused()
 
-    # -- on the way to the host ----------------------------------------------------------------------------------
 
-    @property
-    def lands(self) -> bool:
-        """Whether a copy to the host is running."""
-        return self._delivery.arriving
-
-    @property
-    def arrived(self) -> bool:
-        """Whether :meth:`land` need not wait."""
-        return self._delivery.arrived
-
-    def leave_device(self) -> None:
-        self._delivery.leave_device()
-
-    def land(self) -> None:
-        self._delivery.land()
+def _split(flat: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
+    """Each chunk of a packed tensor, as a view."""
+    parts = flat.numel() // packing.numel
+    return list(flat.split([chunk * parts for chunk in packing.chunks]))
 
 
 def _scale(tensor: torch.Tensor, division: Division) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright._torch import quick_attributes
+from shardwright._torch import foreach_zero, make_wrapper, quick_attributes, tree_leaves
 from shardwright.engine.tensors.parameter import ManagedParameter
 
 
@@ -57,7 +56,7 @@ class SteppedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, unit: str) -> SteppedGradient:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return make_wrapper(
             cls, parameter.shape, dtype=parameter.grad_dtype or parameter.dtype, device=parameter.device
         )
 
@@ -87,7 +86,7 @@ class SteppedGradient(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.zero_.default:  # zero_grad
             return args[0]
-        if func is torch.ops.aten._foreach_zero_.default:
+        if func is foreach_zero:
             for gradient in args[0]:
                 gradient.zero_()
             return None

@@ -37,19 +37,56 @@ from shardwright.engine.tensors.reading import FULL
 from shardwright.engine.unit.unit import Unit
 
 
+class Steps:
+    """The age of the weights.
+
+    Steps within a backward (by hooks of parameters) count at its end, because gradients of an offloaded unit arrive at
+    the host at different times on different ranks.
+
+    Attributes:
+        age: steps of optimizers since the weights were made or loaded.
+    """
+
+    def __init__(self, headers: Headers) -> None:
+        self.age = 0
+        self._within = 0  #: steps in the running backward
+        self._headers = headers
+
+    def add(self, in_backward: bool) -> None:
+        """Count a step of an optimizer."""
+        if in_backward:
+            self._within += 1
+        else:
+            self._set(self.age + 1)
+
+    def end_backward(self, stepped: bool = False) -> None:
+        """Count the steps of a backward. ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
+        within, self._within = self._within + stepped, 0
+        self._set(self.age + within)
+
+    def forget(self) -> None:
+        """The weights were loaded."""
+        self._set(0)
+
+    def _set(self, age: int) -> None:
+        if age != self.age:
+            self.age = age
+            self._headers.set_age(age)
+
+
 class Agreement:
     """The agreement of one model's ranks.
 
     Attributes:
         model: the model.
-        age: steps of optimizers since the weights were made or loaded.
+        steps: the age of its weights.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
         ranks = units[0].ranks
         self.streams = ranks.comm.streams
         self.model = Model(units, names, ranks)
-        self.age = 0
+        self._failures = 0  #: in the model's groups, at the begin of the last forward or backward
         self._reduced = 0  #: a hash of the running backward's reductions, in their order
         #: For each axis, a hash of this rank's edits of full weights: int64 [1]. On an accelerator it stays the same
         #: tensor, because graphs read it.
@@ -61,6 +98,7 @@ class Agreement:
         #: The meetings, and how often they had met when the running forward or backward began.
         self._meeting_numbers: dict[Meeting, int] = {}
         self._headers = Headers([unit.comm for unit in units], ranks.device, self.streams)
+        self.steps = Steps(self._headers)
         #: Whether the ranks have diverged, on an accelerator with several ranks.
         self._differs: HostFlag | None = None
         if self.model.every and not self.streams.asynchronous:
@@ -77,11 +115,6 @@ class Agreement:
     def headers_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The header that is sent with each gather of a unit, and the memory for the headers of all ranks."""
         return self._headers.of(number)
-
-    def set_age(self, age: int) -> None:
-        if age != self.age:
-            self.age = age
-            self._headers.set_age(age)
 
     def compare_edit(self, number: int, name: str, fingerprint: Callable[[], torch.Tensor]) -> None:
         """Compare an edit of full weights, ``fingerprint()``, over the ranks that must have made the same one.
@@ -106,7 +139,7 @@ class Agreement:
 
     def loaded(self) -> None:
         """Forget earlier differences, because a state dict has given every rank the same weights."""
-        self.set_age(0)
+        self.steps.forget()
         self._forget_edits()
 
     def _forget_edits(self) -> None:
@@ -175,7 +208,7 @@ class Agreement:
         try:
             if event in ENDS:
                 detail = int(self._edits.get(comm, 0))
-            record = Record(event, number, nbytes, detail, self.model.number, self.age)
+            record = Record(event, number, nbytes, detail, self.model.number, self.steps.age)
             records = comm.exchange(record, _limit_of(event))
         except Unreached as error:
             way_out = f" {reading.way_out(FULL)}" if event == UNSHARD else ""
@@ -187,13 +220,14 @@ class Agreement:
 
     # -- leaving by an exception ---------------------------------------------------------------------------------
 
-    def enter(self) -> int:
-        """Begin a forward or backward. Returns the number of failures in the model's groups so far."""
+    def enter(self) -> bool:
+        """Begin a forward or backward. Returns whether the model's groups had failures since the last time."""
         if any(comm.exchanges for comm in self.model.every):
             self._meeting_numbers = {meeting: meeting.number for meeting in self._meetings()}
             for meeting in self._meeting_numbers:
                 meeting.enter()
-        return sum(meeting.failures for meeting in self._meeting_numbers)
+        before, self._failures = self._failures, sum(meeting.failures for meeting in self._meeting_numbers)
+        return self._failures != before
 
     def leave(self, event: int, error: BaseException) -> None:
         """Report that this rank leaves the forward or backward that ``event`` ends, in the next meeting of the others.
@@ -214,7 +248,7 @@ class Agreement:
             return
         notices.post(f"has left {LEFT_BY[event]} {self.model.name_of(0)} by {notices.describe(error)}")
         for meeting in agreed_meetings:
-            meeting.leave(failure, (event, self.model.number, self.age))
+            meeting.leave(failure, (event, self.model.number, self.steps.age))
 
     def _meetings(self) -> list[Meeting]:
         """The meetings of all groups over which units communicate."""

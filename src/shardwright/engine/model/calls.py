@@ -14,7 +14,7 @@ from shardwright.engine.base.visit import Frame, Visit
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import FullParameter, plain_of
-from shardwright.engine.unit.hooks import (
+from shardwright.engine.unit.marks import (
     hidden_tensors,
     map_arguments,
     map_tensors,

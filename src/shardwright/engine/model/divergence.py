@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,6 +47,9 @@ _WAY_OUT_OF_AGES = (
 )
 
 _models: weakref.WeakSet[Model] = weakref.WeakSet()
+#: Models over a group so far, by its name; equal on all ranks if they make models in the same order. Communicators do
+#: not hold it, because ranks may collect their models at different times.
+_counts: Counter[str] = Counter()
 
 
 class Record(NamedTuple):
@@ -76,20 +80,19 @@ class Model:
         self.number = -1
         #: Units and names of parameters of which this rank has changed the full form since the last agreement.
         self.edited: dict[tuple[int, str], None] = {}
-        self._earlier: int | None = None  #: number of models in that group before this one
+        first = (*self.every, ranks.local)[0].group
+        self._group = first.group_name if first is not None else ""
 
     def begin(self) -> None:
         """Count the model, because it is complete."""
-        comm = (*self.every, self._ranks.local)[0]
-        self._earlier = comm.models
-        comm.models = self._earlier + 1
-        self.number = self._earlier + 1
+        _counts[self._group] += 1
+        self.number = _counts[self._group]
         _models.add(self)
 
     def abandon(self) -> None:
         """Uncount the model, because it was not completed. The next model gets its number."""
-        if self._earlier is not None:
-            (*self.every, self._ranks.local)[0].models = self._earlier
+        if self.number > 0:
+            _counts[self._group] = self.number - 1
 
     def units(self) -> list[Unit]:
         return [unit for ref in self._units if (unit := ref()) is not None]

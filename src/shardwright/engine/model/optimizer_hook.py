@@ -51,10 +51,9 @@ COUNTS_STEPS = "_shardwright_counts_steps"
 
 def count_step(roots: Collection[Root]) -> None:
     """Count a step of an optimizer with parameters of these models."""
-    if boards.current is not None:
-        if roots:
-            boards.current.count_step()
-        boards.current.at(boards.OUTSIDE)
+    if boards.current is not None and roots:
+        boards.current.count_step()
+    boards.at(boards.OUTSIDE)
     for root in roots:
         root.count_step()
 
@@ -65,8 +64,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     Returns the models whose step count increases. A model of ``sw.optim.in_backward`` is not among them, since its
     remaining steps differ by rank. Nor is one if the step changes nothing, as torch's step that only makes state.
     """
-    if boards.current is not None:
-        boards.current.at(boards.OPTIMIZER)
+    boards.at(boards.OPTIMIZER)
     for each in list(roots):
         each.agreement.check()
         each.recover_if_failed()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -43,7 +43,6 @@ from shardwright.engine.unit.uses import (
     step_if_due,
     valid_for,
 )
-from shardwright.engine.weights.weights import Weights
 
 roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
@@ -62,7 +61,6 @@ class Root:
         selects: whether it computes only gradients of tensors that the user has selected.
         full_precision_in_eval: whether root calls in eval mode compute with weights in their storage dtypes.
         full_precision: whether the running or last root call does so.
-        observer: called when a gather is issued and when it is awaited.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
@@ -75,10 +73,7 @@ class Root:
         self.backward = False
         self.is_last_backward = True
         self.selects = False
-        self.observer: Callable[[str, Weights], None] | None = None
         self._task: weakref.ref[_Task] | None = None
-        self._failures = 0  #: in the model's groups, at the begin of the last forward or backward
-        self._stepped_within = 0  #: optimizer steps in the running backward
         options = units[0].options
         depth, nbytes = prefetch_budget(options.prefetch)
         self.pools = Pools(options.memory, depth, options.strict)
@@ -131,10 +126,8 @@ class Root:
 
     def _enter(self) -> None:
         """Begin a forward or backward. After a failure the ranks drop their guesses, which may differ."""
-        failures = self.agreement.enter()
-        if failures != self._failures:
+        if self.agreement.enter():
             self._order.forget()
-            self._failures = failures
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -256,7 +249,7 @@ class Root:
         self.pools.trained = True
         if stepped:
             self.pools.step()
-        self._count_steps_within(stepped)
+        self.agreement.steps.end_backward(stepped)
         self._agree_at_end(END_BACKWARD, 0)
         self.agreement.compare()
 
@@ -280,27 +273,9 @@ class Root:
                     unit.release()
             raise
 
-    def forget_task(self) -> None:
-        """Drop the callback after it has raised, because code that handles the error may call the model."""
-        self._task = None
-
-    # -- steps of optimizers -------------------------------------------------------------------------------------
-
     def count_step(self) -> None:
-        """Count a step of an optimizer on parameters of this model.
-
-        Steps within a backward (by hooks of parameters) count at its end, because gradients of an offloaded unit arrive
-        at the host at different times on different ranks.
-        """
-        if self.in_backward:
-            self._stepped_within += 1
-        else:
-            self.agreement.set_age(self.agreement.age + 1)
-
-    def _count_steps_within(self, stepped: bool = False) -> None:
-        """Count the steps of a backward at its end. ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
-        within, self._stepped_within = self._stepped_within + stepped, 0
-        self.agreement.set_age(self.agreement.age + within)
+        """Count a step of an optimizer on parameters of this model."""
+        self.agreement.steps.add(self.in_backward)
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -317,7 +292,7 @@ class Root:
         self.visits.forget()
         self.reductions.forget()
         self.agreement.forget_backward()
-        self._count_steps_within()
+        self.agreement.steps.end_backward()
         for unit in self.units():
             recover(unit)
         self.agreement.streams.rejoin()
@@ -369,10 +344,10 @@ class _Task:
         try:
             with annotate("root_post_backward_callback"), alone(self._root.device):
                 self._root.end_backward()
-            if boards.current is not None:
-                boards.current.at(boards.OUTSIDE)
+            boards.at(boards.OUTSIDE)
         except BaseException:
-            self._root.forget_task()  # the exception keeps this object alive
+            # The exception keeps this object alive, and code that handles the error may call the model.
+            self._root._task = None
             raise
 
 
@@ -454,14 +429,13 @@ _backwards: set[int] = set()  #: threads that run an outermost backward
 
 
 def _backward_failed(error: BaseException) -> None:
-    if boards.current is not None:
-        boards.current.at(boards.OUTSIDE)
+    boards.at(boards.OUTSIDE)
     # A device's thread of autograd may hold the callback for a moment longer. The next forward must not wait for that:
     # ranks that still took the model for one in backward would gather other units than the rest.
     only_one = len(_backwards) == 1
     for root in list(roots):
         if root.backward and only_one:
-            root.forget_task()
+            root._task = None
         if root.backward and not root.in_backward and root.caller is None:
             root.agreement.leave(END_BACKWARD, error)
 

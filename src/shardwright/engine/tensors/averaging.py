@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
-from shardwright._torch import gradient_hooks, is_transformed, local_of
+from shardwright._torch import gradient_hooks, is_transformed, local_of, tree_leaves
 from shardwright.comm import Communicator, HostFlag, Streams
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of

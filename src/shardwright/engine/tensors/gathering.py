@@ -31,7 +31,7 @@ def gathers_plainly(tensor: DTensor) -> bool:
 def whole(tensor: DTensor) -> torch.Tensor:
     """The whole tensor, with graph, if :func:`gathers_plainly` allows it. Every rank of its mesh must call it."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _Whole.apply(tensor)  # type: ignore[no-any-return]
+        return _GatherWhole.apply(tensor)  # type: ignore[no-any-return]
     return _gather(tensor)
 
 
@@ -48,7 +48,7 @@ def replicated(tensor: DTensor) -> DTensor:
     return dtensor_of(full, mesh, (Replicate(),) * mesh.ndim, tensor.shape, full.stride())
 
 
-class _Whole(torch.autograd.Function):
+class _GatherWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:  # type: ignore[override]
         ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import (
     dtensor_of,
@@ -23,6 +22,8 @@ from shardwright._torch import (
     local_of,
     rebind,
     replicates_implicitly,
+    tree_leaves,
+    tree_map,
     waited,
 )
 from shardwright.comm import Communicator

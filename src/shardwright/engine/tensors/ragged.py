@@ -17,9 +17,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced, refusal
+from shardwright._torch import (
+    called_by_stager,
+    disabled_torch_function,
+    dtensor_of,
+    is_traced,
+    make_wrapper,
+    refusal,
+    tree_leaves,
+    tree_map,
+)
 from shardwright.comm.noted import noted
 from shardwright.engine.tensors.averaging import (
     average,
@@ -73,7 +81,7 @@ class RaggedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, spec: RaggedSpec, requires_grad: bool = False) -> RaggedTensor:
         """Wrap ``local``, of ``spec.local_shape`` for this rank, contiguous and without graph; it is not copied."""
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = make_wrapper(
             cls, spec.global_shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local_tensor = local

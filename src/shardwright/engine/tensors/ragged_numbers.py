@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import disabled_torch_function
+from shardwright._torch import disabled_torch_function, make_subclass, tree_leaves, tree_map
 from shardwright.engine.tensors.averaging import (
     agree_on_value,
     average,
@@ -92,7 +91,7 @@ class Number(torch.Tensor):
 
 def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> torch.Tensor:
     """The plain ``result`` of an operation on ragged tensors or numbers, as a number."""
-    number: Any = torch.Tensor._make_subclass(Number, result)
+    number: Any = make_subclass(Number, result)
     number._plain, number._spec = result, spec
     note_recipe(func, args, kwargs, number)
     return number  # type: ignore[no-any-return]

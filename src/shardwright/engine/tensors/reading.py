@@ -27,7 +27,7 @@ NUMBER, FULL, DRAW, GRADIENT, VALUE = range(5)
 LIMIT_OF_FULL = timedelta(minutes=2)
 
 
-class Kind(NamedTuple):
+class ReadKind(NamedTuple):
     """The words for a kind of read in errors."""
 
     verbs: tuple[str, str]  #: in the singular and in the plural
@@ -36,28 +36,28 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(
+    ReadKind(
         ("reads", "read"),
         "a number of a sharded tensor (norm, sum, item, float)",
         "Read it on every rank, and print it on one.",
     ),
-    Kind(
+    ReadKind(
         ("gathers", "gather"),
         "full parameters (unsharded, stream_weights)",
         "Enter unsharded on every rank, or ask for the next bucket on every rank.",
     ),
-    Kind(
+    ReadKind(
         ("draws", "draw"),
         "random numbers",
         "Draw them on every rank.",
     ),
-    Kind(
+    ReadKind(
         ("averages", "average"),
         "the gradient of a value computed from sharded parameters outside forward (a penalty)",
         "Every rank must compute the same penalties of the same parameters in the same order. A rank may multiply the "
         "sum or norm of a parameter by its own factor, which may be 0, but not the parameter itself.",
     ),
-    Kind(
+    ReadKind(
         ("joins", "join"),
         "a value and a sharded parameter outside forward",
         "The value must be equal on every rank. To weigh a penalty by a rank's own factor, multiply its sum.",

@@ -13,7 +13,6 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import (
     StridedShard,
@@ -26,6 +25,8 @@ from shardwright._torch import (
     refusal,
     storage_key,
     subclasses_dispatch,
+    tree_leaves,
+    tree_map,
     waited,
 )
 from shardwright.engine.tensors.averaging import (

@@ -14,7 +14,7 @@ import torch
 
 from shardwright._torch import gradient_hooks, refusal
 
-Cut = Callable[[torch.Tensor], torch.Tensor]
+CutFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EngineHook(ABC):
@@ -34,14 +34,14 @@ class EngineHook(ABC):
 class CutGradient(EngineHook):
     """A gradient hook of a tensor that was summed or added to a plain loss."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: CutFunction) -> None:
         self.cut = cut
 
     def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
         return self.cut(gradient)
 
 
-def cut_gradient(tensor: torch.Tensor, cut: Cut) -> None:
+def cut_gradient(tensor: torch.Tensor, cut: CutFunction) -> None:
     """Let ``cut`` make this rank's part of the gradient of ``tensor``, which is about to be summed or added.
 
     ``cut`` must not refer to the tensor. It returns a gradient that is already cut unchanged.

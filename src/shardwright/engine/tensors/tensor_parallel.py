@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwright._torch import DataParallelMeshDims, StridedShard, concatenated, flattened, local_of, waited
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cut_dim(placement: Placement) -> int | None:
@@ -48,7 +48,7 @@ class TensorParallel:
     data: tuple[int, ...] = ()
 
     @functools.cached_property
-    def box(self) -> Box:
+    def box(self) -> Bounds:
         """Offsets and sizes of this rank's part before data parallelism cuts it, which is one rectangle."""
         here = self.mesh.get_coordinate()
         assert here is not None

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from shardwright._torch import local_of, storage_key
+from shardwright._torch import local_of, storage_key, tree_leaves
 
 _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.

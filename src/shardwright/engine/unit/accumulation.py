@@ -85,7 +85,7 @@ class Gradients:
 
     @torch.inference_mode(False)
     def _plan(self, trainable: tuple[bool, ...], transport: Transport) -> list[Reduction]:
-        packings = plan_packing(self._weights.layout, trainable, self.dtypes)
+        packings = plan_packing(self._weights.copies.layout, trainable, self.dtypes)
         return [self._reduction(packing, transport) for packing in packings]
 
     def _reduction(self, packing: Packing, transport: Transport) -> Reduction:
@@ -94,7 +94,7 @@ class Gradients:
         hook = transport.hook if weights.place is not None else None
         return Reduction(
             packing,
-            weights.layout,
+            weights.copies.layout,
             weights.parameters,
             self.ranks,
             weights.site.owner,
@@ -208,17 +208,17 @@ class Gradients:
     # -- on their way to the host --------------------------------------------------------------------------------
 
     def begin_arrival(self) -> None:
-        self.arriving = any(r.lands for r in self.reductions)
+        self.arriving = any(r.delivery.arriving for r in self.reductions)
 
     def leave_device(self) -> None:
         for reduction in self.reductions:
-            reduction.leave_device()
+            reduction.delivery.leave_device()
 
     def has_arrived(self) -> bool:
-        return all(r.arrived for r in self.reductions)
+        return all(r.delivery.arrived for r in self.reductions)
 
     def land(self) -> None:
         """Let the host wait for the gradients."""
         self.arriving = self.overdue = False
         for reduction in self.reductions:
-            reduction.land()
+            reduction.delivery.land()

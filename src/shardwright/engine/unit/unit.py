@@ -22,7 +22,7 @@ from shardwright.engine.assembly.build import Arguments, Built, cut_for
 from shardwright.engine.base.home import Home, Place
 from shardwright.engine.base.offload import Host, HostReads
 from shardwright.engine.base.settings import ModelOptions, Settings
-from shardwright.engine.base.site import Site
+from shardwright.engine.base.site import UnitSite
 from shardwright.engine.base.visit import Activity
 from shardwright.engine.gradients.due import Held
 from shardwright.engine.gradients.reduction import Reduction
@@ -33,7 +33,7 @@ from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.unset import carry_mark
 from shardwright.engine.unit.accumulation import Gradients, ranks_of_scatters
 from shardwright.engine.unit.values import Values
-from shardwright.engine.unit.watch import Watch
+from shardwright.engine.unit.watch import ModuleWatch
 from shardwright.engine.weights.weights import Weights
 from shardwright.layout import plan_unit
 from shardwright.memory import Owner, Slab
@@ -81,7 +81,7 @@ class Unit:
             host = Host(ranks.comm.streams, ranks.device, offload.pin_memory)
         self.state_host = None if offload.parameters else host
         to = settings.reshard_after_forward
-        self.site = Site(
+        self.site = UnitSite(
             ranks,
             Owner(type(modules[0]).__name__),
             HostReads(host) if host is not None and offload.parameters else None,
@@ -89,7 +89,7 @@ class Unit:
             _gradient_listener(self),
             _data_listener(self),
         )
-        self.watch = Watch(modules, ignored, ignored_modules)
+        self.watch = ModuleWatch(modules, ignored, ignored_modules)
         self.values = Values()
         self.activity = Activity()
         self.stepping: Stepping | None = None

@@ -186,7 +186,7 @@ def recover(unit: Unit) -> None:
 def check_codec(unit: Unit, codec: Codec | BlockCodec | None) -> None:
     """Raise ValueError if the unit's layout cuts blocks of the codec."""
     weights = unit.weights
-    refuse_codec(weights.layout, [p.cut for p in weights.parameters], codec, weights.site.owner)
+    refuse_codec(weights.copies.layout, [p.cut for p in weights.parameters], codec, weights.site.owner)
 
 
 def gather_by(unit: Unit, **changes: Any) -> None:

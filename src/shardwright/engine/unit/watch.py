@@ -10,10 +10,10 @@ from torch import nn
 
 from shardwright.engine.assembly.find import own_modules, parameters_of
 from shardwright.engine.tensors.parameter import Slot, unit_of
-from shardwright.engine.unit.hooks import StashedTensors
+from shardwright.engine.unit.marks import StashedTensors
 
 
-class Watch:
+class ModuleWatch:
     """A unit's modules.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright._torch import storage_key
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
-from shardwright.engine.base.site import Site
+from shardwright.engine.base.site import UnitSite
 from shardwright.engine.tensors.parameter import ManagedParameter, in_place_view, plain_of
 from shardwright.engine.weights.coding import number_of
 from shardwright.engine.weights.gather import Extend, Gather, SecondaryShard, plan_gather
@@ -76,17 +76,18 @@ class Copies:
         stored: the copy in storage dtypes, after its first use.
         secondary: the part that this rank keeps after forward for its neighbours.
         transport: the transport of the gathers.
+        layout: of the weights in the slab, in compute dtypes.
         extended: parameters with ``fsdp_pre_all_gather``.
     """
 
     __slots__ = (
-        "_layout",
         "_on_extended",
         "_parameters",
         "_shards",
         "_site",
         "current",
         "extended",
+        "layout",
         "secondary",
         "stored",
         "training",
@@ -95,7 +96,7 @@ class Copies:
 
     def __init__(
         self,
-        site: Site,
+        site: UnitSite,
         transport: Transport,
         layout: UnitLayout,
         shards: list[torch.Tensor],
@@ -104,7 +105,7 @@ class Copies:
         on_extended: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self._site = site
-        self._layout = layout
+        self.layout = layout
         self._shards = shards
         self._parameters = parameters
         self._on_extended = on_extended
@@ -116,10 +117,10 @@ class Copies:
         """Lay out gathers into ``slab``."""
         self.transport = transport
         site = self._site
-        gather = self._plan_gather(self._layout, slab, site.owner)
+        gather = self._plan_gather(self.layout, slab, site.owner)
         forms = [(p.full, p.view) for p in self._parameters]
         self.training = self.current = Copy(
-            site.owner, slab, gather, forms, self._shards_in_place(self._layout)
+            site.owner, slab, gather, forms, self._shards_in_place(self.layout)
         )
         self.stored: Copy | None = None
         full = gather.outputs[:-1]
@@ -191,7 +192,7 @@ class Copies:
         Its leases are outside the plan, because a training step has none. Backward never reads these weights.
         """
         owner = Owner(f"{self._site.owner.name}, full precision")
-        layout = self._layout.as_stored()
+        layout = self.layout.as_stored()
         slab = Slab(layout.slab_nbytes, self._site.ranks.device, "parameters", owner)
         slab.lease()
         gather = self._plan_gather(layout, slab, owner)

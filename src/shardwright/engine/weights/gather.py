@@ -127,7 +127,7 @@ class Upload:
         self._slab.release()
 
 
-class Cast:
+class CastShards:
     """Casts or reorders shards that are stored in another dtype or order than gathered."""
 
     def __init__(self, slab: Slab | None, copies: Moves) -> None:
@@ -307,7 +307,7 @@ def plan_gather(
     if upload is not None and reads is not None:
         stages.append(Upload(*upload, reads, hops[0] if hops else None))
     if cast is not None:
-        stages.append(Cast(*cast))
+        stages.append(CastShards(*cast))
     stages += hops
     if extend is not None:
         stages.append(extend)

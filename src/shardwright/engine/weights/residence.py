@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import enum
 
+from shardwright.memory import Owner
+
 
 class Residence(enum.Enum):
     """The states of the memory of a unit's full weights."""
+
+    following: tuple[Residence, ...]  #: states that ALLOWED has after this one
 
     SHARDED = "no memory"
     ISSUING = "leased; a collective that writes to it begins, or an exception interrupted its begin"
@@ -28,21 +32,42 @@ class Event(enum.Enum):
     RELEASE = "the memory is freed; the memory of an interrupted gather stays for the next gather"
 
 
-#: The allowed events in each state, and the next state. ``Weights`` changes states; only tests compare it with this.
-#: An interrupted gather may still write, so a release does not change ISSUING.
+#: The allowed events in each state, and the next state. An interrupted gather may still write, so a release does not
+#: change ISSUING. An exception of the interpreter may come before a state is noted: after a lease, or when a gather has
+#: begun.
 ALLOWED = {
     (Residence.SHARDED, Event.ISSUE): Residence.ISSUING,
     (Residence.RESIDENT, Event.ISSUE): Residence.ISSUING,
     (Residence.ISSUING, Event.ISSUE): Residence.ISSUING,
     (Residence.ISSUING, Event.ISSUED): Residence.GATHERING,
     (Residence.ISSUING, Event.FAIL): Residence.EMPTY,
+    (Residence.ISSUING, Event.WAIT): Residence.RESIDENT,
     (Residence.EMPTY, Event.ISSUE): Residence.ISSUING,
     (Residence.EMPTY, Event.RELEASE): Residence.SHARDED,
     (Residence.GATHERING, Event.WAIT): Residence.RESIDENT,
     (Residence.RESIDENT, Event.WAIT): Residence.RESIDENT,
     (Residence.RESIDENT, Event.RELEASE): Residence.SHARDED,
     (Residence.ISSUING, Event.RELEASE): Residence.ISSUING,
+    (Residence.SHARDED, Event.RELEASE): Residence.SHARDED,
 }
+
+for _state in Residence:
+    # On the state itself: to look it up in a dict would call the hash of enum.Enum, which is slow.
+    _state.following = tuple({after: None for (before, _), after in ALLOWED.items() if before is _state})
+
+
+def change(state: Residence, after: Residence, owner: Owner) -> Residence:
+    """The state ``after``.
+
+    Raises:
+        RuntimeError: the table does not allow it after ``state``.
+    """
+    if after not in state.following:
+        raise RuntimeError(
+            f"The memory of the weights of unit {owner.name!r} cannot become {after.name} ({after.value}): it is "
+            f"{state.name} ({state.value}). This is an error in shardwright; please report it."
+        )
+    return after
 
 
 def table() -> str:

@@ -15,18 +15,17 @@ from shardwright._torch import address_of, annotate
 from shardwright.comm import Pending
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
-from shardwright.engine.base.site import Site
+from shardwright.engine.base.site import UnitSite
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.forms import Forms
 from shardwright.engine.weights.full_edits import FullEdits
 from shardwright.engine.weights.full_weights import Copies, Copy
 from shardwright.engine.weights.gather import Gather, edits_are_seen
 from shardwright.engine.weights.ledger import NEVER, FullCounters, Ledger
-from shardwright.engine.weights.residence import Residence
+from shardwright.engine.weights.residence import Residence, change
 from shardwright.layout import UnitLayout
 from shardwright.memory import Slab
 
-#: ``residence.ALLOWED`` has the allowed order of states.
 SHARDED, ISSUING, GATHERING, RESIDENT, EMPTY = Residence
 
 
@@ -47,7 +46,7 @@ class Weights:
 
     def __init__(
         self,
-        site: Site,
+        site: UnitSite,
         transport: Transport,
         layout: UnitLayout,
         shards: list[torch.Tensor],
@@ -57,7 +56,6 @@ class Weights:
     ) -> None:
         """The slab is leased or empty; afterwards it is released. ``before``: the unit's earlier build."""
         self.site = site
-        self.layout = layout
         self.shards = shards
         self.parameters = parameters
         self.generation: int = 1 if before is None else before.generation + 1
@@ -193,22 +191,20 @@ class Weights:
         place.home.gathered.add(place.number)  # set first, so that it is released after an interrupt
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
-        if place.home.observer is not None:
-            place.home.observer("issue", self)
-        self.residence = ISSUING
+        self.residence = change(self.residence, ISSUING, self.site.owner)
         try:
             with annotate("all_gather", place.label):
                 self._flight = gather.begin(place, epoch), gather
         except (
             Exception
         ):  # out of memory or diverged ranks: no collective has begun; an interrupt may come later
-            self.residence = EMPTY
+            self.residence = change(self.residence, EMPTY, self.site.owner)
             self.epoch = NEVER
             raise
         finally:
             if boards.current is not None:
                 boards.current.leave()
-        self.residence = GATHERING
+        self.residence = change(self.residence, GATHERING, self.site.owner)
 
     def wait(self) -> None:
         """Order the computation after the running gather, if there is one."""
@@ -217,8 +213,6 @@ class Weights:
             return
         place = self.place
         assert place is not None
-        if place.home.observer is not None:
-            place.home.observer("wait", self)
         pending, gather = flight
         if boards.current is None:
             pending.wait()
@@ -228,7 +222,8 @@ class Weights:
                 pending.wait()
             finally:
                 boards.current.leave()
-        self.residence = RESIDENT  # set first; after an interrupt it is waited for again
+        # Set first: after an interrupt it is waited for again.
+        self.residence = change(self.residence, RESIDENT, self.site.owner)
         self._flight = None
         gather.end()
         if gather.comm.streams.asynchronous and gather.comm.group is not None:
@@ -269,7 +264,7 @@ class Weights:
                 # An interrupted gather may still write, so the memory stays until the next gather.
                 return
             slab.release()
-            self.residence = SHARDED
+            self.residence = change(self.residence, SHARDED, self.site.owner)
             for p in self.copies.extended:
                 assert p.extension is not None
                 p.extension.release()

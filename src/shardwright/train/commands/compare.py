@@ -34,7 +34,7 @@ PIPED_WIDTH = 140
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """The data of a run that a comparison reads."""
 
     folder: RunFolder
@@ -108,7 +108,7 @@ ELSEWHERE = {
 """Keys without an entry in `_others`: they have a separate column, or are equal in all runs of one job."""
 
 
-def split_settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[dict[str, str]]]:
+def split_settings(runs: Sequence[ComparedRun]) -> tuple[dict[str, str], list[dict[str, str]]]:
     """The main settings that are equal in all runs, and for each run the settings that differ."""
     settings = [run.settings for run in runs]
     differ = [key for key in settings[0] if len({each[key] for each in settings}) > 1]
@@ -124,7 +124,7 @@ def settings_in_words(settings: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LossDifference:
     """The largest difference of the losses of two runs, relative to the first run, and its step."""
 
     common_steps: int
@@ -132,7 +132,7 @@ class Agreement:
     step: int
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ComparedRun:
     """Raises UserError if the folder holds no run, or a run without steps."""
     folder = RunFolder(path)
     record, config = folder.record(), folder.config()
@@ -141,10 +141,10 @@ def read_run(path: Path) -> Run:
         raise UserError(
             f"{folder.metrics_file}: expected at least one step, found none; continue the run, or leave it out"
         )
-    return Run(folder, config, record, steps)
+    return ComparedRun(folder, config, record, steps)
 
 
-def check_comparable(first: Run, other: Run) -> None:
+def check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     """Raise if the runs are of different jobs. The error names the first key that differs."""
     for key, before, after in differences(first.config, other.config):
         # The text must be the same; its path may differ.
@@ -161,7 +161,7 @@ def check_comparable(first: Run, other: Run) -> None:
         )
 
 
-def relative_differences(first: Run, other: Run) -> dict[int, float]:
+def relative_differences(first: ComparedRun, other: ComparedRun) -> dict[int, float]:
     """|other - first| / |first| of the loss at every common step. If the first loss is 0, only |other - first|."""
     ours, theirs = first.losses, other.losses
     return {
@@ -169,14 +169,14 @@ def relative_differences(first: Run, other: Run) -> dict[int, float]:
     }
 
 
-def agreement(first: Run, other: Run) -> Agreement:
+def agreement(first: ComparedRun, other: ComparedRun) -> LossDifference:
     apart = relative_differences(first, other)
     if not apart:
         raise UserError(
             f"compare: expected steps in common, found none in {first.folder.path} and {other.folder.path}"
         )
     worst = max(apart, key=lambda step: apart[step])
-    return Agreement(len(apart), apart[worst], worst)
+    return LossDifference(len(apart), apart[worst], worst)
 
 
 def compare(runs: list[Path], out: Path | None) -> int:
@@ -211,20 +211,18 @@ def compare(runs: list[Path], out: Path | None) -> int:
     on_gpu = any(session["device"] == "cuda" for run in read for session in run.record["sessions"])
     by_engine = not on_gpu and all(figure["leased_memory_bytes"] is not None for figure in figures)
     with writing(target):
-        plots.comparison(
-            [
-                curve_of(run, read[0], figure, name, settings_in_words(settings), by_engine)
-                for run, figure, name, settings in zip(read, figures, names, special, strict=True)
-            ],
-            target / "compare.png",
-            settings_in_words(common),
-            BY_ENGINE if by_engine else BY_DEVICE,
-        )
+        curves = [
+            curve_of(run, read[0], figure, name, settings_in_words(settings), by_engine)
+            for run, figure, name, settings in zip(read, figures, names, special, strict=True)
+        ]
+        panel = BY_ENGINE if by_engine else BY_DEVICE
+        picture = plots.comparison_figure(curves, settings_in_words(common), panel)
+        picture.savefig(target / "compare.png", dpi=plots.DPI)
     print(f"wrote {target / 'compare.json'} and {target / 'compare.png'}")
     return 0
 
 
-def figures_of(run: Run, first: Run) -> dict[str, Any]:
+def figures_of(run: ComparedRun, first: ComparedRun) -> dict[str, Any]:
     """The row of a run in compare.json, with plain names and units."""
     results, reference = (plots.results(each.steps, each.record["sessions"]) for each in (run, first))
     ended = run.record.get("results", {})
@@ -254,7 +252,7 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
     }
 
 
-def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def pairs_of(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     pairs = []
     for number, first in enumerate(runs):
         for other in runs[number + 1 :]:
@@ -265,7 +263,7 @@ def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return pairs
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[ComparedRun]) -> list[str]:
     """The last part of each run's path, or as many parts as are needed to make the names different."""
     parts = [run.folder.path.parts for run in runs]
     depth = next(
@@ -292,10 +290,17 @@ def settings_of_runs(
     return Text("\n".join(["Settings that differ", "", *lines, ""]))
 
 
+def _table(title: str, *columns: str, min_width: int | None = 12, **options: Any) -> Table:
+    """An empty table with columns for names of runs, by default one."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, **options)
+    for column in columns or ("run",):
+        table.add_column(column, overflow="fold", min_width=min_width)
+    return table
+
+
 def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) -> Table:
     """The settings that differ: a column for each main setting, and one column for all others."""
-    table = Table(title="Settings that differ", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.add_column("run", overflow="fold", min_width=12)
+    table = _table("Settings that differ")
     columns = [key for key in MAIN if key in settings[0]]
     others = [key for key in settings[0] if key not in MAIN]
     for key in columns:
@@ -309,10 +314,7 @@ def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) 
 
 
 def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        title="Results", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("run", overflow="fold", min_width=12)
+    table = _table("Results", padding=(0, 1, 0, 0))
     metrics = list(dict.fromkeys(metric for figure in figures for metric in figure["metrics"]))
     for name in (
         "steps",
@@ -337,7 +339,7 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
     return table
 
 
-def explanation(runs: Sequence[Run]) -> str:
+def explanation(runs: Sequence[ComparedRun]) -> str:
     """The meaning of each column of the results."""
     lines = [
         "max diff    largest |loss - loss of the first run| / loss of the first run",
@@ -357,10 +359,7 @@ def explanation(runs: Sequence[Run]) -> str:
 
 def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
     """The memory of each run, on the rank with most of it."""
-    table = Table(
-        title="Memory", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("run", overflow="fold", min_width=12)
+    table = _table("Memory", padding=(0, 1, 0, 0))
     for name in ("held\nMiB", "leased\nMiB", "peak\nGiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, figure in zip(names, figures, strict=True):
@@ -373,7 +372,7 @@ def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> 
     return table
 
 
-def memory_explanation(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> str:
+def memory_explanation(runs: Sequence[ComparedRun], figures: Sequence[Mapping[str, Any]]) -> str:
     """The meaning of each column of the memory."""
     devices = {session["device"] for run in runs for session in run.record["sessions"]}
     words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the whole process, with its libraries"}
@@ -406,12 +405,7 @@ def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
 
 def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Table:
     """A table of `pairs`, which have the order of `pairs_of`: each run with all later runs."""
-    table = Table(
-        title="Largest relative difference of the loss, by pairs",
-        title_justify="left", title_style="bold", box=SIMPLE_HEAD,
-    )  # fmt: skip
-    for name in ("first", "second"):
-        table.add_column(name, overflow="fold")
+    table = _table("Largest relative difference of the loss, by pairs", "first", "second", min_width=None)
     for name in ("max diff", "at step", "steps"):
         table.add_column(name, justify="right", no_wrap=True)
     for (first, second), pair in zip(itertools.combinations(names, 2), pairs, strict=True):
@@ -421,7 +415,7 @@ def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 def curve_of(
-    run: Run, first: Run, figure: Mapping[str, Any], name: str, settings: str, by_engine: bool
+    run: ComparedRun, first: ComparedRun, figure: Mapping[str, Any], name: str, settings: str, by_engine: bool
 ) -> plots.Curve:
     engine = (figure["held_memory_bytes"], figure["leased_memory_bytes"])
     return plots.Curve(

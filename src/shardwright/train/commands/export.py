@@ -21,13 +21,14 @@ from shardwright.checkpoint.pretrained.files import open_stored, write_json
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.save import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.catalog.presets import Shape
-from shardwright.train.data.tokens.tokenizers import open_tokenizer
-from shardwright.train.errors import UserError
+from shardwright.train.data.dataset import read_template
+from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, open_tokenizer
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import peft_names, source_of
@@ -42,9 +43,8 @@ from shardwright.train.step import checkpoint
 from shardwright.train.step.checkpoint import Position, Read
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FILES_BESIDE_TOKENIZER = (
-    TOKENIZER_CONFIG,
+    CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -54,27 +54,6 @@ FILES_BESIDE_TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-
-
-@dataclass(frozen=True)
-class ExportedTokenizer:
-    """The tokenizer of a run.
-
-    Attributes:
-        vocab_size: the largest id + 1.
-        begin: the id that begins a document, or None.
-        ends: ids at which a text ends.
-        end_token: the text of the token that ends a document, or None.
-        file: its tokenizer.json, beside which its other files are; None: the byte tokenizer, whose files are made.
-        fingerprint: a digest of all that decides the ids of a text.
-    """
-
-    vocab_size: int
-    begin: int | None
-    ends: tuple[int, ...]
-    end_token: str | None
-    file: Path | None
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -121,15 +100,14 @@ def export(
             is not the one of the run or does not belong to the model. Nothing is written then.
     """
     chosen = _dtype_named(dtype)
-    try:
+    with as_user_errors(ValueError):
         bytes_of(max_shard_size, "--max-shard-size")
-    except ValueError as error:
-        raise UserError(str(error)) from None
     _check_new(folder)
     source = RunFolder(run)
     record, config = source.record(), source.config()
-    name, template = recorded_tokenizer(record, config), _template(config)
-    tokenizer = tokenizer_of(name)
+    name = recorded_tokenizer(record, config)
+    template = read_template(config.data, ", which the run was trained with", "restore the file")
+    tokenizer = open_tokenizer(name)
     check_same_tokenizer(source, name, tokenizer.fingerprint)
     shape = config.model.shape()
     check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
@@ -170,7 +148,7 @@ def export(
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**with_ids(values, config, tokenizer), "dtype": name_of_dtype(form)}
+            None if values is None else {**with_ids(values, config, tokenizer), "dtype": form.main_dtype()}
         )
         write_stored_form(
             folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
@@ -269,12 +247,10 @@ def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tenso
     return entry.tensor.detach() if layer is None else layer.merged()
 
 
-def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredForm:
-    try:
+def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
+    with as_user_errors(ValueError, prefix="export: "):
         tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
         return stored_form(tensors, key_map, dtype, with_values=False)
-    except ValueError as error:
-        raise UserError(f"export: {error}") from error
 
 
 def _reader_by_type(model_type: str) -> str:
@@ -316,31 +292,6 @@ def in_words(exported: Exported) -> str:
 # Tokenizer and settings
 
 
-def tokenizer_of(name: str) -> ExportedTokenizer:
-    """The tokenizer of a setting `data.tokenizer`."""
-    tokenizer = open_tokenizer(name)
-    return ExportedTokenizer(
-        tokenizer.vocab_size,
-        tokenizer.begin,
-        tokenizer.ends,
-        tokenizer.end_token,
-        tokenizer.file,
-        tokenizer.fingerprint,
-    )
-
-
-def _template(config: Config) -> str | None:
-    """The text of the chat template that the run was trained with, where it is not the tokenizer's own."""
-    path = config.data.chat_template
-    try:
-        return Path(path).read_text(encoding="utf-8") if path else None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            f"data.chat_template: cannot read {path}, which the run was trained with: {reason}; restore the file"
-        ) from None
-
-
 def check_vocabulary(tokenizer: int, model: int) -> None:
     """Raise a UserError if the tokenizer has more ids than the model."""
     if tokenizer > model:
@@ -350,29 +301,21 @@ def check_vocabulary(tokenizer: int, model: int) -> None:
         )
 
 
-def name_of_dtype(form: StoredForm) -> str:
-    """The dtype of most elements, for config.json."""
-    sizes: dict[torch.dtype, int] = {}
-    for shape, dtype in form.keys.values():
-        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
-    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
-
-
-def write_tokenizer(folder: Path, tokenizer: ExportedTokenizer, longest: int) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:
     """Put the tokenizer's files into a folder, under the names that transformers looks for."""
     if tokenizer.file is None:
-        write_json(folder / TOKENIZER_FILE, byte_tokenizer.tokenizer_json())
-        write_json(folder / TOKENIZER_CONFIG, byte_tokenizer.tokenizer_config(longest))
+        write_json(folder / FILE, byte_tokenizer.tokenizer_json())
+        write_json(folder / CONFIG, byte_tokenizer.tokenizer_config(longest))
         return
-    shutil.copyfile(tokenizer.file, folder / TOKENIZER_FILE)
+    shutil.copyfile(tokenizer.file, folder / FILE)
     for name in FILES_BESIDE_TOKENIZER:
         if (tokenizer.file.parent / name).is_file():
             shutil.copyfile(tokenizer.file.parent / name, folder / name)
-    if not (folder / TOKENIZER_CONFIG).exists():
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(tokenizer))
+    if not (folder / CONFIG).exists():
+        write_json(folder / CONFIG, tokenizer_config(tokenizer))
 
 
-def tokenizer_config(tokenizer: ExportedTokenizer) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of tokenizer_config.json for a tokenizer.json without one.
 
     Without it transformers takes the class of tokenizer that the model type has, and no token that ends a text.

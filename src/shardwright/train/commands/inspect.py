@@ -14,11 +14,11 @@ from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, open_che
 from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION
 from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
 from shardwright.checkpoint.storage.stores import Store
-from shardwright.train.errors import UserError, counted
-from shardwright.train.launch.progress import patience
+from shardwright.train.errors import UserError, as_user_errors, counted, printable
+from shardwright.train.launch.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Place, Position, saved_steps, step_folder
-from shardwright.train.run.stored_checkpoint import Stored, position_in
+from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
+from shardwright.train.run.stored_checkpoint import RunCheckpoint, position_in
 
 Say = Callable[[str], None]
 LARGEST_SHOWN = 8
@@ -39,17 +39,13 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
     Raises:
         UserError: there is no checkpoint, or a later version has saved it.
     """
-    try:
+    with as_user_errors(ValueError, prefix="inspect: "):
         store = store_of(location)
-    except ValueError as error:
-        raise UserError(f"inspect: {error}") from error
     if not isinstance(store, LocalStore):
-        try:
+        with as_user_errors(OSError, prefix="inspect: "):
             if saved_steps(str(store)):
                 return _inspect_run(str(store), str(store), quick, tensors, show, say)
             return _inspect_one(store, quick, tensors, show, say)
-        except OSError as error:  # the store does not answer
-            raise UserError(f"inspect: {error}") from error
     path = store.path
     if not os.path.lexists(path):
         raise UserError(f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}")
@@ -72,20 +68,18 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _inspect_run(
-    path: Place, checkpoints: Place, quick: bool, tensors: bool, show: Say, say: Say
+    path: FolderOrUrl, checkpoints: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
     """A line for each checkpoint of a run, and the content of the newest whole one."""
-    try:
+    with as_user_errors(OSError, prefix="inspect: "):
         steps = saved_steps(checkpoints)
-    except OSError as error:  # the store does not answer
-        raise UserError(f"inspect: {error}") from error
     if not steps:
         raise UserError(
             f"inspect: expected a checkpoint in {checkpoints}, found none; the run has saved nothing"
         )
     show(f"{printable(str(path))}: {counted(len(steps), 'checkpoint')}")
     damaged: list[str] = []
-    newest: Stored | None = None
+    newest: RunCheckpoint | None = None
     for step in steps:
         try:
             stored = _opened(store_of(step_folder(checkpoints, step)))
@@ -119,7 +113,7 @@ def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) 
     return None
 
 
-def _opened(place: Store) -> Stored:
+def _opened(place: Store) -> RunCheckpoint:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
         checkpoint = open_checkpoint(place.path if isinstance(place, LocalStore) else str(place))
@@ -134,28 +128,22 @@ def _opened(place: Store) -> Stored:
         position = position_in(checkpoint)
     except Damaged:
         pass
-    return Stored(position, checkpoint)
+    return RunCheckpoint(position, checkpoint)
 
 
 _NO_RUN = Position(-1, -1)
 
 
-def _compare(stored: Stored, quick: bool, say: Say) -> None:
+def _compare(stored: RunCheckpoint, quick: bool, say: Say) -> None:
     stored.checkpoint.check_lengths()
     if quick or not stored.checkpoint.has_digests:
         return
-    done, whole = 0, sum(stored.checkpoint.files.values())
-
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-
-    text = f"reading {printable(stored.folder)}"
-    with patience(say, lambda: f"{text}: {in_bytes(done)} of {in_bytes(whole)}"):
+    whole, folder = in_bytes(sum(stored.checkpoint.files.values())), printable(stored.folder)
+    with patience_about_bytes(say, lambda done: f"reading {folder}: {in_bytes(done)} of {whole}") as progress:
         stored.checkpoint.verify(progress)
 
 
-def _outcome(stored: Stored, quick: bool) -> str:
+def _outcome(stored: RunCheckpoint, quick: bool) -> str:
     files = stored.checkpoint.files
     if not stored.checkpoint.has_digests:
         return (
@@ -172,7 +160,7 @@ def _outcome(stored: Stored, quick: bool) -> str:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
+def _lines(stored: RunCheckpoint, all_tensors: bool) -> Iterator[str]:
     checkpoint = stored.checkpoint
     tensors = list(checkpoint.tensors.items())
     yield printable(stored.folder)
@@ -209,7 +197,7 @@ def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
         yield f"    {printable(name):<{width}}  {in_bytes(each.nbytes):>9}  {dtype} {shape}{parts}"
 
 
-def _lines_of_values(stored: Stored) -> Iterator[str]:
+def _lines_of_values(stored: RunCheckpoint) -> Iterator[str]:
     """Values that are no tensors, and whose random generators there are."""
     values = stored.checkpoint.values
     if stored.checkpoint.ranks is None:
@@ -237,8 +225,3 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which would change the terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

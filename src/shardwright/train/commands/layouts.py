@@ -38,14 +38,14 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitShapes:
     """Parameters that are gathered together: a name, and their shapes."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
 
 
-def units_of(model: LanguageModel) -> list[Unit]:
+def units_of(model: LanguageModel) -> list[UnitShapes]:
     """The units into which `train.parallel` cuts the model, in the order in which they run; none without parameters."""
     names = {module: name for name, module in model.named_modules()}
     together: list[list[nn.Module]] = [*([block] for block in model.blocks()), model.head()]
@@ -58,11 +58,11 @@ def units_of(model: LanguageModel) -> list[Unit]:
         own = dict.fromkeys(p for module in modules for p in module.parameters() if p not in seen)
         seen |= own.keys()
         if own:
-            units.append(Unit(unit, tuple(tuple(p.shape) for p in own)))
+            units.append(UnitShapes(unit, tuple(tuple(p.shape) for p in own)))
     return units
 
 
-def alike(units: Sequence[Unit]) -> Iterator[tuple[str, Unit]]:
+def alike(units: Sequence[UnitShapes]) -> Iterator[tuple[str, UnitShapes]]:
     """Units of one list that follow each other with equal shapes, as one: what to call them, and one of them."""
     for _, group in groupby(units, lambda unit: (unit.name.rpartition(".")[0], unit.shapes)):
         first, *others = group
@@ -96,7 +96,7 @@ def layout(config: Config, world_sizes: Sequence[int]) -> int:
     return 0
 
 
-def table_of(unit: Unit, world_sizes: Sequence[int], compute: torch.dtype) -> Table:
+def table_of(unit: UnitShapes, world_sizes: Sequence[int], compute: torch.dtype) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("ranks", justify="right")
     table.add_column("layout")

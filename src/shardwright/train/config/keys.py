@@ -22,7 +22,7 @@ from shardwright.train.config.sections.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of the file: `path` is section.key, `expected` says in words which values it takes.
 
     The path of a key in a list of tables has the letter N for the number of the table: data.sources.N.weight.
@@ -40,7 +40,7 @@ class Key:
         return f"[[{table}]] {name}" if is_row else f"--{self.path}"
 
 
-def keys() -> Iterator[Key]:
+def keys() -> Iterator[ConfigKey]:
     """Every key of the file in order, keys of nested tables included."""
     for name, info in Config.model_fields.items():
         yield from _keys_of(table_of(info.annotation), name)
@@ -48,7 +48,7 @@ def keys() -> Iterator[Key]:
             yield from _keys_of_added_kinds()
 
 
-def _keys_of_added_kinds() -> Iterator[Key]:
+def _keys_of_added_kinds() -> Iterator[ConfigKey]:
     """Keys of `[model]` that only kinds have which are not built in."""
     seen = set(ModelConfig.model_fields)
     for name in kinds.names():
@@ -60,7 +60,7 @@ def _keys_of_added_kinds() -> Iterator[Key]:
             if each.name not in seen:
                 seen.add(each.name)
                 expected = _in_words(kind.type_of(each.name))
-                yield Key(f"model.{each.name}", expected, "the preset's", f"Of {kind.name} only.")
+                yield ConfigKey(f"model.{each.name}", expected, "the preset's", f"Of {kind.name} only.")
 
 
 def section_summary(name: str) -> str:
@@ -69,12 +69,12 @@ def section_summary(name: str) -> str:
     return (table.__doc__ or "").splitlines()[0] if table else ""
 
 
-def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[Key]:
+def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[ConfigKey]:
     for name, info in table.model_fields.items() if table else ():
         path, inner = f"{prefix}.{name}", table_of(info.annotation)
         row = row_of(info.annotation)
         if row is not None:
-            yield Key(path, expected_of(info), "none", info.description or "")
+            yield ConfigKey(path, expected_of(info), "none", info.description or "")
             yield from _keys_of(row, f"{path}.{ROW}")
         elif inner is not None:
             for key in _keys_of(inner, path):
@@ -82,7 +82,7 @@ def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[Key]:
         else:
             value = None if info.is_required() else info.get_default(call_default_factory=True)
             default = "the preset's" if value is None else toml_value(value)
-            yield Key(
+            yield ConfigKey(
                 path,
                 expected_of(info),
                 "none, required" if info.is_required() else default,
@@ -176,7 +176,6 @@ OTHER_NAMES = {
     "bf16": "parallel.param_dtype",
     "checkpointing_steps": "checkpoint.every",
     "dataset": "data.source",
-    "epochs": "train.epochs",
     "eval_steps": "validation.every",
     "gradient_accumulation_steps": "train.global_batch",
     "gradient_checkpointing": "activations.checkpoint",

@@ -44,6 +44,7 @@ def load_config(
         overrides, key=lambda pair: pair[0] != "model.kind"
     ):  # it says which keys there are
         _override(values, key, text)
+    _drop_other_length(values, {key for key, _ in overrides})
     try:
         return Config.model_validate(values, context={"ranks": ranks, "resumes": resumes})
     except ValidationError as error:
@@ -185,6 +186,15 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
         raise UserError(
             f"command line: {key}: expected a string or a list of strings, found {value}; {in_quotes(value)}"
         )
+
+
+def _drop_other_length(values: dict[str, Any], overridden: set[str]) -> None:
+    """Let `train.steps` of the command line replace `train.epochs` of the file, and the reverse."""
+    lengths = overridden & {"train.steps", "train.epochs"}
+    if len(lengths) == 1 and isinstance(train := values.get("train"), dict):
+        key, other = ("steps", "epochs") if "train.steps" in lengths else ("epochs", "steps")
+        if train.get(key):
+            train.pop(other, None)
 
 
 def _own_type(values: dict[str, Any], key: str) -> Any:

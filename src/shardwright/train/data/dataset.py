@@ -16,8 +16,8 @@ from shardwright.train.data.samples.packing import pack
 from shardwright.train.data.samples.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
 from shardwright.train.data.samples.validation import training_and_validation
 from shardwright.train.data.sources.documents import places
-from shardwright.train.data.sources.items import Source as Files
-from shardwright.train.data.sources.places import Place
+from shardwright.train.data.sources.items import DataFiles
+from shardwright.train.data.sources.places import DataFile
 from shardwright.train.data.statement import shortened_name
 from shardwright.train.data.tokens.cache import tokenised
 from shardwright.train.data.tokens.chat import check_template
@@ -54,7 +54,7 @@ class Material:
     name: str
     weight: float
     tokens: Tokens
-    places: tuple[Place, ...]
+    places: tuple[DataFile, ...]
     known: Known
 
     def parts(self) -> list[Tokens]:
@@ -172,7 +172,7 @@ def load_dataset(
     template = _template(data)
     cache = Path(data.cache) if data.cache else None
 
-    def material(files: Files, weight: float) -> Material:
+    def material(files: DataFiles, weight: float) -> Material:
         tokens = tokenised(
             files,
             tokenizer,
@@ -365,25 +365,25 @@ def _ends_count_for_nothing(config: Config, tokens: Tokens) -> bool:
     return one_text and tokens.ids.dtype == np.uint8 and tokens.trained is None and bool(tokens.sha256)
 
 
-def _files(data: DataConfig) -> list[tuple[Files, float]]:
+def _files(data: DataConfig) -> list[tuple[DataFiles, float]]:
     return _files_of_tables("sources", data.sources) or [(_files_at(data.source, data, "data.source"), 1.0)]
 
 
-def _validation_files(data: DataConfig) -> list[tuple[Files, float]]:
+def _validation_files(data: DataConfig) -> list[tuple[DataFiles, float]]:
     if data.validation_source:
         return [(_files_at(data.validation_source, data, "data.validation_source"), 1.0)]
     return _files_of_tables("validation_sources", data.validation_sources)
 
 
-def _files_of_tables(key: str, tables: Sequence[SourceConfig]) -> list[tuple[Files, float]]:
+def _files_of_tables(key: str, tables: Sequence[SourceConfig]) -> list[tuple[DataFiles, float]]:
     return [
         (_files_at(each.path, each, f"data.{key}.{number}.path"), each.weight)
         for number, each in enumerate(tables)
     ]
 
 
-def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key: str) -> Files:
-    return Files(
+def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key: str) -> DataFiles:
+    return DataFiles(
         _paths(path), keys.kind, keys.text_key, keys.messages_key, keys.prompt_key, keys.completion_key, key
     )
 
@@ -401,21 +401,28 @@ def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
 
 
 def _template(data: DataConfig) -> str | None:
-    if not data.chat_template:
-        return None
-    try:
-        template = Path(data.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            f"data.chat_template: cannot read {data.chat_template}: {reason}; set the path of a jinja template"
-        ) from None
-    if "conversations" in {data.kind, *(each.kind for each in (*data.sources, *data.validation_sources))}:
+    template = read_template(data)
+    kinds = {data.kind, *(each.kind for each in (*data.sources, *data.validation_sources))}
+    if template is not None and "conversations" in kinds:
         check_template(template, data.chat_template)
     return template
 
 
-def _check_completions(files: Files, tokens: Tokens, tokenizer: Tokenizer) -> None:
+def read_template(
+    data: DataConfig, of_run: str = "", way: str = "set the path of a jinja template"
+) -> str | None:
+    """The text of the file data.chat_template; None: it is not set. `of_run` and `way` are for the UserError about a
+    file that cannot be read."""
+    try:
+        return Path(data.chat_template).read_text(encoding="utf-8") if data.chat_template else None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(
+            f"data.chat_template: cannot read {data.chat_template}{of_run}: {reason}; {way}"
+        ) from None
+
+
+def _check_completions(files: DataFiles, tokens: Tokens, tokenizer: Tokenizer) -> None:
     """Refuse completions of which only the token that ends each is trained."""
     has_end = isinstance(tokenizer, Bytes) or tokenizer.end is not None
     if files.kind == "completions" and has_end and tokens.trained_tokens <= len(tokens.ends):

@@ -26,7 +26,7 @@ RUNS = 8
 """Runs of tokens of the first sample that are shown."""
 
 
-class Figures(NamedTuple):
+class SourceFigures(NamedTuple):
     """Sums over the samples of a source, or of several."""
 
     documents: int
@@ -37,10 +37,10 @@ class Figures(NamedTuple):
     truncated: int
 
 
-def figures_of(source: Source) -> Figures:
+def figures_of(source: Source) -> SourceFigures:
     """One epoch of a source. `tokens` are those of the documents, `trained` those that samples hold as targets."""
     parts = source.parts
-    return Figures(
+    return SourceFigures(
         documents=sum(len(part.tokens.ends) for part in parts),
         tokens=sum(len(part.tokens.ids) for part in parts),
         trained=source.trained,
@@ -143,7 +143,7 @@ def _table(stream: Stream, validation: Stream | None, samples: int) -> Iterator[
         yield "  ".join([name.ljust(widths[0]), *numbers]).rstrip()
 
 
-def _cells(figures: Figures, seq_len: int) -> list[str]:
+def _cells(figures: SourceFigures, seq_len: int) -> list[str]:
     padding = 100 * figures.padding / (figures.samples * seq_len)
     return [
         *(f"{number:,}" for number in figures[:4]),

@@ -26,7 +26,7 @@ from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.catalog.hub import is_hub_name
 from shardwright.train.config.sections.finetune import FinetuneConfig
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trained_names
 from shardwright.train.finetune.selection import is_mamba_output
 from shardwright.train.models.foreign.module import ForeignModel
@@ -211,10 +211,8 @@ def read_adapters(
     file = RankGroup.of_mesh(mesh_of(units_of(model))).run_or_stop(
         lambda: _checked_file(model, path, settings, names), UserError
     )
-    try:
+    with as_user_errors(ValueError, OSError, prefix=f"{file}: cannot read the adapters: "):
         sw.load_pretrained(model, file, key_map=names.key_map, allow_unexpected=list(names.copies))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{file}: cannot read the adapters: {error}") from error
 
 
 def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, names: _Names) -> Path:
@@ -222,10 +220,8 @@ def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, name
     _check_settings(folder, settings)
     file = _weights_file(folder)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in names.keys}
-    try:
+    with as_user_errors(ValueError, OSError, prefix=f"{file}: cannot read the adapters: "):
         stored = open_stored(file)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{file}: cannot read the adapters: {error}") from error
     expected = {key: shapes[name] for name, key in names.keys.items()}
     expected |= {key: expected[first] for key, first in names.copies.items()}
     _check_tensors(file, {key: tuple(each.shape) for key, each in stored.items()}, expected)
@@ -236,30 +232,6 @@ def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, name
                 "adapters were trained on a model that does not tie them"
             )
     return file
-
-
-def settings_of(folder: str | os.PathLike[str]) -> FinetuneConfig:
-    """The settings with which a model gets the adapters in a folder; ``targets`` and ``train_also`` in peft's names.
-
-    Raises:
-        UserError: there is no adapter_config.json, or it asks for a feature that is not supported here.
-    """
-    path = Path(folder)
-    config = _read_config(path)
-    targets, modules = config.get("target_modules"), config.get("modules_to_save") or ()
-    if isinstance(targets, str):
-        raise UserError(
-            f"{path / CONFIG_FILE}: target_modules: expected a list of names, found the expression {targets!r}; list "
-            "the layers"
-        )
-    return FinetuneConfig(
-        method="dora" if config.get("use_dora") else "lora",
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        rslora=bool(config.get("use_rslora")),
-        targets=tuple(targets or ()),
-        train_also=tuple(f"{name}.*" for name in modules),
-    )
 
 
 def base_in(folder: str | os.PathLike[str]) -> str | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
@@ -68,18 +67,12 @@ class Launch:
             raise GivenUpError(End(FAILED, f"{self.ends[-1][1]}: {again}"))
 
 
-def this_launch(size: int) -> Launch | None:
-    """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
-    everyone: list[str | None] = [None] * size
-    dist.all_gather_object(everyone, _agent() if under_torchrun() else None)
-    if everyone[0] is None:
+def agent() -> str | None:
+    """The torchrun process that started this rank: host, process and time of its start. None without torchrun."""
+    if not under_torchrun():
         return None
-    return Launch(tuple(dict.fromkeys(agent for agent in everyone if agent is not None)))
-
-
-def _agent() -> str:
-    agent = agent_process()
-    return f"{socket.gethostname()} {agent.pid} {_start_of(agent)}"
+    process = agent_process()
+    return f"{socket.gethostname()} {process.pid} {_start_of(process)}"
 
 
 def agent_process() -> psutil.Process:

@@ -125,7 +125,7 @@ def _launch(
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
-    watch = Watch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
+    watch = RankWatch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
     with _eyes(config, processes, folder) as watch.eyes:
         statuses = watch.until_all_ended()
         steps = {} if watch.eyes is None else watch.eyes.steps_done()
@@ -187,7 +187,7 @@ def _path_to_ourselves() -> str | None:
     return None if folder in other_folders or folder != os.path.realpath(os.getcwd()) else folder
 
 
-class Watch:
+class RankWatch:
     """Waits for the ranks, passes signals on, and ends the rest soon after one has failed."""
 
     def __init__(

@@ -38,6 +38,21 @@ def patience(say: Callable[[str], None], text: Callable[[], str]) -> Iterator[No
         thread.join()
 
 
+@contextmanager
+def patience_about_bytes(
+    say: Callable[[str], None], text: Callable[[int], str]
+) -> Iterator[Callable[[int], None]]:
+    """As `patience`. Yields a function that the work calls with bytes that are done; `text` gets their sum."""
+    done = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+
+    with patience(say, lambda: text(done)):
+        yield progress
+
+
 class Start:
     """The start of this process's job. Only the process that prints for the user calls `begin`."""
 

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ def _program(name: str, module: str) -> str:
 
 def changed_settings(saved: Config, current: Config) -> list[tuple[str, object, object]]:
     """Every key whose value differs, with both values. The folder's name is not compared."""
-    before, after = dict(flat(saved.resolved().model_dump())), dict(flat(current.resolved().model_dump()))
+    before, after = (dict(flat(tomllib.loads(each.resolved().to_toml()))) for each in (saved, current))
     keys = dict.fromkeys([*before, *after])
     return [
         (key, before.get(key), after.get(key))

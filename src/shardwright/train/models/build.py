@@ -6,7 +6,7 @@ from shardwright.extend import ExtensionError
 from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog.kinds import kind_of, model_in_words, offers_of
 from shardwright.train.config.catalog.presets import Shape
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
 from shardwright.train.models.outputs import check_class
 from shardwright.train.models.vocabulary import check_vocabulary
@@ -22,10 +22,8 @@ def model_of(shape: Shape) -> LanguageModel:
             f"shardwright.train.extend) with {', '.join((*NEEDED, *getattr(model, 'parts', ())))}, found a "
             f"{type(model).__name__} without {', '.join(missing)}"
         )
-    try:
+    with as_user_errors(ExtensionError):
         check_class(model_in_words(shape), model, model.auxiliary)
-    except ExtensionError as error:
-        raise UserError(str(error)) from error
     return model
 
 

@@ -8,33 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hub import MissingFile, Unreachable, fetch_file
 from shardwright.train.config.catalog.shapes import HuggingFaceShape, is_folder
-from shardwright.train.data.tokens.tokenizers import FILE, GENERATION, FromFile
+from shardwright.train.data.tokens.tokenizers import FILE, GENERATION, FromFile, Tokenizer
 from shardwright.train.errors import UserError
 
 #: Settings of `shardwright generate`, which an export has unless its base has others.
 TEMPERATURE, TOP_K, NEW_TOKENS = 0.8, 50, 200
 
 
-class Ids(Protocol):
-    """Properties of a tokenizer that this module reads."""
-
-    @property
-    def begin(self) -> int | None: ...
-
-    @property
-    def ends(self) -> tuple[int, ...]: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
 def generation_settings(
-    config: Config, tokenizer: Ids, say: Callable[[str], None] = lambda text: None
+    config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """The content of generation_config.json: the base's, if it has one, else the defaults of `shardwright generate`.
 
@@ -59,7 +46,7 @@ def generation_settings(
     return {**settings, "pad_token_id": tokenizer.ends[0] if tokenizer.ends else None}
 
 
-def special_ids(tokenizer: Ids) -> dict[str, Any]:
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """Ids for config.json: each an int or None, and several ends as a list.
 
     Without these keys transformers takes ids 1 and 2, which are ordinary tokens here.
@@ -69,7 +56,7 @@ def special_ids(tokenizer: Ids) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.begin, "eos_token_id": end, "pad_token_id": None}
 
 
-def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Ids) -> dict[str, Any]:
+def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Values of a base's config.json or generation_config.json with the ids that the run's tokenizer changes: all, or
     with the base's own tokenizer only further ends."""
     shape = config.model.shape()
@@ -80,7 +67,7 @@ def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Ids) -> dict[
     return {**values, "eos_token_id": [*ends, *further]} if further else dict(values)
 
 
-def ends_of_export(config: Config, tokenizer: Ids) -> list[int]:
+def ends_of_export(config: Config, tokenizer: Tokenizer) -> list[int]:
     """Ids at which a text of the exported model ends, as far as the files here say."""
     shape = config.model.shape()
     if not isinstance(shape, HuggingFaceShape) or not _is_of(shape, tokenizer):
@@ -101,7 +88,7 @@ def tokenizer_beside(shape: HuggingFaceShape) -> FromFile | None:
         return None
 
 
-def _is_of(shape: HuggingFaceShape, tokenizer: Ids) -> bool:
+def _is_of(shape: HuggingFaceShape, tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer is the one beside the model."""
     beside = tokenizer_beside(shape)
     return beside is not None and beside.fingerprint == tokenizer.fingerprint

@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.pretrained.names import Source
+from shardwright.checkpoint.pretrained.names import TensorSource
 from shardwright.train.config.catalog.kinds import kinds, offer
 from shardwright.train.config.catalog.presets import Shape
 from shardwright.train.errors import UserError
 
 
-def key_map(shape: Shape) -> dict[str, Source | None]:
+def key_map(shape: Shape) -> dict[str, TensorSource | None]:
     """Hugging Face's name of every tensor of the model of that shape.
 
     Llama has the names of ``LlamaForCausalLM``, the hybrid those of ``NemotronHForCausalLM`` where that has such a
     tensor (see :func:`config_json`), and ``mtp.*`` for the head that predicts one token further.
     """
-    names: dict[str, Source | None] = offer(shape, "key_map", "Hugging Face's names")(shape)
+    names: dict[str, TensorSource | None] = offer(shape, "key_map", "Hugging Face's names")(shape)
     return names
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.collective import is_lost_contact
 from shardwright.extend.registry import ExtensionError, call, in_words
 
 
@@ -53,9 +53,11 @@ def called(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """
     try:
         return function(*arguments)
-    except (ExtensionError, MemoryError, torch.OutOfMemoryError, dist.DistError):
+    except (ExtensionError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if is_lost_contact(error):
+            raise
         raise ExtensionError(f"{owner} raised {in_words(error)}. Correct this function") from error
 
 

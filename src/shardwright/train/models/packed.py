@@ -116,7 +116,7 @@ def within_trained(targets_BS: Tensor) -> Tensor:
 
 
 def whole(loss: Tensor) -> Tensor:
-    """The whole of a loss whose logits tensor parallelism may have cut."""
+    """The whole of a loss or of logits that tensor parallelism may have cut."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.train.errors import UserError
+from shardwright.train.models.packed import whole
 
 
 class NonFiniteLogitsError(UserError):
@@ -49,8 +49,7 @@ def sample(
             window = tokens[-context:]
             window_1S = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
             logits_V = model(window_1S)[0, len(window) - 1]
-            logits_V = (logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V).float().cpu()
-            token = _draw(logits_V, temperature, top_k, generator)
+            token = _draw(whole(logits_V).float().cpu(), temperature, top_k, generator)
             if token in ends:
                 break
             tokens.append(token)

@@ -15,7 +15,7 @@ from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
 from shardwright.train.data.sources.places import locate
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.launch.environment import choose_device, under_launcher
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -113,10 +113,8 @@ def check_steps(config: Config, folder: RunFolder) -> None:
     """Refuse a resume for which every checkpoint has enough steps, whole or not."""
     if config.train.epochs:
         return  # the data says how many steps there are
-    try:
+    with as_user_errors(OSError, prefix="checkpoint.folder: "):
         steps = saved_steps(checkpoints_of(folder, config))
-    except OSError as error:
-        raise UserError(f"checkpoint.folder: {error}") from error
     if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
         raise UserError(no_more_steps(config, folder, max(steps)))
 
@@ -128,6 +126,11 @@ def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:
 
 def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:
     """The error of a resume to no further step than the `done` ones."""
+    if config.train.epochs:
+        return (
+            f"train.epochs: expected more than the {counted(done, 'step')} that {folder.path} already has, found "
+            f"{config.train.epochs:g}, which makes {config.train.steps}; set more epochs to continue"
+        )
     return (
         f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
         f"{config.train.steps}; set more steps to continue"

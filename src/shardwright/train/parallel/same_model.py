@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.assembly.states import State, check_states
-from shardwright.train.errors import UserError
+from shardwright.engine.assembly.states import TakenTensor, check_states
+from shardwright.train.errors import as_user_errors
 
 
 def check_same_model(model: nn.Module, mesh: DeviceMesh, owner: str) -> None:
@@ -28,7 +28,5 @@ def check_same_model(model: nn.Module, mesh: DeviceMesh, owner: str) -> None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     remedy = "The code of the model, its files and the numbers that it draws must not depend on the rank."
-    try:
-        check_states(mesh, [State(name, tensor) for name, tensor in tensors], owner, remedy)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    with as_user_errors(ValueError):
+        check_states(mesh, [TakenTensor(name, tensor) for name, tensor in tensors], owner, remedy)

@@ -22,8 +22,8 @@ from shardwright.train.run.exits import End
 from shardwright.train.run.folder import RunFolder
 from shardwright.watching.api import start
 from shardwright.watching.launched import Hang
-from shardwright.watching.reading import Reader
-from shardwright.watching.watcher import Settings, Watcher
+from shardwright.watching.reading import BoardReader
+from shardwright.watching.watcher import Watcher, WatchSettings
 
 KEY = "fault.stall_seconds"
 """The setting in messages."""
@@ -35,7 +35,7 @@ def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
         return
     board = _opened(rank, size)
     atexit.register(boards.close_board)
-    Watcher(board, {rank: Reader(board)}, _settings(config, folder, judges=False))
+    Watcher(board, {rank: BoardReader(board)}, _settings(config, folder, judges=False))
     _prepare(config)
 
 
@@ -81,8 +81,8 @@ def _opened(rank: int, size: int) -> boards.Board:
 
 def _settings(
     config: Config, folder: Path, judges: bool = True, record: Callable[[Hang], None] | None = None
-) -> Settings:
-    return Settings(
+) -> WatchSettings:
+    return WatchSettings(
         config.fault.stall_seconds, folder / "hangs", KEY, judges=judges, strict=True, record=record
     )
 

@@ -9,14 +9,11 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
-import torch.distributed as dist
-
-from shardwright.comm.noted import noted
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
-from shardwright.train.launch.attempts import this_launch
+from shardwright.train.launch.attempts import Launch, agent
 from shardwright.train.launch.opening import OpenedRun, open_run
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
@@ -32,26 +29,34 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
     Raises:
         JobError: on every rank: the first rank cannot open the folder, or a rank does not see its files.
     """
-    launch = this_launch(world.size)
-    run: OpenedRun | None = None
-    outcome: list[Any] = [None]
+    launch = _this_launch()
+    own: OpenedRun | None = None
+    outcome: JobError | OpenedRun | None = None
     if world.is_first:
         try:
-            run = open_run(config, resume, launch)
-            outcome = [_of_other_ranks(run)]
+            own = open_run(config, resume, launch)
+            outcome = _of_other_ranks(own)
         except JobError as error:
-            outcome = [error]
-    with noted("broadcast of the folder", None):
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], JobError):
-        raise outcome[0]
-    run = run or cast(OpenedRun, outcome[0])
+            outcome = error
+    outcome = RankGroup().broadcast(outcome)
+    if isinstance(outcome, JobError):
+        raise outcome
+    run = own or outcome
+    assert run is not None
     try:
-        _check_seen(run.folder.path, world.is_first)
+        _check_seen(run.folder.path)
     except UserError:
         run.discard_if_unused()
         raise
     return run
+
+
+def _this_launch() -> Launch | None:
+    """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
+    everyone = RankGroup().all_gather(agent())
+    if everyone[0] is None:
+        return None
+    return Launch(tuple(dict.fromkeys(each for each in everyone if each is not None)))
 
 
 def _of_other_ranks(run: OpenedRun) -> OpenedRun:
@@ -60,30 +65,30 @@ def _of_other_ranks(run: OpenedRun) -> OpenedRun:
     return replace(run, lock=nullcontext(), job_end=replace(run.job_end, folder=folder))
 
 
-def _check_seen(folder: Path, is_first: bool) -> None:
+def _check_seen(folder: Path) -> None:
     """Raise UserError on every rank if a rank does not see the files of the first rank in the run's folder.
 
     Called by every rank. Each rank writes a part of each checkpoint there, and a resume needs all parts.
     """
-    sign = [f".seen-by-all-hosts-{secrets.token_hex(8)}"]
-    problem = [""]
-    if is_first:
+    ranks = RankGroup()
+    sign = folder / ranks.broadcast(f".seen-by-all-hosts-{secrets.token_hex(8)}")
+
+    def touch() -> str:
         try:
             with writing(folder):
-                (folder / sign[0]).touch()
+                sign.touch()
         except UserError as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(message := [*sign, *problem], src=0)
-    name, problem[0] = message
-    if problem[0]:
-        raise UserError(problem[0])
+            return str(error)
+        return ""
+
+    if problem := ranks.run_on_first(touch):
+        raise UserError(problem)
     deadline = time.monotonic() + SECONDS_TO_APPEAR
-    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
+    while not (seen := sign.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    everyone: list[tuple[bool, str]] = [(True, "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (seen, socket.gethostname()))
-    if is_first:
-        (folder / name).unlink(missing_ok=True)
+    everyone = ranks.all_gather((seen, socket.gethostname()))
+    if ranks.is_first:
+        sign.unlink(missing_ok=True)
     for rank, (has_seen, host) in enumerate(everyone):
         if not has_seen:
             raise UserError(

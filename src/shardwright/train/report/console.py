@@ -5,6 +5,8 @@ Nothing here measures or computes figures.
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -126,6 +128,10 @@ COMMON_LOSSES = ("mtp", "balance")
 """Losses beside the cross-entropy that have a field in `StepRecord`. They are shown before the others."""
 
 
+FIGURES = (*COMMON_LOSSES, "norm", "tok/s", "FLOP/s", "MFU", "mem", "data")
+"""Names in the lines of steps that are no fields of `StepRecord`."""
+
+
 def figures_of(record: StepRecord) -> list[str]:
     """The figures of a step for the terminal. `explain_figures` gives their meanings."""
     lost = record.data_seconds / record.seconds if record.seconds else 0.0
@@ -198,9 +204,18 @@ def explain_figures(
         "mem": memory,
         "data": "share of the step in which the slowest rank waited for data",
     }
-    width = max(10, *(len(name) for name, meaning in figures.items() if meaning))
-    lines = [f"  {name:<{width}}  {meaning}" for name, meaning in figures.items() if meaning]
-    return "\n".join(["figures of a step:", *lines])
+    entries = (
+        textwrap.wrap(
+            f"{name:<10}  {meaning}",
+            80,
+            initial_indent="  ",
+            subsequent_indent=" " * 14,
+            break_long_words=False,
+        )
+        for name, meaning in figures.items()
+        if meaning
+    )
+    return "\n".join(["figures of a step:", *itertools.chain(*entries)])
 
 
 def gib(size: float) -> str:

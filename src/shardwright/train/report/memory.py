@@ -15,7 +15,7 @@ def device_name(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes that are used, and the total that exists.
 
     CUDA: peak bytes of tensors (active) and of the allocator (reserved) since the last measurement; total is the
@@ -27,14 +27,16 @@ class Memory:
     total: int
 
 
-def measure_memory(device: torch.device) -> Memory:
+def measure_memory(device: torch.device) -> MemoryUse:
     """This process's memory. On CUDA this resets the peaks."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        return Memory(stats.get("active_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0), total)
+        return MemoryUse(
+            stats.get("active_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0), total
+        )
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     now = psutil.Process().memory_info().rss
-    return Memory(now, max(now, peak), psutil.virtual_memory().total)
+    return MemoryUse(now, max(now, peak), psutil.virtual_memory().total)

@@ -9,11 +9,10 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.engine.front.report import in_units
-from shardwright.train.report.plots import new_figure
+from shardwright.train.report.plots import DPI, new_figure
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one process that draws should pay
     from matplotlib.axes import Axes
@@ -39,10 +38,8 @@ OTHER_KIND = "#E5E5E5"
 FONT_SIZES = (8.0, 7.0, 6.0)
 """Font sizes of names on blocks, in points; the largest that fits is taken."""
 
-DPI = 120
 
-
-class Block(NamedTuple):
+class LeaseBlock(NamedTuple):
     """One lease: its owner, and its place in ticks and scaled bytes."""
 
     unit: str
@@ -65,15 +62,11 @@ def outside_in_words(deviations: Sequence[tuple[str, str, str, int]]) -> str:
     )
 
 
-def draw(plan: Plan, path: Path, name: str, memory: str, rank: int, outside: str = "") -> None:
-    """Write the picture of the plan that `memory` has made on `rank` in the run `name`.
+def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = "") -> Figure:
+    """The picture of the plan that `memory` has made on `rank` in the run `name`.
 
     `outside` is about leases outside the plan, which have no place in the picture.
     """
-    plan_figure(plan, name, memory, rank, outside).savefig(path, dpi=DPI)
-
-
-def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = "") -> Figure:
     from matplotlib.patches import Patch, Rectangle
 
     figure = new_figure(12, 7.5)
@@ -84,7 +77,7 @@ def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = ""
         (2**10, "KiB"),
     )
     blocks = [
-        Block(item.unit, item.kind, start, stop, offset / scale, item.nbytes / scale)
+        LeaseBlock(item.unit, item.kind, start, stop, offset / scale, item.nbytes / scale)
         for item, offset in zip(plan.items, plan.offsets, strict=True)
         for start, stop in item.spans
     ]
@@ -153,7 +146,7 @@ def _show_slots(axes: Axes, plan: Plan, scale: int) -> None:
 # Names on blocks
 
 
-def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
+def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[LeaseBlock]) -> None:
     """Write each block's unit on it, in full or its last part alone, and below the picture what had no room."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.font_manager import FontProperties
@@ -181,7 +174,7 @@ def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
 
 
 def _fit(
-    renderer: RendererAgg, axes: Axes, block: Block, short: str | None
+    renderer: RendererAgg, axes: Axes, block: LeaseBlock, short: str | None
 ) -> tuple[str, float, int, bool] | None:
     """Text, size, rotation with which a block can be named, and whether the name is shortened; None without room."""
     (left, low), (right, high) = axes.transData.transform(
@@ -215,7 +208,7 @@ def short_names(units: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _key(blocks: Sequence[Block], is_named: Sequence[bool], is_short: Sequence[bool]) -> str:
+def _key(blocks: Sequence[LeaseBlock], is_named: Sequence[bool], is_short: Sequence[bool]) -> str:
     """A key to the blocks: names that are short, and blocks without room for a name."""
     lines = []
     example = next((block.unit for block, short in zip(blocks, is_short, strict=True) if short), None)

@@ -10,7 +10,6 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, so only the process that draws imports it
@@ -27,6 +26,9 @@ SPEED = (
     "memory",
 )  # fmt: skip
 """Facts of a session on which its speed depends."""
+
+DPI = 120
+"""Pixels per inch of pictures."""
 
 MARKERS = ("o", "+", "x", "1", "2")
 """Different markers, so that points of several runs stay visible at the same place."""
@@ -70,12 +72,8 @@ def results(records: Records, sessions: Records) -> dict[str, Any]:
     }
 
 
-def loss_curve(records: Records, path: Path, name: str, vocabulary: int) -> None:
-    """Training and validation loss over the steps of one run, and the loss of `vocabulary` equally likely tokens."""
-    loss_figure(records, name, vocabulary).savefig(path, dpi=120)
-
-
 def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
+    """Training and validation loss over the steps of one run, and the loss of `vocabulary` equally likely tokens."""
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
@@ -119,13 +117,11 @@ class MemoryPanel:
     unit: str
 
 
-def comparison(curves: Sequence[Curve], path: Path, common: str, panel: MemoryPanel) -> None:
-    """Draw the losses of all runs, their differences from the first run, and bars for speed and memory."""
-    comparison_figure(curves, common, panel).savefig(path, dpi=110)
-
-
 def comparison_figure(curves: Sequence[Curve], common: str, panel: MemoryPanel) -> Figure:
-    """`common` are the settings that all runs share, in words."""
+    """The losses of all runs, their differences from the first run, and bars for speed and memory.
+
+    `common` are the settings that all runs share, in words.
+    """
     from matplotlib.lines import Line2D
 
     names, labels = _names_and_labels(curves)

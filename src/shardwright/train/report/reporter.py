@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from shardwright.extend.registry import in_words
@@ -39,20 +39,12 @@ class Reporter:
         self.last_step = record.step
         for sink in self.sinks:
             sink.step(record)
-        for name, added in list(self.added.items()):
-            try:
-                added.step(record)
-            except Exception as error:
-                self._stop(name, error)
+        self._call_added(lambda sink: sink.step(record))
 
     def say(self, text: str) -> None:
         for sink in self.sinks:
             sink.say(text)
-        for name, added in list(self.added.items()):
-            try:
-                added.say(text)
-            except Exception as error:
-                self._stop(name, error)
+        self._call_added(lambda sink: sink.say(text))
 
     def answer(self, text: str) -> None:
         """Print lines at once, from any thread. Sinks of `[log] sinks` do not get them."""
@@ -62,28 +54,33 @@ class Reporter:
     def save_failed(self, step: int, reason: str) -> None:
         """Record that a checkpoint could not be written and that the run goes on."""
         self.failed_saves.append(f"checkpoint of step {step}: {reason}")
-        for sink in self.sinks:
-            if isinstance(sink, JsonLines):
-                sink.save_failed(step, reason)
+        for file in self._files():
+            file.save_failed(step, reason)
         self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
 
     def incident(self, incident: Incident, quiet: bool = False) -> None:
         """Record that samples were left out, and that the run goes on. `quiet`: only in metrics.jsonl."""
-        for sink in self.sinks:
-            if isinstance(sink, JsonLines):
-                sink.incident(incident)
+        for file in self._files():
+            file.incident(incident)
         if not quiet:
             self.say(f"warning: {incident.in_words}")
 
     def rewind(self, step: int) -> None:
         """The run goes on after `step`, so later steps come again."""
         self.last_step = step
-        for sink in self.sinks:
-            if isinstance(sink, JsonLines):
-                sink.rewind(step)
-        for name, added in list(self.added.items()):
+        for file in self._files():
+            file.rewind(step)
+        self._call_added(lambda sink: sink.rewind(step))
+
+    def _files(self) -> list[JsonLines]:
+        """metrics.jsonl, on the first rank."""
+        return [sink for sink in self.sinks if isinstance(sink, JsonLines)]
+
+    def _call_added(self, call: Callable[[SinkThread], None]) -> None:
+        """Call the sinks of `[log] sinks`; those that raise an error are stopped."""
+        for name, sink in list(self.added.items()):
             try:
-                added.rewind(step)
+                call(sink)
             except Exception as error:
                 self._stop(name, error)
 

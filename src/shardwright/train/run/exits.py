@@ -6,11 +6,9 @@ a job has ended.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import dataclass
-from typing import Any
 
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder, newest_saved, now
@@ -66,15 +64,6 @@ def write_exit(folder: RunFolder, end: End, attempt: int) -> None:
         write_json(folder.exit_file, content)
     except UserError:
         pass
-
-
-def read_exit(folder: RunFolder) -> dict[str, Any] | None:
-    """The content of exit.json; None if there is no readable one."""
-    try:
-        content = json.loads(folder.exit_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def remove_exit(folder: RunFolder) -> None:

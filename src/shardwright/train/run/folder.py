@@ -24,13 +24,23 @@ from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.places import LocalStore, new_attempt, store_of
 from shardwright.train.config import Config, stored_config, with_special_tokens
 from shardwright.train.config.catalog.kinds import kind_named
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.run.lock import FolderLock, claim
-from shardwright.train.run.position import Place, saved_steps
+from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.writing import unwritable, writing
 
 RUNS = Path("runs")
 """The parent folder of runs without `run.dir`."""
+
+
+class _Inside:
+    """The path of a file or a folder inside a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
@@ -39,79 +49,29 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def record_file(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def data_file(self) -> Path:
-        """The documents of each source that the run has."""
-        return self.path / "data.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.txt"
-
-    @property
-    def dropped_metrics_file(self) -> Path:
-        """Lines of metrics.jsonl whose steps were repeated."""
-        return self.path / "metrics.dropped.jsonl"
-
-    @property
-    def exit_file(self) -> Path:
-        """The end of the job, for wrappers."""
-        return self.path / "exit.json"
-
-    @property
-    def launch_file(self) -> Path:
-        """The launch by torchrun that uses the folder, and how its attempts ended."""
-        return self.path / "launch.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def memory_file(self) -> Path:
-        """The memory of the first rank, by use."""
-        return self.path / "memory.txt"
-
-    @property
-    def base_file(self) -> Path:
-        """The reference to the frozen base of adapters."""
-        return self.path / "base.json"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "memory_plan.json"
-
-    @property
-    def plan_picture(self) -> Path:
-        return self.path / "memory_plan.png"
+    config_file = _Inside("config.toml")
+    record_file = _Inside("run.json")
+    data_file = _Inside("data.json")  #: the documents of each source that the run has
+    metrics_file = _Inside("metrics.jsonl")
+    dropped_metrics_file = _Inside(
+        "metrics.dropped.jsonl"
+    )  #: lines of metrics.jsonl whose steps were repeated
+    summary_file = _Inside("summary.txt")
+    exit_file = _Inside("exit.json")  #: the end of the job, for wrappers
+    launch_file = _Inside(
+        "launch.json"
+    )  #: the launch by torchrun that uses the folder, and how its attempts ended
+    picture = _Inside("loss.png")
+    memory_file = _Inside("memory.txt")  #: the memory of the first rank, by use
+    base_file = _Inside("base.json")  #: the reference to the frozen base of adapters
+    plan_file = _Inside("memory_plan.json")
+    plan_picture = _Inside("memory_plan.png")
+    checkpoints = _Inside("checkpoints")
+    logs = _Inside("logs")
 
     def memory_history(self, step: int, rank: int) -> Path:
         """The allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
 
     def exists(self) -> bool:
         """Return whether a run was ever started here."""
@@ -155,16 +115,14 @@ class RunFolder:
         return stored_config(self.path)
 
 
-def checkpoints_of(folder: RunFolder, config: Config) -> Place:
+def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
     """The folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
     parent = config.checkpoint.folder
     if not parent:
         return folder.checkpoints
-    try:
+    with as_user_errors(ValueError, prefix="checkpoint.folder: "):
         store_of(parent)
         place = store_of(f"{parent.rstrip('/')}/{folder.path.resolve().name}")
-    except ValueError as error:
-        raise UserError(f"checkpoint.folder: {error}") from error
     return place.path if isinstance(place, LocalStore) else str(place)
 
 
@@ -464,14 +422,12 @@ def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLo
         return folder, claim(folder.path)
 
 
-def _check_unused(checkpoints: Place) -> None:
+def _check_unused(checkpoints: FolderOrUrl) -> None:
     """Raise UserError if a new run must not write its checkpoints there. Finds a store that cannot be used, too."""
-    try:
+    with as_user_errors(OSError, prefix="checkpoint.folder: "):
         steps = saved_steps(checkpoints)
         if isinstance(checkpoints, str) and not steps:
             ObjectStore(checkpoints).check_writable(new_attempt())
-    except OSError as error:
-        raise UserError(f"checkpoint.folder: {error}") from error
     if steps:
         raise UserError(
             f"checkpoint.folder: expected no checkpoint of another run in {checkpoints}, found step-{steps[0]}; choose "

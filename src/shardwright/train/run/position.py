@@ -15,7 +15,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.run.past import NOTHING, Past
 from shardwright.train.run.writing import may_pass
 
-Place = Path | str  #: a folder here, or a URL
+FolderOrUrl = Path | str  #: a folder here, or a URL
 INCIDENT = "incident"
 """The second key of a line of metrics.jsonl about samples that were left out. Its step is the one that comes next."""
 LAST_BYTES = 1 << 16
@@ -44,8 +44,6 @@ class Position:
 
     def after_untrained(self, stop: int, batches: int) -> Position:
         """The position after so many global batches without a trained token, up to sample `stop`."""
-        if not batches:
-            return self
         return Position(self.step, stop, self.past.after_untrained((self.samples, stop), batches))
 
     def after_rewind(self, before: Position, stop: int) -> Position:
@@ -61,13 +59,13 @@ class Position:
 @overload
 def step_folder(checkpoints: Path, step: int) -> Path: ...
 @overload
-def step_folder(checkpoints: Place, step: int) -> Place: ...
-def step_folder(checkpoints: Place, step: int) -> Place:
+def step_folder(checkpoints: FolderOrUrl, step: int) -> FolderOrUrl: ...
+def step_folder(checkpoints: FolderOrUrl, step: int) -> FolderOrUrl:
     name = f"step-{step}"
     return checkpoints / name if isinstance(checkpoints, Path) else f"{checkpoints}/{name}"
 
 
-def saved_steps(checkpoints: Place, *, recover: bool = False) -> list[int]:
+def saved_steps(checkpoints: FolderOrUrl, *, recover: bool = False) -> list[int]:
     """Steps that have a folder, newest first; whole or not. Raises OSError if a store does not answer.
 
     `recover`: a folder that was being replaced when the process ended gets its name back.
@@ -106,7 +104,7 @@ def last_record(metrics_file: Path) -> dict[str, Any]:
     return {}
 
 
-def recovered_steps(checkpoints: Place) -> list[int]:
+def recovered_steps(checkpoints: FolderOrUrl) -> list[int]:
     """As :func:`saved_steps`, after folders that were being replaced got their names back."""
     return saved_steps(checkpoints, recover=True)
 
@@ -120,7 +118,7 @@ def answering() -> Iterator[None]:
         raise UserError(str(error), passes=may_pass(error)) from error
 
 
-def remove_step(checkpoints: Place, step: int) -> None:
+def remove_step(checkpoints: FolderOrUrl, step: int) -> None:
     """Remove a checkpoint, whole or not. Raises OSError."""
     from shardwright.checkpoint import remove_checkpoint
 

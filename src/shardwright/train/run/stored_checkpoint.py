@@ -11,13 +11,13 @@ from pathlib import Path
 
 from shardwright.checkpoint import Damaged, StoredCheckpoint, open_checkpoint
 from shardwright.train.run.past import Past
-from shardwright.train.run.position import Place, Position
+from shardwright.train.run.position import FolderOrUrl, Position
 
 DESCRIPTION = "index.json"
 
 
 @dataclass(frozen=True)
-class Stored:
+class RunCheckpoint:
     """A checkpoint whose description is sound, and where the run stood."""
 
     position: Position
@@ -29,7 +29,7 @@ class Stored:
         return self.checkpoint.path
 
 
-def examine(folder: Place) -> Stored:
+def examine(folder: FolderOrUrl) -> RunCheckpoint:
     """Read what describes a checkpoint of a run.
 
     Raises:
@@ -48,7 +48,7 @@ def examine(folder: Place) -> Stored:
     position = position_in(checkpoint)
     if str(folder).rpartition("/")[2] != f"step-{position.step}":
         raise Damaged(f"{DESCRIPTION} is of step {position.step}")
-    return Stored(position, checkpoint)
+    return RunCheckpoint(position, checkpoint)
 
 
 def position_in(checkpoint: StoredCheckpoint) -> Position:
@@ -66,7 +66,7 @@ def position_in(checkpoint: StoredCheckpoint) -> Position:
         raise Damaged(f"{DESCRIPTION} has no position of a run: {error}") from None
 
 
-def what_is_missing(folder: Place) -> str | None:
+def what_is_missing(folder: FolderOrUrl) -> str | None:
     """The reason why the checkpoint cannot be whole; None if every file has its length. Reads no large file."""
     try:
         examine(folder).checkpoint.check_lengths()

@@ -1,6 +1,6 @@
 """Steps of training: the loop, forward and backward, losses, checkpoints of the run, and wrong numbers.
 
-`session` opens and ends one session of a run. `loop` reads: step, evaluate, log, save. `trainer` makes a step,
-`evaluation` looks at the model between steps, `saves` decides which checkpoints stay, and `numerics` finds wrong
-numbers and their causes.
+`session` opens and ends one session of a run. `loop` reads: step, evaluate, log, save. `feed` has the data of a step,
+`trainer` makes it, `evaluation` looks at the model between steps, `saves` decides which checkpoints stay, and
+`numerics` finds wrong numbers and their causes.
 """

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import TrainerHook
+from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.folder import RunFolder
@@ -23,8 +25,8 @@ class Best(NamedTuple):
     value: float
 
 
-class BestCheckpoint:
-    """Finds the best checkpoint in metrics.jsonl, so a resumed run finds the same one.
+class BestCheckpoint(TrainerHook):
+    """Finds the best checkpoint. A resumed run finds the same one: values of earlier sessions come from metrics.jsonl.
 
     Args:
         config: has the name of the figure: `loss`, `validation_loss`, a metric of a hook, or `validation_` and one.
@@ -36,32 +38,41 @@ class BestCheckpoint:
     """
 
     def __init__(self, config: Config, folder: RunFolder, hooks: Hooks) -> None:
-        self.name, self._folder = config.checkpoint.keep_best, folder
+        self.figure, self._folder = config.checkpoint.keep_best, folder
         known = [*LOSSES, *hooks.step_metrics, *(f"{PREFIX}{name}" for name in hooks.validation_metrics)]
-        if self.name not in known:
+        if self.figure not in known:
             raise UserError(
-                f"checkpoint.keep_best: expected one of {', '.join(known)}, found {self.name!r}; metrics of your own "
+                f"checkpoint.keep_best: expected one of {', '.join(known)}, found {self.figure!r}; metrics of your own "
                 "come from run.hooks"
             )
-        metric = self.name.removeprefix(PREFIX)
-        self._higher = self.name not in LOSSES and any(
+        metric = self.figure.removeprefix(PREFIX)
+        self._higher = self.figure not in LOSSES and any(
             metric in hook.higher_is_better for hook in hooks.users
         )
+        self._values: dict[int, float] | None = None  #: by step; None until the first rank asks for them
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._values is not None:
+            self._values[record.step] = self._value(vars(record))
 
     def among(self, steps: Collection[int]) -> Best | None:
         """The best of these steps; the earlier of equal ones. None: none of them has the figure."""
+        if self._values is None:
+            self._values = {
+                each["step"]: self._value(each) for each in read_records(self._folder.metrics_file)
+            }
+        newest = max(steps, default=0)  # a later step may be written in the background
+        self._values = {step: each for step, each in self._values.items() if step in steps or step > newest}
         found = [
-            Best(record["step"], value)
-            for record in read_records(self._folder.metrics_file)
-            if record["step"] in steps and math.isfinite(value := self._value(record))
+            Best(step, each) for step, each in self._values.items() if step in steps and math.isfinite(each)
         ]
         sign = -1 if self._higher else 1
         return min(found, key=lambda best: (sign * best.value, best.step), default=None)
 
     def _value(self, record: Mapping[str, Any]) -> float:
         """The value of the figure; nan if the step has none."""
-        value = record.get(self.name) if self.name in LOSSES else None
-        if self.name not in LOSSES:
-            key = "validation_metrics" if self.name.startswith(PREFIX) else "metrics"
-            value = record.get(key, {}).get(self.name.removeprefix(PREFIX))
+        value = record.get(self.figure) if self.figure in LOSSES else None
+        if self.figure not in LOSSES:
+            key = "validation_metrics" if self.figure.startswith(PREFIX) else "metrics"
+            value = record.get(key, {}).get(self.figure.removeprefix(PREFIX))
         return math.nan if value is None else float(value)

@@ -31,20 +31,20 @@ from shardwright.checkpoint import (
 )
 from shardwright.collective import RankGroup
 from shardwright.train.errors import UserError, counted
-from shardwright.train.launch.progress import patience
+from shardwright.train.launch.progress import patience, patience_about_bytes
 from shardwright.train.run.position import (
-    Place,
+    FolderOrUrl,
     Position,
     answering,
     recovered_steps,
     saved_steps,
     step_folder,
 )
-from shardwright.train.run.stored_checkpoint import Stored, examine, what_is_missing
+from shardwright.train.run.stored_checkpoint import RunCheckpoint, examine, what_is_missing
 from shardwright.train.run.writing import may_pass, unwritable
 
 __all__ = [
-    "Loaded",
+    "LoadedRun",
     "Position",
     "SaveFailedError",
     "continue_generators",
@@ -80,13 +80,13 @@ class SaveFailedError(UserError):
 
 
 def save(
-    checkpoints: Place,
+    checkpoints: FolderOrUrl,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     position: Position,
     say: Say = _silent,
     hooks: Mapping[str, Any] | None = None,
-) -> Place:
+) -> FolderOrUrl:
     """Write a checkpoint, with the states of hooks, and read it back before it gets its name. Called by every rank;
     returns its folder.
 
@@ -111,7 +111,7 @@ def save(
 
 def save_in_background(
     background: sw.AsyncCheckpoint,
-    checkpoints: Place,
+    checkpoints: FolderOrUrl,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     position: Position,
@@ -132,7 +132,7 @@ def _extra(position: Position, hooks: Mapping[str, Any] | None) -> dict[str, Any
     return {"position": position.stored(), **states}
 
 
-def wait(background: sw.AsyncCheckpoint, folder: Place) -> None:
+def wait(background: sw.AsyncCheckpoint, folder: FolderOrUrl) -> None:
     """Wait until the checkpoint in this folder is written. Called by every rank.
 
     Raises, on every rank:
@@ -150,7 +150,7 @@ def wait(background: sw.AsyncCheckpoint, folder: Place) -> None:
 
 
 @contextmanager
-def _failures(final: Place) -> Iterator[None]:
+def _failures(final: FolderOrUrl) -> Iterator[None]:
     """Raise errors of a save as those of `save`."""
     try:
         yield
@@ -175,7 +175,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRun:
     """The position from which a checkpoint lets a run go on.
 
     Attributes:
@@ -191,34 +191,42 @@ class Loaded:
     checkpoint: StoredCheckpoint
 
 
-def hook_states(loaded: Loaded, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The stored states of hooks by their names, of those that are in `own`, their present states. Tensors are read
-    into those at the same places there, whose sharding they have then. Called by all ranks together."""
+def hook_states(loaded: LoadedRun, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stored states of hooks by their names, of those that are in `own`, their present states.
+
+    A tensor is read into the one of the same shape at the same place there, whose sharding it has then, or else whole
+    into a new one. Called by all ranks together.
+    """
     plain = loaded.checkpoint.value("extra")
-    plain = plain if isinstance(plain, Mapping) else {}
-    stored = {name: copy.deepcopy(plain.get(f"{HOOK}{name}", {})) for name in own}
+    stored = {
+        name: copy.deepcopy(plain[key])
+        for name in own
+        if isinstance(plain, Mapping) and (key := f"{HOOK}{name}") in plain
+    }
     targets: dict[str, Tensor] = {}
     for keys, form in loaded.checkpoint.entries.items():
         if not isinstance(form, StoredForm) or keys[0] != "extra" or not str(keys[1]).startswith(HOOK):
             continue
-        name = str(keys[1]).removeprefix(HOOK)
-        if name not in own:
+        if (name := str(keys[1]).removeprefix(HOOK)) not in own:
             continue
-        place: Any = stored[name]
+        place: Any = stored.setdefault(name, {})
         there: Any = own[name]
-        for key in keys[2:-1]:
-            place = place.setdefault(key, {})
-            there = there.get(key, {}) if isinstance(there, Mapping) else {}
-        target = there.get(keys[-1]) if isinstance(there, Mapping) else None
-        if not isinstance(target, Tensor):
+        *path, last = (
+            each[0] if isinstance(each, tuple) else each for each in keys[2:]
+        )  # integers are tuples
+        for step in path:
+            place = place.setdefault(step, {})
+            there = there.get(step) if isinstance(there, Mapping) else None
+        target = there.get(last) if isinstance(there, Mapping) else None
+        if not isinstance(target, Tensor) or tuple(target.shape) != form.shape:
             target = torch.empty(form.shape, dtype=form.dtype)
-        place[keys[-1]] = targets[form.name] = target.detach()
+        place[last] = targets[form.name] = target.detach()
     if targets:
         loaded.checkpoint.read(targets)
-    return {name: state for name, state in stored.items() if state}
+    return stored
 
 
-def continue_generators(loaded: Loaded, seed: int, ranks: RankGroup) -> str | None:
+def continue_generators(loaded: LoadedRun, seed: int, ranks: RankGroup) -> str | None:
     """Let this rank's random generators go on from a checkpoint. Returns a line to print if they start again.
 
     They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
@@ -248,13 +256,13 @@ def continue_generators(loaded: Loaded, seed: int, ranks: RankGroup) -> str | No
 
 
 def load_newest(
-    checkpoints: Place,
+    checkpoints: FolderOrUrl,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
     say: Say = _silent,
     latest: float = math.inf,
-) -> Loaded:
+) -> LoadedRun:
     """Read the newest whole checkpoint, of step `latest` at most, into a model and its optimizer. Called by every rank.
 
     Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
@@ -266,14 +274,14 @@ def load_newest(
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 
-def load_newest_weights(checkpoints: Place, model: nn.Module, say: Say = _silent) -> None:
+def load_newest_weights(checkpoints: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
     with answering():
         steps = recovered_steps(checkpoints)
     _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
 
 
-def _newest(checkpoints: Place, steps: list[int], read: Callable[[Place], T], say: Say) -> T:
+def _newest(checkpoints: FolderOrUrl, steps: list[int], read: Callable[[FolderOrUrl], T], say: Say) -> T:
     damaged = []
     for step, older in zip(steps, [*steps, None][1:], strict=True):
         folder = step_folder(checkpoints, step)
@@ -292,12 +300,12 @@ def _newest(checkpoints: Place, steps: list[int], read: Callable[[Place], T], sa
 
 
 def load(
-    folder: Place,
+    folder: FolderOrUrl,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
     say: Say = _silent,
-) -> Loaded:
+) -> LoadedRun:
     """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
 
     `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
@@ -305,30 +313,26 @@ def load(
     """
     state: Any = get_optimizer_state_dict(model, optimizer)["state"]
 
-    def fits(stored: Stored) -> None:
+    def fits(stored: RunCheckpoint) -> None:
         check_fits(stored, shapes)
         check_optimizer_fits(stored, state)
 
     stored = opened(folder, fits)
     _load(stored, model, optimizer, say)
-    return Loaded(stored.position, *_generators(stored.checkpoint, RankGroup()), stored.checkpoint)
+    return LoadedRun(stored.position, *_generators(stored.checkpoint, RankGroup()), stored.checkpoint)
 
 
-def _load(stored: Stored, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
+def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
     """Read a checkpoint that fits. Precisions may differ from those of the save, and so may an optimizer's groups."""
-    started, done = time.perf_counter(), 0
+    started = time.perf_counter()
     whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-
-    def text() -> str:
+    def text(done: int) -> str:
         compared = f"{min(done / 1e9, whole):.1f} of {whole:.1f} GB of each rank compared with checksums"
         return f"loading {stored.folder}: {compared}, {time.perf_counter() - started:.0f} s"
 
     try:
-        with patience(say, text):
+        with patience_about_bytes(say, text) as progress:
             sw.load_checkpoint(
                 stored.checkpoint,
                 model,
@@ -363,7 +367,7 @@ def _generators(
     return saved, states or None
 
 
-def load_weights(folder: Place, model: nn.Module, say: Say = _silent) -> None:
+def load_weights(folder: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights alone into a plain model. Every rank, if there are several. Raises as `load` does."""
     _load(opened(folder, lambda stored: check_fits(stored, shapes_of(model))), model, None, say)
 
@@ -372,7 +376,7 @@ Read = Callable[[Mapping[str, Tensor]], None]
 
 
 def with_weights(
-    checkpoints: Place,
+    checkpoints: FolderOrUrl,
     step: int | None,
     shapes: Shapes,
     use: Callable[[Position, Read], T],
@@ -389,7 +393,7 @@ def with_weights(
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
 
-    def open_folder(folder: Place) -> T:
+    def open_folder(folder: FolderOrUrl) -> T:
         stored = verified(folder, say, lambda stored: check_fits(stored, shapes))
 
         def read(tensors: Mapping[str, Tensor]) -> None:
@@ -402,18 +406,18 @@ def with_weights(
     return _newest(checkpoints, steps, open_folder, say)
 
 
-def _nothing(stored: Stored) -> None:
+def _nothing(stored: RunCheckpoint) -> None:
     pass
 
 
-def opened(folder: Place, fits: Callable[[Stored], None] = _nothing) -> Stored:
+def opened(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing) -> RunCheckpoint:
     """A checkpoint that every rank has found sound, and that `fits` accepts. Its files are not compared yet.
 
     Raises, on every rank:
         Damaged: its description is damaged, or the ranks read different ones.
         UserError: a later version of shardwright has saved it, or `fits` raised ValueError.
     """
-    found: list[Stored] = []
+    found: list[RunCheckpoint] = []
 
     def look() -> str:
         try:
@@ -435,24 +439,22 @@ def opened(folder: Place, fits: Callable[[Stored], None] = _nothing) -> Stored:
     return found[0]
 
 
-def verified(folder: Place, say: Say = _silent, fits: Callable[[Stored], None] = _nothing) -> Stored:
+def verified(
+    folder: FolderOrUrl, say: Say = _silent, fits: Callable[[RunCheckpoint], None] = _nothing
+) -> RunCheckpoint:
     """As :func:`opened`, and its files are those that were saved. Each rank compares its share."""
-    stored, done = opened(folder, fits), 0
+    stored = opened(folder, fits)
+    whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
-    def progress(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
+    def text(done: int) -> str:
+        return f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole:.1f} GB of each rank"
 
-    whole = sum(stored.checkpoint.files.values()) / RankGroup().size
-    with patience(
-        say,
-        lambda: f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB of each rank",
-    ):
+    with patience_about_bytes(say, text) as progress:
         stored.checkpoint.verify(progress)
     return stored
 
 
-def check_fits(stored: Stored, shapes: Shapes) -> None:
+def check_fits(stored: RunCheckpoint, shapes: Shapes) -> None:
     """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
     folder, tensors = stored.folder, stored.checkpoint.tensors
     start = "model."
@@ -470,7 +472,7 @@ def check_fits(stored: Stored, shapes: Shapes) -> None:
                              "checkpoint of another model")  # fmt: skip
 
 
-def check_optimizer_fits(stored: Stored, state: Mapping[str, Mapping[str, Any]]) -> None:
+def check_optimizer_fits(stored: RunCheckpoint, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError for a checkpoint of another optimizer. Names the first value that it does not hold."""
     tensors, values = stored.checkpoint.tensors, stored.checkpoint.values
     for name, own in state.items():

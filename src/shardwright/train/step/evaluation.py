@@ -48,13 +48,13 @@ class Validation(NamedTuple):
 def check_model(trainer: Trainer) -> None:
     """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, if its own
     loss cannot be used, or if a token sees a later one, which is the target that it shall predict."""
-    if not trainer.foreign:
+    if not trainer.facts.foreign:
         return
     if trainer.losses.has_loss:
         _check_loss(trainer)
         if not trainer.config.run.sample_tokens:
             return
-    owner, vocabulary = trainer.in_words, trainer.dataset.vocab_size
+    owner, vocabulary = trainer.facts.in_words, trainer.dataset.vocab_size
     length = min(CHECKED_TOKENS, trainer.config.train.seq_len)
     tokens = torch.arange(length, device=trainer.world.device).remainder(vocabulary).unsqueeze(0)
     precision = recipe.compute_precision(trainer.config.parallel, trainer.world.device)
@@ -87,7 +87,7 @@ def _check_loss(trainer: Trainer) -> None:
     """Compute the model's own loss once, of samples of the size that steps have."""
     batch = trainer.dataset.train.batch(0, trainer.config.train.micro_batch).to(trainer.world.device)
     with _tried(trainer.model):
-        outputs.called(f"loss(batch) of {trainer.in_words}", trainer.losses.of_tokens, batch)
+        outputs.called(f"loss(batch) of {trainer.facts.in_words}", trainer.losses.of_tokens, batch)
     recipe.free_gathered(trainer.model)
 
 

@@ -6,22 +6,24 @@ the reduction of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright._torch import hook_count
 from shardwright.extend import ExtensionError
-from shardwright.extend.registry import call
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault, Job, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
-from shardwright.train.report.reporter import Reporter
+from shardwright.train.models.outputs import called
+from shardwright.train.report.console import FIGURES
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
 """Actions that a hook may ask for, the strongest first."""
@@ -37,7 +39,7 @@ def hooks_of(config: Config) -> Hooks:
     made = []
     for path in config.run.hooks:
         kind = named_hooks.get(path)
-        made.append(call(f"Hook {kind.name!r}", kind))
+        made.append(called(f"Hook {kind.name!r}", kind))
     return Hooks(made)
 
 
@@ -48,22 +50,28 @@ class Hooks:
         """`users`: those of `[run] hooks`. Their errors are ExtensionErrors."""
         self.users = list(users)
         self.own: list[TrainerHook] = []
-        names: list[str] = []
-        for kind, of in (("hook", _name), ("metric", _step_metrics), ("metric", _validation_metrics)):
-            found = [name for hook in self.users for name in of(hook)]
-            twice = next((name for name in found if found.count(name) > 1), None)
-            if twice is not None:
-                raise UserError(f"run.hooks: expected each name once, found the {kind} {twice!r} twice")
-            names += found
+        for hook, key in itertools.product(self.users, ("step_metrics", "validation_metrics")):
+            if isinstance(name := getattr(hook, key), str):
+                raise UserError(
+                    f"run.hooks: expected {key} = ({name!r},) of hook {hook.name!r}, found {name!r}"
+                )
         self.step_metrics = [name for hook in self.users for name in hook.step_metrics]
         self.validation_metrics = [name for hook in self.users for name in hook.validation_metrics]
-        taken = {each.name for each in fields(StepRecord)}
-        if wrong := next(
-            (name for name in [*self.step_metrics, *self.validation_metrics] if name in taken), None
+        for what, names in (
+            ("hook", [hook.name for hook in self.users]),
+            ("metric", self.step_metrics),
+            ("metric", self.validation_metrics),
         ):
-            raise UserError(f"run.hooks: expected another name for the metric {wrong!r}, which each step has")
+            if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+                raise UserError(f"run.hooks: expected each name once, found the {what} {twice!r} twice")
+        taken = {*FIGURES, *(each.name for each in fields(StepRecord))}
+        for name in (*self.step_metrics, *self.validation_metrics):
+            if name in taken or name.startswith("validation"):
+                raise UserError(
+                    f"run.hooks: expected another name for the metric {name!r}, which each step has"
+                )
 
-    def in_words(self, validates: bool = True) -> dict[str, str]:
+    def in_words(self, validates: bool) -> dict[str, str]:
         """Descriptions of the metrics, by their names in the lines of steps."""
         words: dict[str, str] = {}
         for hook in self.users:
@@ -75,14 +83,21 @@ class Hooks:
     def _call(self, hook: TrainerHook, method: str, *arguments: Any) -> Any:
         if hook in self.own:
             return getattr(hook, method)(*arguments)
-        return call(f"The method {method} of hook {hook.name!r}", getattr(hook, method), *arguments)
+        return called(f"The method {method} of hook {hook.name!r}", getattr(hook, method), *arguments)
 
     def _all(self, method: str, *arguments: Any) -> None:
         for hook in (*self.own, *self.users):
             self._call(hook, method, *arguments)
 
     def setup(self, job: Job) -> None:
-        self._all("setup", job)
+        for hook in (*self.own, *self.users):
+            before = hook_count(job.model)
+            self._call(hook, "setup", job)
+            if job.config.train.cuda_graph and hook_count(job.model) != before:
+                raise UserError(
+                    f"train.cuda_graph: expected false with hook {hook.name!r}, which registers hooks on modules or "
+                    "parameters, found true; a graph calls no such hook. Read p.grad in the method metrics"
+                )
 
     def before_step(self, step: int) -> None:
         self._all("before_step", step)
@@ -116,34 +131,34 @@ class Hooks:
 
     def metrics(self, step: int) -> list[float | Tensor]:
         """Sum and count of each of `step_metrics`, in their order."""
-        found: list[float | Tensor] = []
-        for hook in self.users:
-            if hook.step_metrics:
-                sums = self._call(hook, "metrics", step)
-                found += _in_order(f"The method metrics of hook {hook.name!r}", hook.step_metrics, sums)
-        return found
+        return self._sums("metrics", "step_metrics", step)
 
     def validate(self, logits: Tensor, targets: Tensor) -> list[float | Tensor]:
         """Sum and count of each of `validation_metrics`, in their order."""
+        return self._sums("validate", "validation_metrics", logits, targets)
+
+    def _sums(self, method: str, key: str, *arguments: Any) -> list[float | Tensor]:
         found: list[float | Tensor] = []
         for hook in self.users:
-            if hook.validation_metrics:
-                sums = self._call(hook, "validate", logits, targets)
-                found += _in_order(
-                    f"The method validate of hook {hook.name!r}", hook.validation_metrics, sums
-                )
+            if names := getattr(hook, key):
+                sums = self._call(hook, method, *arguments)
+                found += _in_order(f"The method {method} of hook {hook.name!r}", names, sums)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by their names."""
-        states = {hook.name: self._call(hook, "state_dict") for hook in self.users}
+        states = {
+            hook.name: self._call(hook, "state_dict")
+            for hook in self.users
+            if type(hook).state_dict is not TrainerHook.state_dict
+        }
         for name, state in states.items():
             if not isinstance(state, dict) or not _has_tensors_in_dicts_alone(state):
                 raise ExtensionError(
                     f"The method state_dict of hook {name!r} returned {state!r:.100}; expected a dict of plain values, "
                     "and of tensors and dicts of them"
                 )
-        return {name: state for name, state in states.items() if state}
+        return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for hook in self.users:
@@ -155,18 +170,6 @@ def _has_tensors_in_dicts_alone(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_has_tensors_in_dicts_alone, value.values()))
     return not (isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value))
-
-
-def _name(hook: TrainerHook) -> list[str]:
-    return [hook.name]
-
-
-def _step_metrics(hook: TrainerHook) -> list[str]:
-    return list(hook.step_metrics)
-
-
-def _validation_metrics(hook: TrainerHook) -> list[str]:
-    return list(hook.validation_metrics)
 
 
 def _in_order(owner: str, names: Iterable[str], sums: Sums) -> list[float | Tensor]:
@@ -204,28 +207,19 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     return {name: total / count for name, total, count in pairs if count}
 
 
+@dataclass
 class JobOfHooks:
-    """The job as hooks see it: `config.catalog.hooks.Job`."""
+    """The job as hooks see it: `config.catalog.hooks.Job`. Without a `stop_reason` no hook here ends the run."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        ranks: tuple[int, int],
-        steps_done: int,
-        reporter: Reporter,
-    ) -> None:
-        """`ranks`: this one's number, and how many there are."""
-        self.config, self.model, self.optimizer = config, model, optimizer
-        self.device, self.steps_done = device, steps_done
-        self.rank, self.ranks = ranks
-        self._reporter = reporter
-        self.stop_reason = ""  #: of this rank; empty: no hook has asked to stop
-
-    def say(self, text: str) -> None:
-        self._reporter.say(text)
+    config: Config
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    rank: int
+    ranks: int
+    steps_done: int
+    say: Callable[[str], None]
+    stop_reason: str = ""
 
     def stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason

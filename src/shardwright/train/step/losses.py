@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
@@ -19,7 +18,7 @@ from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
-from shardwright.train.models.packed import within_trained
+from shardwright.train.models.packed import whole, within_trained
 from shardwright.train.parallel import recipe
 from shardwright.train.parallel.checks import numbers_padding
 from shardwright.train.parallel.world import World
@@ -105,11 +104,6 @@ class Losses:
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Cross-entropy of every token, float32 [B * S]."""
     return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
-
-
-def whole(loss: Tensor) -> Tensor:
-    """Every rank's, of logits that may be cut."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def documents_of(batch: Batch) -> dict[str, Tensor]:

@@ -1,5 +1,8 @@
 """The checkpoints that a run writes: what happens if one cannot be written, and which ones stay.
 
+Which ones stay is not left to a `TrainerHook`: an error there counts as an error of the save, which may let the run go
+on, and all ranks compare the files of earlier checkpoints together.
+
 An older checkpoint is deleted when a newer one is on disk and was read back. Only checkpoints whose files were compared
 with their digests count among those to keep. The form of a checkpoint is in `checkpoint`.
 """
@@ -22,7 +25,7 @@ from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.position import Place, Position, remove_step, saved_steps, step_folder
+from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step import checkpoint
 from shardwright.train.step.best import BestCheckpoint
@@ -45,7 +48,7 @@ class Saves:
     def __init__(
         self,
         settings: CheckpointConfig,
-        checkpoints: Place,
+        checkpoints: FolderOrUrl,
         reporter: Reporter,
         loaded: int | None = None,
         saved: Callable[[int], None] | None = None,

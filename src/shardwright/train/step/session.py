@@ -11,7 +11,7 @@ from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.record import resumed_data
-from shardwright.train.errors import UserError, note_steps_done
+from shardwright.train.errors import UserError, as_user_errors, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
@@ -27,7 +27,7 @@ from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
 from shardwright.train.step.reporting.conclusion import Ended, conclude
-from shardwright.train.step.reporting.memory_report import MemoryReport, MemorySnapshots
+from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.reporting.notices import FirstLoss
 from shardwright.train.step.reporting.opening import opening
 from shardwright.train.step.reporting.recording import (
@@ -53,10 +53,8 @@ def train(
     nothing to save, so a signal ends the job like any program. `saved` is called on every rank after a checkpoint was
     written, with its step. Raises UserError for a registered value that is wrong.
     """
-    try:
+    with as_user_errors(ExtensionError):
         return _train(config, run, dataset, world, saved)
-    except ExtensionError as error:
-        raise UserError(str(error)) from error
 
 
 def _train(
@@ -71,7 +69,6 @@ def _train(
     lines: list[str] = []
     if resume:
         dataset, lines = resumed_data(config, folder, dataset)
-    config = config.model_copy(update={"train": config.train.with_steps_of(dataset.windows)})
     with Reporter([Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
@@ -86,6 +83,7 @@ def _train(
         if config.finetune.method != "full":
             finetuning.prepare(trainer.model, config, folder.base_file, resume, world.mesh)
             notices.say(adapters.statement(trainer.model))
+    config = trainer.config  # with the steps that `train.epochs` makes of the data
     check_model(trainer)
     done = trainer.position.step
     if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
@@ -102,12 +100,13 @@ def _train(
             answers.step = lambda: min(trainer.stops_after, config.train.steps)
             for lines_of_start in opening(trainer, folder, resume):
                 reporter.say(lines_of_start)
-            memory = MemoryReport(trainer, folder, reporter)
+            memory = MemoryReporter(trainer, folder, reporter)
+            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
             trainer.hooks.own = [
-                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory
+                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory,
+                *([best] if best else []),
             ]  # fmt: skip
             trainer.open_hooks(reporter)
-            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
 
             def note_saved(step: int) -> None:
                 if saved is not None:
@@ -124,4 +123,4 @@ def _train(
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
             raise
-        return conclude(trainer, folder, record, ended, reporter, memory)
+        return conclude(trainer, folder, record, ended, reporter, memory, best)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,10 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.dataset import Dataset, extended
-from shardwright.train.data.samples.batch import Batch
-from shardwright.train.data.samples.loader import Loader, Share, StepBatches
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.parallel import float8, recipe
 from shardwright.train.parallel.activations import Recompiles, prepare_blocks
 from shardwright.train.parallel.checks import check_batch_fits, check_separates
@@ -37,8 +35,9 @@ from shardwright.train.parallel.same_model import check_same_model
 from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Place
+from shardwright.train.run.position import FolderOrUrl
 from shardwright.train.step import checkpoint
+from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.lr_schedule import learning_rate
@@ -47,29 +46,36 @@ from shardwright.train.step.reduction import OwnPart, agree
 from shardwright.train.step.saves import Saves
 
 
-def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
-    """The tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
-    return [
-        each
-        for batch in batches
-        for each in (batch.inputs, batch.targets, batch.documents, batch.positions)
-        if each is not None
-    ]
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a model before it is sharded.
 
+    Attributes:
+        in_words: the model in messages.
+        parameters: how many it has.
+        flops_per_token: floating-point operations of forward and backward for each trained token.
+        draws: whether forward draws random numbers.
+        foreign: whether its code is not of this package.
+        shapes: names and shapes that a checkpoint holds.
+    """
 
-def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
-    """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
-    if not separate:
-        return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
-    return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+    in_words: str
+    parameters: int
+    flops_per_token: int
+    draws: bool
+    foreign: bool
+    shapes: checkpoint.Shapes
 
-
-class Untrained(NamedTuple):
-    """Global batches without a trained token, one after another: their samples from `first` to before `stop`."""
-
-    batches: int
-    first: int
-    stop: int
+    @classmethod
+    def of(cls, plain: LanguageModel, config: Config) -> ModelFacts:
+        return cls(
+            in_words=model_in_words(config.model.shape(), config.model.kind),
+            parameters=plain.num_params(),
+            flops_per_token=plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain),
+            draws=plain.draws,
+            foreign=plain.foreign,
+            shapes=checkpoint.shapes_of(plain),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ class Trainer:
         hooks: Hooks | None = None,
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
-        self.config, self.world, self.dataset = config, world, dataset
+        self.config, self.world = config, world
+        self._use(dataset)
         self.hooks = hooks or Hooks()
         self.job: JobOfHooks | None = None  # until `open_hooks`
         config.train.accumulation_steps(world.data_size)
@@ -113,12 +120,8 @@ class Trainer:
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
-        self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
-        check_same_model(plain, world.mesh, self.in_words)
-        self.parameters = plain.num_params()
-        self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
-        self.draws, self.foreign = plain.draws, plain.foreign
-        self.shapes = checkpoint.shapes_of(plain)
+        self.facts = ModelFacts.of(plain, config)
+        check_same_model(plain, world.mesh, self.facts.in_words)
         matrices = recipe.matrix_names(plain)
         float8.convert(plain, config)
         prepare_blocks(plain, config)
@@ -131,10 +134,9 @@ class Trainer:
             self.work = sw.GraphedStep(self.model, self._forward_backward)
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
-        self.peak_memory = 0  # bytes held at most by this rank
         self.stops_after = 0  # the step after which a signal that comes now ends the run
-        self._loader: Loader | None = None
-        self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
+        self.feed = Feed(config, world)
+        self._loaded: checkpoint.LoadedRun | None = None  # until the generators go on from it
 
     def open_hooks(self, reporter: Reporter) -> None:
         """Set the hooks up, with the state that a loaded checkpoint has of them."""
@@ -144,28 +146,40 @@ class Trainer:
             self.model,
             self.optimizer,
             world.device,
-            (world.rank, world.size),
+            world.rank,
+            world.size,
             self.position.step,
-            reporter,
+            reporter.say,
         )
         self.hooks.setup(self.job)
         self._load_hooks()
 
-    def _load_hooks(self) -> None:
-        """Give the hooks the states that the loaded checkpoint has of them."""
-        if self._loaded is not None and (own := self.hooks.state_dict()):
-            self.hooks.load_state_dict(checkpoint.hook_states(self._loaded, own))
+    def _load_hooks(self, goes_back: bool = False) -> None:
+        """Give the hooks the states that the loaded checkpoint has of them. Unless the run `goes_back` to it, it need
+        not have any, since hooks can be new."""
+        if self._loaded is None or not (own := self.hooks.state_dict()):
+            return
+        states = checkpoint.hook_states(self._loaded, own)
+        if goes_back and (missing := next((name for name in own if name not in states), None)) is not None:
+            raise UserError(
+                f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, to "
+                "which the run goes back, found none; the hook was added later"
+            )
+        self.hooks.load_state_dict(states)
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
         own = "" if self.job is None else self.job.stop_reason
         return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
 
+    def _use(self, dataset: Dataset) -> None:
+        """Take this data, and the steps that `train.epochs` makes of it."""
+        train = self.config.train.with_steps_of(dataset.train.samples_of)
+        self.dataset, self.config = dataset, self.config.model_copy(update={"train": train})
+
     def close(self) -> None:
         """End the threads that prepare batches."""
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
+        self.feed.close()
 
     # -- one step
 
@@ -183,7 +197,9 @@ class Trainer:
         boards.begin_step(step + 1)
         boards.at(boards.DATA)
         started = time.perf_counter()
-        data, untrained = self._next_trained()
+        data, untrained = self.feed.next(self.dataset.train, self.position)
+        if untrained is not None:
+            self.position = self.position.after_untrained(data.first, untrained.batches)
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
         counts = self.losses.counts(data.trained)
         data_seconds = time.perf_counter() - started
@@ -242,32 +258,6 @@ class Trainer:
                 f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
             )
 
-    def _next_trained(self) -> tuple[StepBatches, Untrained | None]:
-        """The data of the next step, and the global batches before it that have no trained token.
-
-        Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
-        """
-        first, batches = self.position.samples, 0
-        while not (data := next(self._steps())).trained:
-            boards.at(boards.DATA)
-            batches += 1
-        self.position = self.position.after_untrained(data.first, batches)
-        return data, Untrained(batches, first, data.first) if batches else None
-
-    def _steps(self) -> Loader:
-        """The data of the steps from here on."""
-        if self._loader is None:
-            train, world = self.config.train, self.world
-            self._loader = Loader(
-                self.dataset.train,
-                Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size),
-                first=self.position.samples,
-                stop=self.position.samples + (train.steps - self.position.step) * train.global_batch,
-                workers=self.config.data.workers,
-                pin=world.device.type == "cuda",
-            )
-        return self._loader
-
     def _work(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""
         if not verifying.is_due(self):
@@ -289,7 +279,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
             reduced = last or train.accumulate == "communicate"
-            if self.draws:
+            if self.facts.draws:
                 torch.manual_seed(self._seed_of(number))
             adapters.set_samples(self.model, self._samples(number))
             boards.at(boards.MODEL)
@@ -330,10 +320,16 @@ class Trainer:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
         self._loaded = checkpoint.load_newest(
-            checkpoints_of(folder, self.config), self.model, self.optimizer, self.shapes, reporter.say
+            checkpoints_of(folder, self.config), self.model, self.optimizer, self.facts.shapes, reporter.say
         )
         self.position = self._loaded.position
-        self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        steps = self.config.train.steps
+        self._use(dataset)
+        if (now := self.config.train.steps) != steps:
+            lines.append(
+                f"train.epochs = {self.config.train.epochs:g} makes {now:,} steps in all, {steps:,} before"
+            )
         for line in lines:
             reporter.say(line)
 
@@ -342,14 +338,14 @@ class Trainer:
         self.close()  # its loader ends where no sample was left out
         self.position = self.position.after_skip(self.config.train.global_batch)
 
-    def rewind(self, checkpoints: Place, reporter: Reporter, latest: int, stop: int) -> None:
+    def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
         """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
         self._loaded = checkpoint.load_newest(
-            checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
+            checkpoints, self.model, self.optimizer, self.facts.shapes, reporter.say, latest
         )
         self.position = self._loaded.position.after_rewind(self.position, stop)
-        self._load_hooks()
+        self._load_hooks(goes_back=True)
         float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:

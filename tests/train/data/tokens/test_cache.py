@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.train.data.sources.documents import Source
-from shardwright.train.data.sources.places import Place
+from shardwright.train.data.sources.documents import DataFiles
+from shardwright.train.data.sources.places import DataFile
 from shardwright.train.data.tokens import cache as cache_module
 from shardwright.train.data.tokens.cache import content_digest, tokenised
 from shardwright.train.data.tokens.tokenizers import Bytes, FromFile
@@ -39,7 +39,7 @@ def make(
     tmp_path: Path, *paths: Path | str, tokenizer: Any = None, workers: int = 1, **options: Any
 ) -> Tokens:
     template = options.pop("template", None)
-    source = Source(tuple(map(str, paths)), **options)
+    source = DataFiles(tuple(map(str, paths)), **options)
     return tokenised(
         source, tokenizer or Bytes(), cache=tmp_path / "cache", workers=workers, template=template
     )
@@ -123,7 +123,9 @@ def test_the_number_of_processes_changes_nothing(
     monkeypatch.setattr(cache_module, "WORTH_A_PROCESS", 0)
     paths = large_files(tmp_path, 1500)[:2]
     made = [
-        tokenised(Source(tuple(map(str, paths))), tokenizer, cache=tmp_path / f"cache{count}", workers=count)
+        tokenised(
+            DataFiles(tuple(map(str, paths))), tokenizer, cache=tmp_path / f"cache{count}", workers=count
+        )
         for count in (1, 2, 4)
     ]
     assert made[0].documents == 1501 and made[0].ids.dtype == np.uint16
@@ -236,12 +238,12 @@ def test_the_second_start_reads_neither_data_nor_texts(
 def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
-    before = content_digest(Place(str(path)), tmp_path)
+    before = content_digest(DataFile(str(path)), tmp_path)
     assert before == hashlib.sha256(b"one").hexdigest() and not (tmp_path / "digests").exists()
     stamp = path.stat().st_mtime_ns
     path.write_text("two")
     os.utime(path, ns=(stamp, stamp))
-    assert content_digest(Place(str(path)), tmp_path) != before
+    assert content_digest(DataFile(str(path)), tmp_path) != before
 
 
 def test_content_tokenizer_and_settings_have_folders_of_their_own(
@@ -286,12 +288,12 @@ def program(tmp_path: Path, path: Path, workers: int, before: str = "") -> list[
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "from pathlib import Path\n"
         "from shardwright.train.data.tokens import cache\n"
-        "from shardwright.train.data.sources.documents import Source\n"
+        "from shardwright.train.data.sources.documents import DataFiles\n"
         "from shardwright.train.data.tokens.tokenizers import open_tokenizer\n"
         f"{before}\n"
         "print('made' if not list(Path(sys.argv[1]).glob('[0-9a-f]*')) else 'there', flush=True)\n"
         "tokenizer = open_tokenizer(sys.argv[3])\n"
-        "source = Source((sys.argv[2],))\n"
+        "source = DataFiles((sys.argv[2],))\n"
         "options = {'cache': Path(sys.argv[1]), 'progress': True}\n"
         f"print(cache.tokenised(source, tokenizer, workers={workers}, **options).fingerprint)",
         str(tmp_path / "cache"),
@@ -494,7 +496,11 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str) -> None:
 def test_each_part_of_the_work_is_a_sign_of_progress(tmp_path: Path) -> None:
     path, signs = large_files(tmp_path, 2500)[1], []
     tokenised(
-        Source((str(path),)), Bytes(), cache=tmp_path / "cache", workers=1, advanced=lambda: signs.append(1)
+        DataFiles((str(path),)),
+        Bytes(),
+        cache=tmp_path / "cache",
+        workers=1,
+        advanced=lambda: signs.append(1),
     )
     assert len(signs) > path.stat().st_size >> 20  # each block that is digested, then each span
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwright.train.data.sources.items import Completion, Conversation, Origin
-from shardwright.train.data.sources.places import Place
+from shardwright.train.data.sources.places import DataFile
 from shardwright.train.data.tokens.chat import (
     check_template,
     encode_completion,
@@ -174,7 +174,7 @@ def test_no_token_crosses_the_end_of_an_answer(tokenizer: FromFile, pieces: From
 
 
 def test_a_template_that_changes_earlier_messages_is_refused(tokenizer: FromFile) -> None:
-    where = Origin(Place("/data/a.parquet"), "row", 7)
+    where = Origin(DataFile("/data/a.parquet"), "row", 7)
     conversation = talk("Hi", "<think>hm</think>Hello", "Bye", "<think>so</think>Bye", origin=where)
     with pytest.raises(UserError) as caught:
         encode_conversation(conversation, THINKING, tokenizer)
@@ -218,7 +218,7 @@ def test_the_date_of_a_template_does_not_depend_on_the_day(tokenizer: FromFile) 
 def test_templates_that_fail_are_named(
     template: str, conversation: Conversation, message: str, tokenizer: FromFile
 ) -> None:
-    placed = Conversation(conversation.messages, origin=Origin(Place("/a.parquet"), "row", 3))
+    placed = Conversation(conversation.messages, origin=Origin(DataFile("/a.parquet"), "row", 3))
     with pytest.raises(UserError) as caught:
         encode_conversation(placed, template, tokenizer)
     assert "of row 3 of /a.parquet" in str(caught.value) and message in str(caught.value)

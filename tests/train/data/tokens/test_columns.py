@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.data.sources.documents import Completion, Conversation, Source, documents, spans
-from shardwright.train.data.sources.places import Place
+from shardwright.train.data.sources.documents import Completion, Conversation, DataFiles, documents, spans
+from shardwright.train.data.sources.places import DataFile
 from shardwright.train.errors import UserError
 from tests.train.data.samples import chat, source, texts_of
 
@@ -65,7 +65,7 @@ def test_completions_of_columns_are_read(tmp_path: Path) -> None:
 def test_a_large_file_has_several_spans(tmp_path: Path, name: str) -> None:
     table = pyarrow.table({"text": ["x" * 40_000 + str(number) for number in range(1000)]})
     path = write(tmp_path / name, table, rows=100)
-    given = list(spans(Place(str(path)), Source((str(path),))))
+    given = list(spans(DataFile(str(path)), DataFiles((str(path),))))
     assert len(given) >= 2 and [each.start for each in given[1:]] == [each.stop for each in given[:-1]]
     assert [text[40_000:] for text in texts_of(path)] == list(map(str, range(1000)))
 

@@ -20,7 +20,7 @@ from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, continued, extended, load_dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.loader import Loader, Share
-from shardwright.train.data.sources.documents import Source
+from shardwright.train.data.sources.documents import DataFiles
 from shardwright.train.data.tokens.cache import tokenised
 from shardwright.train.data.tokens.growth import Known, check_grown, known_of, parts_of, with_part
 from shardwright.train.data.tokens.tokenizers import Bytes
@@ -203,7 +203,7 @@ def test_the_parts_are_the_tokens_that_each_session_had(data: st.DataObject, tmp
         return folder / f"{number}.{kinds[number]}"
 
     def make(numbers: range) -> Tokens:
-        source = Source(tuple(str(path(number)) for number in numbers))
+        source = DataFiles(tuple(str(path(number)) for number in numbers))
         return tokenised(source, Bytes(), cache=folder / "cache", workers=1)
 
     for number in range(count):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.train.data.sources.documents import Source, documents
+from shardwright.train.data.sources.documents import DataFiles, documents
 from shardwright.train.data.tokens import chat
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
@@ -16,7 +16,7 @@ from shardwright.train.errors import UserError
 
 def rows(folder: Path) -> None:
     (folder / "a.parquet").write_bytes(b"PAR1")
-    list(documents(Source((str(folder / "a.parquet"),))))
+    list(documents(DataFiles((str(folder / "a.parquet"),))))
 
 
 def file_of_a_tokenizer(folder: Path) -> None:
@@ -33,7 +33,7 @@ def name(folder: Path) -> None:
 
 
 def address(folder: Path) -> None:
-    list(documents(Source(("s3://box/a.txt",))))
+    list(documents(DataFiles(("s3://box/a.txt",))))
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,14 @@ class Fault:
         action: "stop": the state before the step is saved, and the run ends as failed. "skip": the samples of the step
             are left out. "rewind": the run goes back by `[fault] rewind_steps`, and leaves the samples out.
         reason: what was found, in one line without a full stop.
+        advice: what may help, in one line without a full stop, for a run that ends by this fault.
         samples: of the step, [first, stop); the trainer fills them in.
         state_is_good: weights and optimizer state are those before the step, and finite; the trainer fills this in.
     """
 
     action: Action
     reason: str
+    advice: str = ""
     samples: tuple[int, int] = (0, 0)
     state_is_good: bool = True
 
@@ -81,6 +83,7 @@ class StepInProgress:
         step: the number of the optimizer step, from 1.
         norm: the gradient norm over all ranks before clipping, 0-d, on the device. None with an optimizer in backward.
         loss: this rank's part of the loss: its sum by the trained tokens of all ranks, float64 0-d, on the device.
+            With tensor parallelism the ranks with the same tokens have the same part.
     """
 
     step: int
@@ -120,11 +123,13 @@ class TrainerHook:
 
     def before_optimizer(self, step: StepInProgress) -> Fault | None:
         """Called between the gradient norm and the optimizer step. If a rank returns a fault, all ranks act on it: the
-        strongest one, "stop" before "rewind" before "skip". Reading a tensor here makes the host wait."""
+        strongest one, "stop" before "rewind" before "skip". Reading a tensor here makes the host wait. An optimizer in
+        backward has stepped by then: "skip" and "stop" end the run without saving."""
         return None
 
     def metrics(self, step: int) -> Sums:
-        """Called after backward of step `step`: this rank's sums and counts, which travel in the step's reduction."""
+        """Called after backward of step `step`: this rank's sums and counts, which travel in the step's reduction.
+        Gradients are reduced and clipped; an optimizer in backward has used and freed them."""
         return {}
 
     def after_step(self, record: StepRecord) -> None:
@@ -132,7 +137,8 @@ class TrainerHook:
         memory are those of this rank."""
 
     def validate(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Called for each micro-batch of a validation that counts: sums and counts of this rank.
+        """Called for each micro-batch of a validation that counts: sums and counts of this rank. A rank may have fewer
+        micro-batches than others, or none, so no collective here, and no forward of the model.
 
         Args:
             logits: of the model in eval mode, [B, S, V].
@@ -147,11 +153,14 @@ class TrainerHook:
         """Called when the run ends, also by an error. Then the ranks may be at different places: no collective here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the hook for a checkpoint: plain values, and tensors with the sharding of parameters."""
+        """The state of the hook for a checkpoint: dicts of plain values, of which the first rank's are saved, and of
+        tensors, whole or with the sharding of parameters."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called after `setup` of a run that goes on from a checkpoint with a state of this hook."""
+        """Called after `setup` of a run that goes on from a checkpoint with a state of this hook, and when a run goes
+        back to one. A tensor has the sharding of the present state's at the same place, if their shapes are equal;
+        otherwise it is whole, on the CPU."""
 
 
 class HookRegistry(Registry[type[TrainerHook]]):

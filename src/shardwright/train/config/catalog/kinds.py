@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
 from shardwright.train.config.catalog.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 from shardwright.train.config.catalog.shapes import HuggingFaceShape, PythonShape
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Plan = dict[str, ParallelStyle]
 
-    from shardwright.checkpoint.pretrained.names import Source
+    from shardwright.checkpoint.pretrained.names import TensorSource
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:
@@ -56,7 +56,7 @@ class Offers:
     model: Callable[[Any], Any]
     tensor_plan: Callable[[Any, DeviceMesh | None], Plan] | None = None
     uneven: Callable[[Any, int, int], list[tuple[str, int, int]]] | None = None
-    key_map: Callable[[Any], dict[str, Source | None]] | None = None
+    key_map: Callable[[Any], dict[str, TensorSource | None]] | None = None
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
     check: Callable[[Any, Any], None] | None = None
@@ -200,10 +200,8 @@ def offers_of(shape: Any) -> Offers:
     """The Offers of a shape's kind. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
     kind = kind_of(shape)
     owner = f"The function load of kind {kind.name!r}"
-    try:
+    with as_user_errors(ExtensionError, prefix="model.kind: "):
         offers = call(owner, kind.load)
-    except ExtensionError as error:
-        raise UserError(f"model.kind: {error}") from error
     if not isinstance(offers, Offers):
         raise UserError(
             f"model.kind: {owner} returned {offers!r} ({type(offers).__name__}); expected an Offers, such as "

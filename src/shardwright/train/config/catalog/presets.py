@@ -5,7 +5,8 @@ Nothing here imports torch, so that configurations can be checked and `--help` p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,14 @@ class RopeScaling:
             )
 
 
+def _check_sizes(shape: LlamaConfig | HybridConfig, may_be_zero: Collection[str] = ()) -> None:
+    """Raise ValueError for a field of type int that is too small."""
+    for field in fields(shape):
+        value, least = getattr(shape, field.name), 0 if field.name in may_be_zero else 1
+        if field.type == "int" and value < least:
+            raise ValueError(f"{field.name}: expected at least {least}, found {value}")
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a Llama model. Lengths are in tokens, widths in elements."""
@@ -47,9 +56,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        _check_sizes(self)
         if self.dim % (2 * self.n_heads):
             raise ValueError(
                 f"dim: expected a multiple of 2 x n_heads = {2 * self.n_heads} (rotary embeddings turn pairs "
@@ -152,14 +159,7 @@ class HybridConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        positive = (
-            "dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len", "mamba_heads",
-            "mamba_head_dim", "mamba_groups", "mamba_state", "conv_width", "chunk_size", "n_experts", "top_k",
-            "expert_dim",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        _check_sizes(self, may_be_zero=("shared_dim",))
         if not self.pattern:
             raise ValueError("pattern: expected at least one layer, found none")
         for name in ("pattern", "mtp_pattern"):
@@ -179,7 +179,7 @@ class HybridConfig:
                 raise ValueError(
                     f"{name}: expected a multiple of 8 if the pattern has experts ('E'), found {getattr(self, name)}"
                 )
-        for name in ("shared_dim", "balance_weight", "mtp_weight"):
+        for name in ("balance_weight", "mtp_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected at least 0, found {getattr(self, name)}")
 

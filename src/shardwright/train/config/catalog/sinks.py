@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
 from shardwright.train.errors import UserError
@@ -20,59 +20,13 @@ if TYPE_CHECKING:
     from shardwright.train.config.catalog.records import Sink
 
 
-class RunKeys(Protocol):
-    """The keys of `[run]` that sinks read."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class LogKeys(Protocol):
-    """The keys of `[log]` that sinks read."""
-
-    @property
-    def every(self) -> int: ...
-
-    @property
-    def project(self) -> str: ...
-
-
-class Table(Protocol):
-    """Any section of a configuration, or a whole one."""
-
-    def model_dump(self, *, mode: str = ..., exclude_none: bool = ...) -> dict[str, Any]:
-        """The values as dicts, by key. With ``mode="json"`` they are values of JSON."""
-        ...
-
-
-class ModelKeys(Table, Protocol):
-    """The section `[model]`."""
-
-    def resolved(self) -> Table:
-        """The same section with all sizes of its preset."""
-        ...
-
-
-class RunConfiguration(Table, Protocol):
-    """The configuration of a run as sinks read it. ``model_dump`` has the values of all sections."""
-
-    @property
-    def run(self) -> RunKeys: ...
-
-    @property
-    def model(self) -> ModelKeys: ...
-
-    @property
-    def log(self) -> LogKeys: ...
-
-
 @dataclass(frozen=True)
 class RunSite:
     """The run for which a sink is opened.
 
     Attributes:
         folder: the run's folder, an absolute path. It exists.
-        config: the run's configuration, a ``shardwright.train.config.Config``.
+        config: the run's configuration, a ``RunConfiguration`` of ``shardwright.train.extend``.
         steps_done: optimizer steps in the checkpoint that the run continues; 0 for a new run. If a sink already has
             records of later steps, it gets these steps again.
         facts: facts about the run that its configuration does not have: parameters, ranks, device, dtypes, versions.
@@ -80,7 +34,7 @@ class RunSite:
     """
 
     folder: Path
-    config: RunConfiguration
+    config: Any
     steps_done: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 1

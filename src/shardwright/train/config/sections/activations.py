@@ -36,9 +36,9 @@ class ActivationConfig(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_mode(self) -> ActivationConfig:
-        for key, mode in (("every", "layers"), ("budget", "budget")):
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if self.checkpoint != mode and value != default:
+        for key, value, default in self.changed("every", "budget"):
+            mode = {"every": "layers", "budget": "budget"}[key]
+            if self.checkpoint != mode:
                 raise ValueError(
                     f"{key}: only for checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found "
                     f"{value}"

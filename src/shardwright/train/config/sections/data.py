@@ -150,12 +150,11 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _keys_fit(self) -> DataConfig:
         if self.sources:
-            for key in ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key"):
-                value, default = getattr(self, key), type(self).model_fields[key].default
-                if value != default:
-                    raise ValueError(
-                        f"{key}: expected it in each of data.sources, found {value!r} beside them; move it there"
-                    )
+            keys = ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key")
+            for key, value, _ in self.changed(*keys):
+                raise ValueError(
+                    f"{key}: expected it in each of data.sources, found {value!r} beside them; move it there"
+                )
         if self.validation_source and self.validation_sources:
             raise ValueError(
                 f"validation_source: expected it in one of data.validation_sources, found {self.validation_source!r} "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -72,7 +71,7 @@ class FinetuneConfig(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_method(self) -> FinetuneConfig:
         if self.method == "full":
-            for key, value in self._changed():
+            for key, value, _ in self.changed(*(key for key in type(self).model_fields if key != "method")):
                 raise ValueError(
                     f"{key}: found {value!r} with method 'full', which trains all parameters and has no adapters; set "
                     f"finetune.method to 'lora' or 'dora', or leave {key} out"
@@ -82,12 +81,6 @@ class FinetuneConfig(Section):
                 f"dropout: expected 0 with method 'dora', found {self.dropout}; or set finetune.method to 'lora'"
             )
         return self
-
-    def _changed(self) -> Iterator[tuple[str, Any]]:
-        """Keys that do not have their defaults, and their values."""
-        for key, info in type(self).model_fields.items():
-            if key != "method" and getattr(self, key) != info.default:
-                yield key, getattr(self, key)
 
 
 def conflict(settings: FinetuneConfig, train: TrainConfig, parallel: ParallelConfig) -> str | None:

@@ -67,9 +67,8 @@ class OptimizerConfig(Section):
             raise ValueError(f"in_backward: expected false with optimizer {self.name!r}{why}, found true")
         if problem := own.options_problem(self.options):
             raise ValueError(problem)
-        for key in ("momentum", "ns_steps"):
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if self.name != "muon" and value != default:
+        for key, value, default in self.changed("momentum", "ns_steps"):
+            if self.name != "muon":
                 raise ValueError(
                     f"{key}: optimizer {self.name!r} does not have this key; expected {default}, found {value}. Only "
                     "muon has it"

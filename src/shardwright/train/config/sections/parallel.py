@@ -126,9 +126,8 @@ class ParallelConfig(Section):
             "keep_float32",
             "full_precision_in_eval",
         )
-        for key in ours:
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if self.engine != "shardwright" and value != default:
+        for key, value, default in self.changed(*ours):
+            if self.engine != "shardwright":
                 raise ValueError(
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
                     "shardwright supports other values"

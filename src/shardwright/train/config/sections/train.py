@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -79,11 +81,12 @@ class TrainConfig(Section):
             )
         return self
 
-    def with_steps_of(self, windows: int) -> TrainConfig:
-        """The same with the steps that `epochs` asks for: `windows` sequences are a pass over the training data."""
+    def with_steps_of(self, samples_of: Callable[[Fraction], Fraction]) -> TrainConfig:
+        """The same with the steps that `epochs` asks for. `samples_of`: sequences of so many epochs of the data."""
         if not self.epochs:
             return self
-        return self.model_copy(update={"steps": max(1, math.ceil(self.epochs * windows / self.global_batch))})
+        samples = samples_of(Fraction(str(self.epochs)))  # the decimal number: 1.1 x 100 sequences are 110
+        return self.model_copy(update={"steps": max(1, math.ceil(samples / self.global_batch))})
 
     def accumulation_steps(self, ranks: int, *, tensor: int = 1, resumes: bool = False) -> int:
         """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number.

@@ -5,6 +5,7 @@ No state may live here, for the reason that `order` gives. Nothing here knows to
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,6 +159,12 @@ class GrowingOrder:
         epoch = self.epoch(visited - 1)
         first = self._first_of(epoch)
         return epoch + (visited - first) / (self._first_of(epoch + 1) - first)
+
+    def samples_of(self, epochs: Fraction) -> Fraction:
+        """The number of samples in so many epochs. The reverse of `epochs`."""
+        whole = math.floor(epochs)
+        first = self._first_of(whole)
+        return first + (epochs - whole) * (self._first_of(whole + 1) - first)
 
     def _first_of(self, epoch: int) -> int:
         """The index at which an epoch starts."""

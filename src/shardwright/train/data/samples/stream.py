@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -77,7 +78,7 @@ class Source:
         return sum(int(part.packing.trained_counts.sum()) for part in self.parts)
 
 
-class Place(NamedTuple):
+class SampleOrigin(NamedTuple):
     """The origin of a sample of the run."""
 
     source: int
@@ -140,10 +141,10 @@ class Stream:
             total += int(self.sources[source].parts[part].packing.trained_counts[sample])
         return total
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleOrigin:
         """The origin of sample `index` of the run. O(1)."""
         source, number = self.mixing[index]
-        return Place(source, *self.sources[source].place(self._orders[source][number]))
+        return SampleOrigin(source, *self.sources[source].place(self._orders[source][number]))
 
     def epochs(self, samples: int) -> list[float]:
         """Epochs of each source in the run's first `samples` samples. 1.5: every sample once, half of them twice."""
@@ -151,6 +152,11 @@ class Stream:
             order.epochs(count)
             for order, count in zip(self._orders, self.mixing.counts(samples), strict=True)
         ]
+
+    def samples_of(self, epochs: Fraction) -> Fraction:
+        """The number of samples of a run that is so many passes over its data: each source once per pass, appended
+        documents from the pass on in which they came."""
+        return sum((order.samples_of(epochs) for order in self._orders), Fraction())
 
     def shares(self) -> list[float]:
         """The part of the run's tokens, padding not counted, that comes from each source; the sum is 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,15 +11,15 @@ from typing import Any
 from shardwright.train.data.sources.items import (
     SPAN,
     TOOLS,
+    DataFiles,
     Item,
     Origin,
-    Source,
     Span,
     check_keys,
     items_of,
     needed_keys,
 )
-from shardwright.train.data.sources.places import Place, open_place, size_of
+from shardwright.train.data.sources.places import DataFile, open_place, size_of
 from shardwright.train.errors import UserError
 
 ROWS = 1024  #: rows that are converted at once, at most
@@ -26,7 +27,7 @@ BATCHES = 16 * SPAN  #: bytes of the record batches of an .arrow file that one s
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  #: of a stream that was closed
 
 
-def spans(place: Place, source: Source) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
     """Row groups of a .parquet file, and runs of record batches of an .arrow file."""
     if place.kind == ".parquet":
         yield from _row_groups(place, source)
@@ -34,7 +35,7 @@ def spans(place: Place, source: Source) -> Iterator[Span]:
         yield from _runs(place, source)
 
 
-def read(span: Span, source: Source) -> Iterator[Item]:
+def read(span: Span, source: DataFiles) -> Iterator[Item]:
     names = list(needed_keys(source).values())
     with ExitStack() as stack:
         if span.place.kind == ".parquet":
@@ -51,7 +52,7 @@ def read(span: Span, source: Source) -> Iterator[Item]:
 # -- parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _row_groups(place: Place, source: Source) -> Iterator[Span]:
+def _row_groups(place: DataFile, source: DataFiles) -> Iterator[Span]:
     size_of(place)
     with ExitStack() as stack:
         file = _parquet(place, stack)
@@ -62,7 +63,7 @@ def _row_groups(place: Place, source: Source) -> Iterator[Span]:
             yield Span(place, number, number + 1, nbytes)
 
 
-def _parquet(place: Place, stack: ExitStack) -> Any:
+def _parquet(place: DataFile, stack: ExitStack) -> Any:
     pyarrow = _pyarrow(place)
     parquet = importlib.import_module("pyarrow.parquet")
 
@@ -74,7 +75,7 @@ def _parquet(place: Place, stack: ExitStack) -> Any:
 
 
 def _parquet_batches(
-    span: Span, names: list[str], source: Source, stack: ExitStack
+    span: Span, names: list[str], source: DataFiles, stack: ExitStack
 ) -> Iterator[tuple[int, Any]]:
     file = _parquet(span.place, stack)
     first = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
@@ -94,7 +95,7 @@ def _parquet_batches(
 # -- arrow -------------------------------------------------------------------------------------------------------------
 
 
-def _runs(place: Place, source: Source) -> Iterator[Span]:
+def _runs(place: DataFile, source: DataFiles) -> Iterator[Span]:
     size = size_of(place)
     with ExitStack() as stack:
         reader, count = _arrow(place, stack)
@@ -111,7 +112,7 @@ def _runs(place: Place, source: Source) -> Iterator[Span]:
             yield Span(place, start, number, nbytes)
 
 
-def _arrow(place: Place, stack: ExitStack) -> tuple[Any, int | None]:
+def _arrow(place: DataFile, stack: ExitStack) -> tuple[Any, int | None]:
     """A reader, and the number of batches in a file of Arrow's file format; None for its stream format."""
     pyarrow = _pyarrow(place)
     with open_place(place) as stream:
@@ -126,23 +127,15 @@ def _arrow(place: Place, stack: ExitStack) -> tuple[Any, int | None]:
         return stack.enter_context(pyarrow.ipc.open_stream(source)), None
 
 
-def _each(reader: Any, count: int | None, place: Place) -> Iterator[Any]:
+def _each(reader: Any, count: int | None, place: DataFile) -> Iterator[Any]:
     """The batches. To pass over a batch of a mapped file reads only its header."""
-    if count is not None:
-        for number in range(count):
-            with _reading(place, f"record batch {number} of "):
-                batch = reader.get_batch(number)
-            yield batch
-        return
-    number = 0
-    while True:
+    for number in itertools.count() if count is None else range(count):
         with _reading(place, f"record batch {number} of "):
             try:
-                batch = reader.read_next_batch()
+                batch = reader.read_next_batch() if count is None else reader.get_batch(number)
             except StopIteration:
                 return
         yield batch
-        number += 1
 
 
 def _arrow_batches(span: Span, stack: ExitStack) -> Iterator[tuple[int, Any]]:
@@ -158,7 +151,7 @@ def _arrow_batches(span: Span, stack: ExitStack) -> Iterator[tuple[int, Any]]:
         first += batch.num_rows
 
 
-def _check_end(place: Place, size: int) -> None:
+def _check_end(place: DataFile, size: int) -> None:
     with open_place(place) as stream:
         stream.seek(max(0, size - len(_END)))
         end = stream.read()
@@ -177,11 +170,11 @@ def _rows_at_once(nbytes: int, rows: int) -> int:
     return max(1, min(ROWS, 4 * SPAN * rows // max(nbytes, 1)))
 
 
-def _tools(schema: Any, source: Source) -> list[str]:
+def _tools(schema: Any, source: DataFiles) -> list[str]:
     return [TOOLS] if source.kind == "conversations" and TOOLS in schema.names else []
 
 
-def _check_columns(schema: Any, source: Source, place: Place) -> None:
+def _check_columns(schema: Any, source: DataFiles, place: DataFile) -> None:
     check_keys(dict.fromkeys(schema.names), source, place)
     pyarrow = _pyarrow(place)
     types = pyarrow.types
@@ -201,7 +194,9 @@ def _check_columns(schema: Any, source: Source, place: Place) -> None:
             )
 
 
-def _rows(batch: Any, names: list[str], source: Source, place: Place, first: int) -> list[dict[str, Any]]:
+def _rows(
+    batch: Any, names: list[str], source: DataFiles, place: DataFile, first: int
+) -> list[dict[str, Any]]:
     wanted = [*names, *_tools(batch.schema, source)]
     columns = {name: _values(batch.column(name), name, place, first) for name in wanted}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -209,7 +204,7 @@ def _rows(batch: Any, names: list[str], source: Source, place: Place, first: int
     return [_without_absent(row) for row in rows] if source.kind == "conversations" else rows
 
 
-def _values(column: Any, name: str, place: Place, first: int) -> list[Any]:
+def _values(column: Any, name: str, place: DataFile, first: int) -> list[Any]:
     try:
         values: list[Any] = column.to_pylist()
         return values
@@ -235,7 +230,7 @@ def _without_absent(value: Any, top: bool = True) -> Any:
     return [_without_absent(each, False) for each in value] if isinstance(value, list) else value
 
 
-def _pyarrow(place: Place) -> Any:
+def _pyarrow(place: DataFile) -> Any:
     try:
         pyarrow = importlib.import_module("pyarrow")
         importlib.import_module("pyarrow.ipc")
@@ -247,7 +242,7 @@ def _pyarrow(place: Place) -> Any:
 
 
 @contextmanager
-def _reading(place: Place, part: str = "") -> Iterator[None]:
+def _reading(place: DataFile, part: str = "") -> Iterator[None]:
     """Raise pyarrow's errors about a damaged file as a UserError."""
     try:
         yield

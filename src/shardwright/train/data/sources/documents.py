@@ -1,6 +1,6 @@
 """The items of a source of data: documents, conversations, or prompts with completions, in order.
 
-    for document in documents(Source(("books/*.jsonl",))):
+    for document in documents(DataFiles(("books/*.jsonl",))):
         ...
 
 A file is read span by span, so that several processes can read one file and no process holds a whole one. ``lines``,
@@ -13,8 +13,16 @@ import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwright.train.data.sources.items import Completion, Conversation, Document, Ids, Item, Source, Span
-from shardwright.train.data.sources.places import PYDOC, Place, locate
+from shardwright.train.data.sources.items import (
+    Completion,
+    Conversation,
+    DataFiles,
+    Document,
+    Ids,
+    Item,
+    Span,
+)
+from shardwright.train.data.sources.places import PYDOC, DataFile, locate
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Conversation",
+    "DataFiles",
     "Document",
     "Ids",
     "Item",
-    "Source",
     "Span",
     "documents",
     "places",
@@ -47,7 +55,7 @@ _READERS = {
 _ROWS = (".jsonl", ".parquet", ".arrow")
 
 
-def documents(source: Source) -> Iterator[Item]:
+def documents(source: DataFiles) -> Iterator[Item]:
     """Everything that a source holds, in the order of its files and of their lines or rows.
 
     A document longer than about 160,000 characters comes in parts: see :class:`Document`. A file of tokens comes as
@@ -62,7 +70,7 @@ def documents(source: Source) -> Iterator[Item]:
             yield from read(span, source)
 
 
-def places(source: Source) -> list[Place]:
+def places(source: DataFiles) -> list[DataFile]:
     """The files of a source, in order. Raises UserError where one is missing, or cannot hold what is asked for."""
     result = [place for path in source.paths for place in locate(path, source.key)]
     if source.kind != "documents":
@@ -75,15 +83,15 @@ def places(source: Source) -> list[Place]:
     return result
 
 
-def spans(place: Place, source: Source) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
     """The parts of a file, in order. Where they begin does not depend on who reads them."""
     yield from _reader(place).spans(place, source)
 
 
-def read(span: Span, source: Source) -> Iterator[Item]:
+def read(span: Span, source: DataFiles) -> Iterator[Item]:
     """Items that begin in a span, in order."""
     yield from _reader(span.place).read(span, source)
 
 
-def _reader(place: Place) -> ModuleType:
+def _reader(place: DataFile) -> ModuleType:
     return importlib.import_module(f"shardwright.train.data.sources.{_READERS[place.kind]}")

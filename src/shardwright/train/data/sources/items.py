@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardwright.train.data.sources.places import Place, line_number
+from shardwright.train.data.sources.places import DataFile, line_number
 from shardwright.train.errors import UserError
 
 Kind: TypeAlias = Literal["documents", "conversations", "completions"]
@@ -24,7 +24,7 @@ CONTEXT = 256  #: characters beside a piece that its tokens may depend on
 
 
 @dataclass(frozen=True)
-class Source:
+class DataFiles:
     """Files, and what to take from their rows."""
 
     paths: tuple[str, ...]
@@ -45,7 +45,7 @@ class Source:
 class Span:
     """A part of a file that one process reads: bytes, row groups, record batches or elements from start to stop."""
 
-    place: Place
+    place: DataFile
     start: int
     stop: int
     nbytes: int  #: about; for the progress bar
@@ -54,7 +54,7 @@ class Span:
 class Origin(NamedTuple):
     """The beginning of an item. ``unit`` is ``line`` (then ``number`` is its offset in bytes) or ``row`` (from 0)."""
 
-    place: Place
+    place: DataFile
     unit: Literal["line", "row", "file"]
     number: int
 
@@ -114,12 +114,12 @@ _KEYS = {
 }
 
 
-def needed_keys(source: Source) -> dict[str, str]:
+def needed_keys(source: DataFiles) -> dict[str, str]:
     """The keys that every row must have, by the setting that names each."""
     return {setting: getattr(source, setting) for setting in _KEYS[source.kind]}
 
 
-def items_of(row: Mapping[str, Any], source: Source, origin: Origin) -> Iterator[Item]:
+def items_of(row: Mapping[str, Any], source: DataFiles, origin: Origin) -> Iterator[Item]:
     """The item of a row, a long document in parts. Raises UserError if the row does not hold what it should."""
     check_keys(row, source, origin)
     if source.kind == "documents":
@@ -131,7 +131,7 @@ def items_of(row: Mapping[str, Any], source: Source, origin: Origin) -> Iterator
         yield _conversation(row, source, origin)
 
 
-def check_keys(names: Mapping[str, Any], source: Source, where: object) -> None:
+def check_keys(names: Mapping[str, Any], source: DataFiles, where: object) -> None:
     """Raise UserError if a key is missing, with the keys that are there."""
     for setting, key in needed_keys(source).items():
         if key not in names:
@@ -145,7 +145,7 @@ def check_keys(names: Mapping[str, Any], source: Source, where: object) -> None:
             )
 
 
-def _other_kind(names: Mapping[str, Any], source: Source) -> str:
+def _other_kind(names: Mapping[str, Any], source: DataFiles) -> str:
     for kind in ("conversations", "completions", "documents"):
         other: tuple[str, ...] = tuple(getattr(source, setting) for setting in _KEYS[kind])
         if kind != source.kind and all(name in names for name in other):
@@ -194,7 +194,7 @@ def cut(window: str | bytes) -> int | None:
     return None
 
 
-def _text(row: Mapping[str, Any], setting: str, source: Source, origin: Origin) -> str:
+def _text(row: Mapping[str, Any], setting: str, source: DataFiles, origin: Origin) -> str:
     key = getattr(source, setting)
     value, full_setting = row[key], f"{source.section}.{setting}"
     if not isinstance(value, str):
@@ -226,7 +226,7 @@ def _check_characters(text: str, setting: str, key: str, origin: object) -> None
         ) from None
 
 
-def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Conversation:
+def _conversation(row: Mapping[str, Any], source: DataFiles, origin: Origin) -> Conversation:
     key, setting = source.messages_key, f"{source.section}.messages_key"
     messages = row[key]
     if not isinstance(messages, list) or not messages:
@@ -247,7 +247,8 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
                 f"{setting}: expected the keys role (a string) and content, found "
                 f"{', '.join(map(repr, message)) or 'none'} in {where}; rename them"
             )
-        if (role := message["role"]) != ASSISTANT and _is_nearly(role.strip().lower(), ASSISTANT):
+        role = message["role"]
+        if role != ASSISTANT and difflib.get_close_matches(role.strip().lower(), [ASSISTANT], cutoff=0.77):
             raise UserError(
                 f"{setting}: expected a role such as system, user or {ASSISTANT}, found {role!r} in {where}; did you "
                 f"mean {ASSISTANT!r}? The text of other roles is not trained"
@@ -259,7 +260,7 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
                 f"{setting}: expected a string as content, found {_name(content)} in {where}; write a string, or "
                 "remove the row"
             )
-        for text in _strings(message):
+        for text in strings_of(message):
             _check_characters(text, setting, key, origin)
     tools = row.get(TOOLS)
     if tools is not None and not (
@@ -272,29 +273,17 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
     return Conversation(tuple(messages), tuple(tools) if tools else None, origin)
 
 
-def _is_nearly(text: str, word: str, most: int = 2) -> bool:
-    """Whether at most that many letters are missing, added or replaced in a text (Levenshtein's distance)."""
-    if abs(len(text) - len(word)) > most:
-        return False
-    row = list(range(len(word) + 1))
-    for number, letter in enumerate(text, start=1):
-        diagonal, row[0] = row[0], number
-        for column, expected in enumerate(word, start=1):
-            replaced = diagonal + (letter != expected)
-            diagonal = row[column]
-            row[column] = min(replaced, row[column] + 1, row[column - 1] + 1)
-    return row[-1] <= most
-
-
-def _strings(value: Any) -> Iterator[str]:
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings in nested values, keys of mappings too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _strings(each)
-    elif isinstance(value, list):
+        for key, each in value.items():
+            yield from strings_of(key)
+            yield from strings_of(each)
+    elif isinstance(value, list | tuple):
         for each in value:
-            yield from _strings(each)
+            yield from strings_of(each)
 
 
 def _name(value: Any) -> str:

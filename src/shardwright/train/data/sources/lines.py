@@ -13,22 +13,22 @@ from typing import BinaryIO
 from shardwright.train.data.sources.items import (
     CONTEXT,
     SPAN,
+    DataFiles,
     Document,
     Item,
     Origin,
-    Source,
     Span,
     cut,
     items_of,
     parts,
 )
-from shardwright.train.data.sources.places import PYDOC, Place, open_place, size_of, unreadable
+from shardwright.train.data.sources.places import PYDOC, DataFile, open_place, readable, size_of
 from shardwright.train.errors import UserError
 
 LONGEST_LINE = 1 << 28  #: bytes; a longer line is an error, so that memory stays bounded
 
 
-def spans(place: Place, source: Source) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
     if place.kind == PYDOC:
         yield Span(place, 0, 1, 500_000)
         return
@@ -38,18 +38,14 @@ def spans(place: Place, source: Source) -> Iterator[Span]:
         yield Span(place, start, stop, stop - start)
 
 
-def read(span: Span, source: Source) -> Iterator[Item]:
+def read(span: Span, source: DataFiles) -> Iterator[Item]:
     if span.place.kind == PYDOC:
         yield from _pydoc()
         return
     with open_place(span.place) as stream:
-        try:
-            if span.place.kind == ".txt":
-                yield from _text(span, stream)
-            else:
-                yield from _rows(span, source, stream)
-        except OSError as error:
-            raise unreadable(span.place, error) from None
+        rows = _text(span, stream) if span.place.kind == ".txt" else _rows(span, source, stream)
+        with readable(span.place, OSError):
+            yield from rows
 
 
 def _pydoc() -> Iterator[Item]:
@@ -104,7 +100,7 @@ _FORMS = {
 }
 
 
-def _decoded(content: bytes, place: Place, offset: int, where: object = None) -> str:
+def _decoded(content: bytes, place: DataFile, offset: int, where: object = None) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -124,7 +120,7 @@ def _decoded(content: bytes, place: Place, offset: int, where: object = None) ->
 # -- .jsonl: a document per line ---------------------------------------------------------------------------------------
 
 
-def _rows(span: Span, source: Source, stream: BinaryIO) -> Iterator[Item]:
+def _rows(span: Span, source: DataFiles, stream: BinaryIO) -> Iterator[Item]:
     """The rows whose lines begin in the span."""
     position = span.start
     if position:

@@ -8,12 +8,12 @@ from typing import BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from shardwright.train.data.sources.items import SPAN, Ids, Item, Origin, Source, Span
-from shardwright.train.data.sources.places import Place, open_place, size_of
+from shardwright.train.data.sources.items import SPAN, DataFiles, Ids, Item, Origin, Span
+from shardwright.train.data.sources.places import DataFile, open_place, size_of
 from shardwright.train.errors import UserError
 
 
-def spans(place: Place, source: Source) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
     nbytes = size_of(place)
     with open_place(place) as stream:
         count, dtype = _header(place, stream)
@@ -28,7 +28,7 @@ def spans(place: Place, source: Source) -> Iterator[Span]:
         yield Span(place, start, stop, (stop - start) * dtype.itemsize)
 
 
-def read(span: Span, source: Source) -> Iterator[Item]:
+def read(span: Span, source: DataFiles) -> Iterator[Item]:
     with open_place(span.place) as stream:
         count, dtype = _header(span.place, stream)
         stream.seek(stream.tell() + span.start * dtype.itemsize)
@@ -41,7 +41,7 @@ def read(span: Span, source: Source) -> Iterator[Item]:
     )
 
 
-def _header(place: Place, stream: BinaryIO) -> tuple[int, np.dtype]:
+def _header(place: DataFile, stream: BinaryIO) -> tuple[int, np.dtype]:
     """The number of tokens and their dtype. Leaves the stream at the first one."""
     try:
         version = npy.read_magic(stream)

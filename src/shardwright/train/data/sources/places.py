@@ -11,6 +11,8 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +27,7 @@ _NAMED = "a .txt, .jsonl, .parquet, .arrow or .npy file, or the folder of a save
 
 
 @dataclass(frozen=True)
-class Place:
+class DataFile:
     """One file of data: its absolute path or its URL."""
 
     path: str
@@ -44,22 +46,22 @@ class Place:
         return self.path
 
 
-def locate(path: str, key: str = "data.source") -> list[Place]:
+def locate(path: str, key: str = "data.source") -> list[DataFile]:
     """The files that a path, a glob or a URL stands for; those of a glob in the order of their names.
 
     Raises UserError if there are none, if one has an unknown suffix, or if a file system is not installed.
     """
     if path == PYDOC:
-        return [Place(PYDOC, key)]
+        return [DataFile(PYDOC, key)]
     names = _remote_names(path, key) if "://" in path else _local_names(path, key)
     for name in names:
         _check_suffix(name, key)
-    return [Place(name, key) for name in names]
+    return [DataFile(name, key) for name in names]
 
 
-def open_place(place: Place) -> BinaryIO:
+def open_place(place: DataFile) -> BinaryIO:
     """The file, for reading bytes. Raises UserError if it cannot be opened."""
-    try:
+    with readable(place):
         if place.remote:
             files, inner = _file_system(place.path, place.key)
             stream = files.open(inner, "rb")
@@ -69,24 +71,16 @@ def open_place(place: Place) -> BinaryIO:
                 return io.BytesIO(stream.getvalue())
             return io.BufferedReader(stream, BUFFER)
         return open(place.path, "rb")
-    except UserError:
-        raise
-    except Exception as error:  # each remote file system has errors of its own
-        raise unreadable(place, error) from None
 
 
-def size_of(place: Place) -> int:
+def size_of(place: DataFile) -> int:
     """Bytes of the file. Raises UserError if it is missing or empty."""
-    try:
+    with readable(place):
         if place.remote:
             files, inner = _file_system(place.path, place.key)
             size = int(files.size(inner))
         else:
             size = os.stat(place.path).st_size
-    except UserError:
-        raise
-    except Exception as error:
-        raise unreadable(place, error) from None
     if size == 0:
         raise UserError(
             f"{place.key}: expected data, found an empty file at {place}; remove it from {place.key}, or copy it again"
@@ -94,7 +88,7 @@ def size_of(place: Place) -> int:
     return size
 
 
-def line_number(place: Place, offset: int) -> int:
+def line_number(place: DataFile, offset: int) -> int:
     """The number, from 1, of the line that begins at an offset in bytes. Reads the file up to there."""
     lines, left = 1, offset
     with open_place(place) as stream:
@@ -104,13 +98,11 @@ def line_number(place: Place, offset: int) -> int:
     return lines
 
 
-def remote_version(place: Place) -> str | None:
+def remote_version(place: DataFile) -> str | None:
     """A digest of what a remote file system says of a file's version. None if that does not change with the content."""
     files, inner = _file_system(place.path, place.key)
-    try:
+    with readable(place):
         facts: dict[str, Any] = files.info(inner)
-    except Exception as error:
-        raise unreadable(place, error) from None
     version = {"etag", "version_id", "generation", "mtime", "lastmodified", "created", "md5", "crc32c"}
     known = {
         name: str(value) for name, value in facts.items() if name.lower() in version and value is not None
@@ -121,8 +113,19 @@ def remote_version(place: Place) -> str | None:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def unreadable(place: Place, error: BaseException) -> UserError:
-    """The error of a file that cannot be read."""
+@contextmanager
+def readable(place: DataFile, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise errors of reading a file as a UserError that names it. To open one, remote file systems have errors of
+    their own; while one is read, `kind` is OSError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kind as error:
+        raise _unreadable(place, error) from None
+
+
+def _unreadable(place: DataFile, error: BaseException) -> UserError:
     if isinstance(error, FileNotFoundError):
         return UserError(f"{place.key}: expected a file, found nothing at {place}; correct the path")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else None
@@ -211,7 +214,7 @@ def _remote_names(url: str, key: str) -> list[str]:
     if url.startswith("file://"):
         return _local_names(url.removeprefix("file://"), key)
     files, inner = _file_system(url, key)
-    try:
+    with readable(DataFile(url, key)):  # no network, no permission, no such bucket
         if files.isfile(inner):
             return [url]
         if files.isdir(inner):
@@ -220,10 +223,6 @@ def _remote_names(url: str, key: str) -> list[str]:
             )
         found = files.glob(inner) if glob.has_magic(inner) else []
         names = sorted(files.unstrip_protocol(name) for name in found if files.isfile(name))
-    except UserError:
-        raise
-    except Exception as error:  # no network, no permission, no such bucket
-        raise unreadable(Place(url, key), error) from None
     if not names:
         what = "files, found none that match" if glob.has_magic(inner) else "a file, found nothing at"
         raise UserError(f"{key}: expected {what} {url}; correct the URL")
@@ -246,7 +245,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
             f"{key}: expected a path or a URL that fsspec knows, such as s3:// or https://, found {url} ({error})"
         ) from None
     except Exception as error:
-        raise unreadable(Place(url, key), error) from None
+        raise _unreadable(DataFile(url, key), error) from None
 
 
 @lru_cache(maxsize=1024)

@@ -14,8 +14,8 @@ from typing import BinaryIO
 import numpy as np
 
 from shardwright.train.data.sources.documents import Span
-from shardwright.train.data.sources.places import Place
-from shardwright.train.data.tokens.encoding import Job, Part, separator
+from shardwright.train.data.sources.places import DataFile
+from shardwright.train.data.tokens.encoding import EncodingJob, PartCounts, separator
 from shardwright.train.data.tokens.tokens import ENDS, IDS, TRAINED, Facts, FileDigest, FileFacts
 
 _BLOCK = 1 << 20
@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 class Assembly:
     """The files of tokens under construction: parts are added in order. `places` are the files that they come from."""
 
-    def __init__(self, folder: Path, job: Job, places: Sequence[Place]) -> None:
+    def __init__(self, folder: Path, job: EncodingJob, places: Sequence[DataFile]) -> None:
         self.tokens = self.documents = 0
         self._job = job
         self._places = places
@@ -39,7 +39,7 @@ class Assembly:
         self._ended = False  # the last document has ended, and its end is not written yet
         self._raw = False  # the last part was of a file of tokens
 
-    def add(self, span: Span, part: Part, files: Sequence[Path]) -> None:
+    def add(self, span: Span, part: PartCounts, files: Sequence[Path]) -> None:
         if span.start == 0:
             self._begin_file(span.place)
         self._spelled += part.spelled
@@ -51,7 +51,7 @@ class Assembly:
         for file in files:
             file.unlink()
 
-    def _begin_file(self, place: Place) -> None:
+    def _begin_file(self, place: DataFile) -> None:
         if self._begun:
             self._end_file()
         self._begun = True
@@ -69,7 +69,7 @@ class Assembly:
         self._file = _File()
         self._new_file = True
 
-    def _join(self, place: Place, part: Part) -> None:
+    def _join(self, place: DataFile, part: PartCounts) -> None:
         if not self._ended:
             return
         joint = separator(self._job, place)
@@ -85,7 +85,7 @@ class Assembly:
             self._file.digest.add_ends(np.array([self.tokens - self._file.start]))
         self._write_end()
 
-    def _copy(self, part: Part, files: Sequence[Path]) -> None:
+    def _copy(self, part: PartCounts, files: Sequence[Path]) -> None:
         if self._new_file:
             self._file.start = self.tokens
         digest = self._file.digest

@@ -24,18 +24,18 @@ from pathlib import Path
 
 from shardwright.checkpoint import Damaged
 from shardwright.checkpoint.pretrained.files import sync_folder
-from shardwright.train.data.sources.documents import Source, places, spans
+from shardwright.train.data.sources.documents import DataFiles, places, spans
 from shardwright.train.data.sources.places import (
     PYDOC,
-    Place,
+    DataFile,
     open_place,
+    readable,
     remote_version,
     size_of,
-    unreadable,
 )
 from shardwright.train.data.tokens import chat
 from shardwright.train.data.tokens.assembly import Assembly
-from shardwright.train.data.tokens.encoding import Job, part_files
+from shardwright.train.data.tokens.encoding import EncodingJob, part_files
 from shardwright.train.data.tokens.tokenizers import Tokenizer
 from shardwright.train.data.tokens.tokens import Facts, Tokens, dtype_of, open_tokens, write_facts
 from shardwright.train.data.tokens.workers import encoded
@@ -56,7 +56,7 @@ def default_cache() -> Path:
 
 
 def tokenised(
-    source: Source,
+    source: DataFiles,
     tokenizer: Tokenizer,
     *,
     cache: Path | None = None,
@@ -99,12 +99,14 @@ def tokenised(
         try:
             return open_tokens(folder)
         except Damaged:
-            job = Job(source, tokenizer, template, dtype_of(tokenizer.vocab_size).name, special_tokens)
+            job = EncodingJob(
+                source, tokenizer, template, dtype_of(tokenizer.vocab_size).name, special_tokens
+            )
             _make(folder, files, before, job, workers, progress, note, advanced)
     return open_tokens(folder)
 
 
-def _template_for(source: Source, tokenizer: Tokenizer, template: str | None) -> str | None:
+def _template_for(source: DataFiles, tokenizer: Tokenizer, template: str | None) -> str | None:
     if source.kind != "conversations":
         return None
     where = "data.chat_template" if template is not None else "the template beside the tokenizer"
@@ -122,8 +124,8 @@ def _template_for(source: Source, tokenizer: Tokenizer, template: str | None) ->
 
 
 def _key(
-    files: Sequence[Place],
-    source: Source,
+    files: Sequence[DataFile],
+    source: DataFiles,
     tokenizer: Tokenizer,
     template: str | None,
     special_tokens: str,
@@ -147,7 +149,7 @@ def _key(
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:40]
 
 
-def content_digest(place: Place, cache: Path, advanced: Callable[[], None] = lambda: None) -> str:
+def content_digest(place: DataFile, cache: Path, advanced: Callable[[], None] = lambda: None) -> str:
     """SHA-256 of a file. It is remembered in the cache for as long as path, size, time and inode stay the same.
 
     A remote file is not read twice: where its file system knows a version or a time of it, this is digested instead.
@@ -176,32 +178,27 @@ def content_digest(place: Place, cache: Path, advanced: Callable[[], None] = lam
     return digest
 
 
-def _changes(place: Place) -> UserError:
+def _changes(place: DataFile) -> UserError:
     return UserError(
         f"{place.key}: expected a file that stays as it is, found that {place} changes; wait until it is written"
     )
 
 
-def _identity(place: Place) -> dict[str, int]:
+def _identity(place: DataFile) -> dict[str, int]:
     """Values that change with the content of a local file."""
     if place.remote or place.kind == PYDOC:
         return {}
-    try:
+    with readable(place, OSError):
         status = os.stat(place.path)
-    except OSError as error:
-        raise unreadable(place, error) from None
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
-def _digest(place: Place, advanced: Callable[[], None]) -> str:
+def _digest(place: DataFile, advanced: Callable[[], None]) -> str:
     sha = hashlib.sha256()
-    with open_place(place) as stream:
-        try:
-            while block := stream.read(_BLOCK):
-                sha.update(block)
-                advanced()
-        except OSError as error:
-            raise unreadable(place, error) from None
+    with open_place(place) as stream, readable(place, OSError):
+        while block := stream.read(_BLOCK):
+            sha.update(block)
+            advanced()
     return sha.hexdigest()
 
 
@@ -271,9 +268,9 @@ def _locked(
 
 def _make(
     folder: Path,
-    files: Sequence[Place],
+    files: Sequence[DataFile],
     before: Sequence[Mapping[str, int]],
-    job: Job,
+    job: EncodingJob,
     workers: int,
     progress: bool,
     note: Callable[[str], None],
@@ -294,7 +291,7 @@ def _make(
                     raise _changes(place)
             write_facts(building, facts)
             for file in building.iterdir():
-                _sync(file)
+                sync_folder(file)
             sync_folder(building)
             if folder.exists():  # and is damaged
                 damaged = folder.with_name(f"{ours}damaged")
@@ -311,8 +308,8 @@ def _make(
 
 def _assemble(
     building: Path,
-    files: Sequence[Place],
-    job: Job,
+    files: Sequence[DataFile],
+    job: EncodingJob,
     workers: int,
     progress: bool,
     note: Callable[[str], None],
@@ -394,14 +391,6 @@ def _is_complete(folder: Path) -> bool:
     except Damaged:
         return False
     return True
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cores() -> int:

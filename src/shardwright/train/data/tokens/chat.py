@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.sources.items import ASSISTANT, Completion, Conversation
-from shardwright.train.data.tokens.tokenizers import Bytes, Place, Tokenizer
+from shardwright.train.data.sources.items import ASSISTANT, Completion, Conversation, strings_of
+from shardwright.train.data.tokens.tokenizers import Bytes, CharRange, Tokenizer
 from shardwright.train.errors import UserError
 
 KEY = "data.chat_template"
@@ -121,19 +121,6 @@ def spelled_places(item: Conversation | Completion, tokenizer: Tokenizer) -> int
     return sum(len(tokenizer.spelled(text)) for text in strings_of([item.messages, item.tools]))
 
 
-def strings_of(value: Any) -> Iterator[str]:
-    """All strings in nested values, keys of mappings too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from strings_of(key)
-            yield from strings_of(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from strings_of(each)
-
-
 def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
     """The conversation with a mark inside of each reserved token that its texts spell, so that a template cannot mix
     them with its own.
@@ -167,12 +154,12 @@ def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
     )
 
 
-def _encoded_literally(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> Encoded:
+def _encoded_literally(text: str, learnt: Sequence[CharRange], tokenizer: Tokenizer) -> Encoded:
     """The tokens of a rendered text with marks. The tokenizer knows the template's tokens by other names, so that what
     a message spells is no token to it."""
     renamed, names = tokenizer.renamed()
     pieces: list[str] = []
-    places: list[Place] = []  # in the text, and in the result
+    places: list[CharRange] = []  # in the text, and in the result
     done = length = 0
     for start, stop in tokenizer.spelled(text):
         if text[start - 1 : start] == _BREAK:
@@ -192,7 +179,9 @@ def _encoded_literally(text: str, learnt: Sequence[Place], tokenizer: Tokenizer)
     return _encoded("".join(pieces), moved_learnt, renamed)
 
 
-def rendered(conversation: Conversation, template: str, names: Mapping[str, str]) -> tuple[str, list[Place]]:
+def rendered(
+    conversation: Conversation, template: str, names: Mapping[str, str]
+) -> tuple[str, list[CharRange]]:
     """The text of a conversation, and the first and last + 1 character of each part that is learnt.
 
     Args:
@@ -211,7 +200,7 @@ def rendered(conversation: Conversation, template: str, names: Mapping[str, str]
     if has_generation(template):
         return _between_marks(render(len(messages)), conversation)
     whole = render(len(messages))
-    learnt: list[Place] = []
+    learnt: list[CharRange] = []
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
@@ -326,7 +315,7 @@ def _render(
     return text
 
 
-def _between_marks(text: str, conversation: Conversation) -> tuple[str, list[Place]]:
+def _between_marks(text: str, conversation: Conversation) -> tuple[str, list[CharRange]]:
     """The text without marks, and the parts between them."""
     pieces, learnt, length = [], [], 0
     for number, piece in enumerate(text.split(_OPEN)):
@@ -364,7 +353,7 @@ def _where(conversation: Conversation) -> str:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def _encoded(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> Encoded:
+def _encoded(text: str, learnt: Sequence[CharRange], tokenizer: Tokenizer) -> Encoded:
     ids, places = _tokens(text, learnt, tokenizer)
     starts = [place[0] for place in places]
     trained = np.zeros(len(ids), bool)
@@ -381,7 +370,9 @@ def _encoded(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> Encode
     return Encoded(np.array(ids, np.int64), trained)
 
 
-def _tokens(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> tuple[list[int], list[Place]]:
+def _tokens(
+    text: str, learnt: Sequence[CharRange], tokenizer: Tokenizer
+) -> tuple[list[int], list[CharRange]]:
     """Ids and places of a text, so that no token crosses an edge of a learnt part."""
     cuts = {start for start, _ in learnt}
     ids, places = _of_segments(text, cuts, tokenizer)
@@ -392,9 +383,9 @@ def _tokens(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> tuple[l
     return _of_segments(text, cuts | crossed, tokenizer) if crossed else (ids, places)
 
 
-def _of_segments(text: str, cuts: Set[int], tokenizer: Tokenizer) -> tuple[list[int], list[Place]]:
+def _of_segments(text: str, cuts: Set[int], tokenizer: Tokenizer) -> tuple[list[int], list[CharRange]]:
     ids: list[int] = []
-    places: list[Place] = []
+    places: list[CharRange] = []
     edges = [0, *sorted(cuts - {0, len(text)}), len(text)]
     for start, stop in pairwise(edges):
         segment_ids, segment_places = tokenizer.encode_places(text[start:stop], inside=start > 0)

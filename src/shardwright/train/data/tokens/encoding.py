@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.sources.documents import Conversation, Document, Ids, Item, Source, Span, read
-from shardwright.train.data.sources.places import PYDOC, Place
+from shardwright.train.data.sources.documents import Conversation, DataFiles, Document, Ids, Item, Span, read
+from shardwright.train.data.sources.places import PYDOC, DataFile
 from shardwright.train.data.tokens import chat
 from shardwright.train.data.tokens.tokenizers import Bytes, Tokenizer
 from shardwright.train.errors import UserError
@@ -22,7 +22,7 @@ BATCH = 1 << 18  #: characters that are encoded in one call, about
 LARGEST_BATCH = 512  #: documents in one call
 
 
-class Piece(NamedTuple):
+class EncodedPiece(NamedTuple):
     """A document as ids, or a part of one."""
 
     ids: np.ndarray
@@ -33,10 +33,10 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodingJob:
     """Settings that are the same for every span of a data set."""
 
-    source: Source
+    source: DataFiles
     tokenizer: Tokenizer
     template: str | None  #: chat template; needed for conversations
     dtype: str  #: of the ids in the part files
@@ -47,7 +47,7 @@ class Job:
         return self.source.kind != "documents"
 
 
-class Part(NamedTuple):
+class PartCounts(NamedTuple):
     """Counts of the tokens made from a span. The part's files have its number in their names."""
 
     tokens: int = 0
@@ -65,14 +65,14 @@ def part_files(folder: Path, number: int) -> tuple[Path, Path, Path]:
     return folder / f"{number}.ids", folder / f"{number}.ends", folder / f"{number}.trained"
 
 
-def encode_span(job: Job, span: Span, folder: Path, number: int) -> Part:
+def encode_span(job: EncodingJob, span: Span, folder: Path, number: int) -> PartCounts:
     """Write the tokens of a span to part files. Raises UserError where the data is damaged."""
     files = part_files(folder, number)
     with open(files[0], "wb") as ids, open(files[1], "wb") as ends, open(files[2], "wb") as trained:
         return _write(job, span, ids, ends, trained)
 
 
-def _write(job: Job, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryIO) -> Part:
+def _write(job: EncodingJob, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryIO) -> PartCounts:
     tokens = documents = learnt = untrained = learnt_of_document = spelled = 0
     begins = ended = False
     empty = True
@@ -102,17 +102,17 @@ def _write(job: Job, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryI
             untrained += learnt_of_document == 0
     if ended:
         ends.write(tokens.to_bytes(8, "little"))
-    return Part(tokens, documents, learnt, untrained, spelled, begins, ended, empty)
+    return PartCounts(tokens, documents, learnt, untrained, spelled, begins, ended, empty)
 
 
-def separator(job: Job, place: Place) -> bytes:
+def separator(job: EncodingJob, place: DataFile) -> bytes:
     """Bytes between two documents of a file. Only the tokenizer of bytes has no token for the end of one."""
     if job.masked or not isinstance(job.tokenizer, Bytes) or place.kind == ".npy":
         return b""
     return b"\n\n" if place.kind == PYDOC else b"\n"
 
 
-def pieces(job: Job, span: Span) -> Iterator[Piece]:
+def pieces(job: EncodingJob, span: Span) -> Iterator[EncodedPiece]:
     """The items of a span as ids, in order."""
     for items in _batches(read(span, job.source)):
         if isinstance(items[0], Document):
@@ -125,20 +125,11 @@ def pieces(job: Job, span: Span) -> Iterator[Piece]:
                 continue
             spelled = chat.spelled_places(item, job.tokenizer)
             if isinstance(item, Conversation):
-                if job.template is None:
-                    raise UserError(_no_template(item))
+                assert job.template is not None
                 encoded = chat.encode_conversation(item, job.template, job.tokenizer, job.special_tokens)
-                yield Piece(encoded.ids, encoded.trained, True, True, spelled)
             else:
                 encoded = chat.encode_completion(item, job.tokenizer, job.special_tokens)
-                yield Piece(encoded.ids, encoded.trained, True, True, spelled)
-
-
-def _no_template(conversation: Conversation) -> str:
-    return (
-        f"{chat.KEY}: expected a chat template for {conversation.origin}, found none beside the tokenizer; set "
-        "data.chat_template to a file with one"
-    )
+            yield EncodedPiece(encoded.ids, encoded.trained, True, True, spelled)
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -158,7 +149,7 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _documents(job: Job, documents: Sequence[Document]) -> Iterator[Piece]:
+def _documents(job: EncodingJob, documents: Sequence[Document]) -> Iterator[EncodedPiece]:
     tokenizer, reserved = job.tokenizer, job.tokenizer.reserved
     whole = [document.text for document in documents if document.first and document.last]
     encoded = iter(tokenizer.encode_batch(whole))
@@ -176,7 +167,7 @@ def _documents(job: Job, documents: Sequence[Document]) -> Iterator[Piece]:
         if begin == list(ids[:1]):
             begin = []
         end = [tokenizer.end] if document.last and tokenizer.end is not None else []
-        yield Piece(_array(ids, begin, end), None, document.first, document.last, spelled)
+        yield EncodedPiece(_array(ids, begin, end), None, document.first, document.last, spelled)
 
 
 def _array(ids: Sequence[int], begin: list[int], end: list[int]) -> np.ndarray:
@@ -185,7 +176,7 @@ def _array(ids: Sequence[int], begin: list[int], end: list[int]) -> np.ndarray:
     return np.array([*begin, *ids, *end], np.uint32)
 
 
-def _ids(tokenizer: Tokenizer, item: Ids) -> Iterator[Piece]:
+def _ids(tokenizer: Tokenizer, item: Ids) -> Iterator[EncodedPiece]:
     """Documents end after the tokenizer's end id. Without one a file is one document."""
     ids, place = item.ids, item.origin.place
     wrong = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
@@ -202,5 +193,5 @@ def _ids(tokenizer: Tokenizer, item: Ids) -> Iterator[Piece]:
     for stop in stops:
         ended = tokenizer.end is not None and int(ids[stop - 1]) == tokenizer.end
         last = ended or (item.last and stop == len(ids))
-        yield Piece(ids[start:stop], None, first, last)
+        yield EncodedPiece(ids[start:stop], None, first, last)
         start, first = stop, last

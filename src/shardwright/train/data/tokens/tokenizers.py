@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 from shardwright.train.config.catalog.hub import fetch_folder, is_hub_name, pinned
 from shardwright.train.errors import UserError
 
-Place: TypeAlias = tuple[int, int]
+CharRange: TypeAlias = tuple[int, int]
 """The first character of a token in its text, and the one after its last."""
 
 KEY = "data.tokenizer"
@@ -44,37 +44,40 @@ _NAME_BEGINS, _NAME_ENDS = "\ufdd4", "\ufdd5"
 
 
 class Tokenizer(Protocol):
-    """The methods that the trainer needs from a tokenizer. It can be pickled: other processes use it."""
+    """The methods that the trainer needs from a tokenizer. It can be pickled: other processes use it.
+
+    Attributes:
+        vocab_size: the largest id + 1.
+        end: the id that ends a document.
+        end_token: the text of the token `end`.
+        ends: ids at which a generated text ends: `end`, and those of the model's generation settings.
+        begin: the id that the tokenizer itself puts before every text. Chat templates write it, so chats do not add it.
+        special: ids that stand for no text, such as those at the end of a turn.
+        reserved: ids that a text should not become by spelling them: special ones, and those that begin and end
+            documents.
+        fingerprint: a digest of all that decides the ids of a text.
+        chat_template: the source of its jinja template.
+    """
+
+    vocab_size: int
+    end: int | None
+    end_token: str | None
+    ends: tuple[int, ...]
+    begin: int | None
+    special: frozenset[int]
+    reserved: frozenset[int]
+    fingerprint: str
+    chat_template: str | None
 
     @property
-    def vocab_size(self) -> int:
-        """The largest id + 1."""
+    def names(self) -> Mapping[str, str]:
+        """The texts of special tokens by the names that chat templates use: bos_token, eos_token, ..."""
 
     @property
-    def end(self) -> int | None:
-        """The id that ends a document."""
+    def file(self) -> Path | None:
+        """The tokenizer.json, under any name, that an export copies with the files beside it."""
 
-    @property
-    def end_token(self) -> str | None:
-        """The text of the token `end`."""
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Ids at which a generated text ends: `end`, and those of the model's generation settings."""
-
-    @property
-    def begin(self) -> int | None:
-        """The id that the tokenizer itself puts before every text. Chat templates write it, so chats do not add it."""
-
-    @property
-    def special(self) -> frozenset[int]:
-        """Ids that stand for no text, such as those at the end of a turn."""
-
-    @property
-    def reserved(self) -> frozenset[int]:
-        """Ids that a text should not become by spelling them: special ones, and those that begin and end documents."""
-
-    def spelled(self, text: str) -> list[Place]:
+    def spelled(self, text: str) -> list[CharRange]:
         """Places where a text spells reserved tokens."""
 
     @property
@@ -85,22 +88,6 @@ class Tokenizer(Protocol):
         """The same tokenizer, whose reserved tokens have names that no text has, and these names by the usual ones.
         It does not decode."""
 
-    @property
-    def names(self) -> Mapping[str, str]:
-        """The texts of special tokens by the names that chat templates use: bos_token, eos_token, ..."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of all that decides the ids of a text."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """The source of its jinja template."""
-
-    @property
-    def file(self) -> Path | None:
-        """The tokenizer.json, under any name, that an export copies with the files beside it."""
-
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
@@ -109,7 +96,7 @@ class Tokenizer(Protocol):
     def encode_part(self, text: str, before: str, after: str) -> Sequence[int]:
         """The ids of a text that stands between two others, which are not encoded."""
 
-    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[Place]]:
+    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         """Ids, and the characters of each. ``inside``: the text goes on after another one, in the same line."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -130,7 +117,7 @@ class Bytes:
     chat_template: str | None = None
     file: Path | None = None
 
-    def spelled(self, text: str) -> list[Place]:
+    def spelled(self, text: str) -> list[CharRange]:
         return []
 
     @property
@@ -149,7 +136,7 @@ class Bytes:
     def encode_part(self, text: str, before: str, after: str) -> Sequence[int]:
         return text.encode("utf-8")
 
-    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[Place]]:
+    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         places = [
             (number, number + 1)
             for number, character in enumerate(text)
@@ -213,7 +200,7 @@ class FromFile:
     def __reduce__(self) -> tuple[type[FromFile], tuple[Path]]:
         return FromFile, (self.file,)
 
-    def spelled(self, text: str) -> list[Place]:
+    def spelled(self, text: str) -> list[CharRange]:
         return [] if self._spelled is None else [match.span() for match in self._spelled.finditer(text)]
 
     @cached_property
@@ -281,7 +268,7 @@ class FromFile:
             return [number for number, place in zip(ids, places, strict=True) if start <= place[0] < stop]
         return self.encode_places(text, inside=bool(before))[0]
 
-    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[Place]]:
+    def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         if not (inside and self._prefixes):
             return self._encoded(text)
         for lead in _LEADS:
@@ -298,7 +285,7 @@ class FromFile:
         text: str = self._tokenizer.decode(known, skip_special_tokens=False)
         return text
 
-    def _encoded(self, text: str) -> tuple[list[int], list[Place]]:
+    def _encoded(self, text: str) -> tuple[list[int], list[CharRange]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from shardwright.train.data.sources.documents import Span
-from shardwright.train.data.tokens.encoding import Job, Part, encode_span
+from shardwright.train.data.tokens.encoding import EncodingJob, PartCounts, encode_span
 from shardwright.train.errors import UserError
 
 AHEAD = 4  #: spans per process that may be done before those in front of them
@@ -30,8 +30,8 @@ _PROGRAM = (
 
 
 def encoded(
-    job: Job, spans: Iterable[Span], folder: Path, processes: int
-) -> Generator[tuple[Span, int, Part], None, None]:
+    job: EncodingJob, spans: Iterable[Span], folder: Path, processes: int
+) -> Generator[tuple[Span, int, PartCounts], None, None]:
     """Each span in order with its number and what it gave; its part files are in the folder.
 
     Raises:
@@ -45,21 +45,21 @@ def encoded(
 
 
 def _in_processes(
-    job: Job, spans: Iterable[Span], folder: Path, processes: int
-) -> Generator[tuple[Span, int, Part], None, None]:
+    job: EncodingJob, spans: Iterable[Span], folder: Path, processes: int
+) -> Generator[tuple[Span, int, PartCounts], None, None]:
     workers = [_Worker(job, folder) for _ in range(processes)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
-    def encode(number: int, span: Span) -> Part:
+    def encode(number: int, span: Span) -> PartCounts:
         worker = idle.get()
         try:
             return worker.encode(number, span)
         finally:
             idle.put(worker)
 
-    running: deque[tuple[Span, int, Future[Part]]] = deque()
+    running: deque[tuple[Span, int, Future[PartCounts]]] = deque()
     problem: UserError | None = None
     todo = enumerate(spans)
     pool = ThreadPoolExecutor(processes)
@@ -88,17 +88,17 @@ def _in_processes(
 class _Worker:
     """One process. It starts with its first span."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: EncodingJob, folder: Path) -> None:
         self._first = pickle.dumps((job, folder))
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def encode(self, number: int, span: Span) -> Part:
+    def encode(self, number: int, span: Span) -> PartCounts:
         try:
             pipe, answers = self._pipes()
             pickle.dump((number, span), pipe)
             pipe.flush()
-            result: Part | UserError | BaseException = pickle.load(answers)
+            result: PartCounts | UserError | BaseException = pickle.load(answers)
         except (OSError, EOFError, pickle.UnpicklingError):
             raise UserError(self._end()) from None
         if isinstance(result, BaseException):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.extend.registry import ExtensionError, call, import_value
 from shardwright.train.config.catalog.shapes import PythonShape
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.models.foreign.module import ForeignModel
 from shardwright.train.models.foreign.units import Units, find_units
 from shardwright.train.models.language_model import multiplied
@@ -98,17 +98,13 @@ def _refusal(shape: PythonShape, found: str) -> UserError:
 
 
 def _built(shape: PythonShape) -> nn.Module:
-    try:
+    with as_user_errors(ValueError):
         function = import_value("model.target", shape.target)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if not callable(function):
         raise _refusal(shape, f"found {type(function).__name__}")
     arguments = _arguments(function, shape)
-    try:
+    with as_user_errors(ExtensionError):
         model = call(f"model.target: {shape.target!r}", lambda: function(**arguments))
-    except ExtensionError as error:
-        raise UserError(str(error)) from error
     if not isinstance(model, nn.Module):
         raise _refusal(shape, f"found a function that returns {type(model).__name__}")
     return model

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+from shardwright.train.config import Config
 from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.transformers_model import config_of, opened
 
 
-class TrainKeys(Protocol):
-    """The keys of `[train]` that these checks read."""
-
-    @property
-    def compile(self) -> str: ...
-
-    @property
-    def cuda_graph(self) -> bool: ...
-
-
-class Job(Protocol):
-    """The sections of a configuration that these checks read."""
-
-    @property
-    def train(self) -> TrainKeys: ...
-
-
-def check(shape: HuggingFaceShape, config: Job) -> None:
+def check(shape: HuggingFaceShape, config: Config) -> None:
     """Refuse a job that the model cannot run.
 
     Raises:

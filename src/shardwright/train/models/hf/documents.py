@@ -120,15 +120,6 @@ def _values(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in ("model_type", "dtype")}
 
 
-def separates(config: Any, build: Callable[[Any], nn.Module] | None = None) -> bool:
-    """Whether `separation_of` finds a way."""
-    try:
-        separation_of(config, build)
-    except UserError:
-        return False
-    return True
-
-
 def _refusal(config: Any, reason: str) -> UserError:
     return UserError(
         f"data.document_mask: expected false for model type {config.model_type!r}, found true; {reason}. Set "

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.pretrained.conversions import transformers_key_map
-from shardwright.checkpoint.pretrained.files import INDEX, StoredTensor, open_stored
+from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, open_stored
 from shardwright.checkpoint.pretrained.model import mesh_of
-from shardwright.checkpoint.pretrained.names import Source
+from shardwright.checkpoint.pretrained.names import TensorSource
 from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.catalog.hub import fetch_file, fetch_files, fetch_first
@@ -142,7 +142,7 @@ class HuggingFaceModel(ForeignModel):
         ignored = [re.compile(text) for text in self.model._keys_to_ignore_on_load_unexpected or ()]
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
 
-        def places() -> tuple[Path, dict[str, Source], list[str]]:
+        def places() -> tuple[Path, dict[str, TensorSource], list[str]]:
             """The files, where each tensor is in them, and the keys that the model does not need."""
             stored = opened(self.config)
             sources = transformers_key_map(self.model, _names(self), stored) or {}
@@ -412,7 +412,7 @@ def _files_of(index: Path) -> list[str]:
         return []
 
 
-def opened(shape: HuggingFaceShape) -> dict[str, StoredTensor]:
+def opened(shape: HuggingFaceShape) -> dict[str, FileTensor]:
     """The headers of all files of weights.
 
     Raises:
@@ -455,7 +455,7 @@ def _names(model: nn.Module) -> list[str]:
     return [name.removeprefix(PREFIX) for name, _ in tensors]
 
 
-def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:
+def key_map(shape: HuggingFaceShape) -> dict[str, TensorSource | None]:
     """The keys under which transformers itself would save each tensor of the model of that shape."""
     with torch.device("meta"):
         model = HuggingFaceModel(shape)
@@ -463,7 +463,7 @@ def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:
 
     inner = model.model
     stored = {
-        key: StoredTensor(key, Path(), 0, tensor.shape, tensor.dtype, lambda: torch.empty(0))
+        key: FileTensor(key, Path(), 0, tensor.shape, tensor.dtype, lambda: torch.empty(0))
         for key, tensor in revert_weight_conversion(inner, inner.state_dict()).items()
     }
     names = list(inner.state_dict())

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.pretrained.names import Source, Stacked, Transposed
+from shardwright.checkpoint.pretrained.names import Stacked, TensorSource, Transposed
 from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig, RopeScaling
 from shardwright.train.config.catalog.rope_tables import rope_tables
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _MLP = {"up": "up_proj", "down": "down_proj"}
@@ -28,8 +28,8 @@ _MAMBA = {
 }
 
 
-def llama_keys(shape: LlamaConfig) -> dict[str, Source | None]:
-    names: dict[str, Source | None] = {
+def llama_keys(shape: LlamaConfig) -> dict[str, TensorSource | None]:
+    names: dict[str, TensorSource | None] = {
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
@@ -48,8 +48,8 @@ def llama_keys(shape: LlamaConfig) -> dict[str, Source | None]:
     return names
 
 
-def hybrid_keys(shape: HybridConfig) -> dict[str, Source | None]:
-    names: dict[str, Source | None] = {
+def hybrid_keys(shape: HybridConfig) -> dict[str, TensorSource | None]:
+    names: dict[str, TensorSource | None] = {
         "tok_embeddings.weight": "backbone.embeddings.weight",
         "norm.weight": "backbone.norm_f.weight",
         "output.weight": "lm_head.weight",
@@ -66,14 +66,14 @@ def hybrid_keys(shape: HybridConfig) -> dict[str, Source | None]:
     return names
 
 
-def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, Source]:
+def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, TensorSource]:
     if kind == "M":
         return {ours: f"{prefix}.{theirs}" for ours, theirs in _MAMBA.items()}
     if kind == "*":
         return {f"{ours}.weight": f"{prefix}.{theirs}.weight" for ours, theirs in _ATTENTION.items()}
     if kind == "-":
         return {f"{ours}.weight": f"{prefix}.{theirs}.weight" for ours, theirs in _MLP.items()}
-    names: dict[str, Source] = {"router.weight": f"{prefix}.gate.weight"}
+    names: dict[str, TensorSource] = {"router.weight": f"{prefix}.gate.weight"}
     for ours, theirs in _MLP.items():
         # One linear layer for each expert there, whose weights are [outputs, inputs].
         experts = (f"{prefix}.experts.{e}.{theirs}.weight" for e in range(shape.n_experts))
@@ -86,33 +86,78 @@ def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, Source]:
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 
+#: The keys of config.json by the fields of a shape, for shapes in both directions.
+_LLAMA = {
+    "dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+_ROPE_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+_HYBRID = {
+    "dim": "hidden_size",
+    "pattern": "hybrid_override_pattern",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "mamba_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_groups": "n_groups",
+    "mamba_state": "ssm_state_size",
+    "conv_width": "conv_kernel",
+    "chunk_size": "chunk_size",
+    "norm_eps": "layer_norm_epsilon",
+    "tied_embeddings": "tie_word_embeddings",
+}
+#: Of hybrids that nothing else knows.
+_OURS_ALONE = {
+    "n_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "shared_dim": "moe_shared_expert_intermediate_size",
+    "balance_weight": "balance_weight",
+    "mtp_pattern": "mtp_hybrid_override_pattern",
+    "mtp_weight": "mtp_weight",
+}
+#: Values that every Llama here has.
+_ONLY_LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def _keys_of(shape: object, names: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(shape, ours) for ours, theirs in names.items()}
+
+
+def _fields_of(config: Mapping[str, Any], names: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+    """Raises KeyError for a key that config.json lacks, unless there is a default for its field."""
+    return {
+        ours: defaults[ours] if ours in defaults and theirs not in config else config[theirs]
+        for ours, theirs in names.items()
+    }
+
+
 def llama_config(shape: LlamaConfig) -> dict[str, Any]:
     rope: dict[str, Any] | None = None
     if shape.rope_scaling is not None:
-        scaling = shape.rope_scaling
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        }
+        rope = {"rope_type": "llama3", **_keys_of(shape.rope_scaling, _ROPE_SCALING)}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.dim,
-        "intermediate_size": shape.ffn_dim,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
+        **_keys_of(shape, _LLAMA),
         "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_seq_len,
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.tied_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **_ONLY_LLAMA,
         # Every version of transformers reads these two. A second table in `rope_parameters` could differ after an edit.
         "rope_theta": shape.rope_theta,
         "rope_scaling": rope,
@@ -124,39 +169,14 @@ def hybrid_config(shape: HybridConfig) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["ShardwrightHybrid" if ours_alone else "NemotronHForCausalLM"],
         "model_type": "shardwright_hybrid" if ours_alone else "nemotron_h",
-        "hidden_size": shape.dim,
-        "hybrid_override_pattern": shape.pattern,
+        **_keys_of(shape, _HYBRID),
         "num_hidden_layers": len(shape.pattern),
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_seq_len,
-        "mamba_num_heads": shape.mamba_heads,
-        "mamba_head_dim": shape.mamba_head_dim,
-        "n_groups": shape.mamba_groups,
-        "ssm_state_size": shape.mamba_state,
-        "conv_kernel": shape.conv_width,
-        "chunk_size": shape.chunk_size,
-        "layer_norm_epsilon": shape.norm_eps,
-        "tie_word_embeddings": shape.tied_embeddings,
         "mlp_hidden_act": "relu2",
         "use_bias": False,
         "use_conv_bias": True,
         "time_step_min": 0.0,  # steps are not cut off below
     }
-    if ours_alone:
-        config |= {
-            "n_routed_experts": shape.n_experts,
-            "num_experts_per_tok": shape.top_k,
-            "moe_intermediate_size": shape.expert_dim,
-            "moe_shared_expert_intermediate_size": shape.shared_dim,
-            "balance_weight": shape.balance_weight,
-            "mtp_hybrid_override_pattern": shape.mtp_pattern,
-            "mtp_weight": shape.mtp_weight,
-        }
-    return config
+    return config | _keys_of(shape, _OURS_ALONE) if ours_alone else config
 
 
 def _refuse_others(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
@@ -167,16 +187,14 @@ def _refuse_others(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
 
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "llama3": set(_ROPE_SCALING.values()),
 }
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rotary table that all layers share."""
-    try:
+    with as_user_errors(ValueError, prefix="config.json: "):
         tables = rope_tables(config)
-    except ValueError as error:
-        raise UserError(f"config.json: {error}") from error
     first = next(iter(tables.values()), {})
     if other := next((name for name, table in tables.items() if table != first), None):
         raise UserError(
@@ -187,7 +205,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
-    _refuse_others(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
+    _refuse_others(config, _ONLY_LLAMA)
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or dim // heads) != dim // heads:
         raise UserError(
@@ -203,28 +221,13 @@ def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
             f"config.json: expected a rotary table of rope_type {kind!r} without {more[0]}, which this model does not "
             f"support, found {more[0]} = {rope[more[0]]!r}"
         )
-    scaling = None
-    if kind == "llama3":
-        scaling = RopeScaling(
-            rope["factor"],
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
     return LlamaConfig(
-        dim=dim,
-        n_layers=config["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=config.get("num_key_value_heads") or heads,
-        ffn_dim=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_seq_len=config["max_position_embeddings"],
+        **_fields_of({**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}, _LLAMA,
+                     tied_embeddings=False, norm_eps=1e-6),
         # 10,000 is what transformers takes where nothing is said.
         rope_theta=rope.get("rope_theta") or 10_000.0,
-        rope_scaling=scaling,
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-    )
+        rope_scaling=RopeScaling(**_fields_of(rope, _ROPE_SCALING)) if kind == "llama3" else None,
+    )  # fmt: skip
 
 
 #: Letters for transformers' ``layers_block_type``, in its older and newer words.
@@ -262,33 +265,6 @@ def hybrid_shape(config: Mapping[str, Any]) -> HybridConfig:
             f"further tokens; this model supports neither. Expected a pattern of only M, * and -, found {pattern!r} "
             f"with num_nextn_predict_layers {config.get('num_nextn_predict_layers', 0)}"
         )
-    more: dict[str, Any] = {}
-    if ours:
-        more = {
-            "n_experts": config["n_routed_experts"],
-            "top_k": config["num_experts_per_tok"],
-            "expert_dim": config["moe_intermediate_size"],
-            "shared_dim": config["moe_shared_expert_intermediate_size"],
-            "balance_weight": config["balance_weight"],
-            "mtp_pattern": config["mtp_hybrid_override_pattern"],
-            "mtp_weight": config["mtp_weight"],
-        }
-    return HybridConfig(
-        dim=config["hidden_size"],
-        pattern=pattern,
-        n_heads=config["num_attention_heads"],
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        ffn_dim=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_seq_len=config["max_position_embeddings"],
-        mamba_heads=config["mamba_num_heads"],
-        mamba_head_dim=config["mamba_head_dim"],
-        mamba_groups=config["n_groups"],
-        mamba_state=config["ssm_state_size"],
-        conv_width=config["conv_kernel"],
-        chunk_size=config["chunk_size"],
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        **more,
-    )
+    names = _HYBRID | _OURS_ALONE if ours else _HYBRID
+    values = {**config, "hybrid_override_pattern": pattern}
+    return HybridConfig(**_fields_of(values, names, tied_embeddings=False, norm_eps=1e-5))

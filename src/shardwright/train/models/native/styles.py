@@ -194,12 +194,12 @@ def _chosen_elsewhere(
         dist.all_to_all_single(coming, leaving, group=group)
     # The host has to wait here: the sizes of what travels depend on the routing.
     sent, received = torch.stack((leaving, coming)).sum(-1).tolist()
-    rows = Exchange.apply(rows_RD, sent, received, group)
+    rows = RowExchange.apply(rows_RD, sent, received, group)
     numbers = torch.arange(experts, device=coming.device).repeat(ranks)
     expert, order = numbers.repeat_interleave(coming.flatten(), output_size=len(rows)).sort(stable=True)
     rows = through_experts(rows.index_select(0, order), expert, up_EDF, down_EFD)
     rows = torch.empty_like(rows).index_copy(0, order, rows)
-    return Exchange.apply(rows, received, sent, group)
+    return RowExchange.apply(rows, received, sent, group)
 
 
 def _aligned(
@@ -241,7 +241,7 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
     def take(p: Tensor) -> Tensor:
         # The gradient of a row that several ranks compute with is the sum of theirs: rounded once.
         rows = _local(p).float() if shared else _local(p)
-        return Exchange.apply(rows.index_select(0, order).to(p.dtype), sent, received, group)
+        return RowExchange.apply(rows.index_select(0, order).to(p.dtype), sent, received, group)
 
     return take
 
@@ -250,7 +250,7 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
 # Exchanges between ranks
 
 
-class Exchange(torch.autograd.Function):
+class RowExchange(torch.autograd.Function):
     """Rows to the ranks of a group, `sent[r]` of them to rank r, for `received[r]` of its own."""
 
     @staticmethod
@@ -268,7 +268,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Exchange.apply(gradient, *ctx.back), None, None, None
+        return RowExchange.apply(gradient, *ctx.back), None, None, None
 
 
 def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.config.catalog.sinks import RunSite
 from shardwright.train.errors import UserError
-from shardwright.train.report.sinks.service import ServiceSink, Stored, numbers_in, project_of, settings_of
+from shardwright.train.report.sinks.service import KnownRun, ServiceSink, numbers_in, project_of, settings_of
 
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 MOST_PARAMS, LONGEST_PARAM = 100, 6000
@@ -31,7 +31,7 @@ def open_sink(site: RunSite) -> ServiceSink:
             f"http://localhost:5000. MLflow's error: {reason}"
         ) from None
 
-    def start(site: RunSite, project: str, stored: Stored | None) -> _Run:
+    def start(site: RunSite, project: str, stored: KnownRun | None) -> _Run:
         return _Run(client, site, project, stored)
 
     return ServiceSink("mlflow", site, project_of(site, "MLFLOW_EXPERIMENT_NAME"), start)
@@ -42,7 +42,7 @@ class _Run:
 
     url = ""
 
-    def __init__(self, client: MlflowClient, site: RunSite, project: str, stored: Stored | None) -> None:
+    def __init__(self, client: MlflowClient, site: RunSite, project: str, stored: KnownRun | None) -> None:
         self._client = client
         if stored is not None:
             self.id = stored.id

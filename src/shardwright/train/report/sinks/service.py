@@ -21,7 +21,7 @@ from shardwright.train.run.writing import write_json
 
 
 @dataclass(frozen=True)
-class Stored:
+class KnownRun:
     """A run in a service, as a file in the run's folder names it.
 
     Attributes:
@@ -66,7 +66,7 @@ class ServiceSink:
         name: str,
         site: RunSite,
         project: str,
-        start: Callable[[RunSite, str, Stored | None], ServiceRun],
+        start: Callable[[RunSite, str, KnownRun | None], ServiceRun],
     ) -> None:
         self._site, self._project, self._start = site, project, start
         self._file = site.folder / f"{name}.json"
@@ -84,7 +84,7 @@ class ServiceSink:
         run = self._opened()
         run.log(record.step, values)
         self._last_step = record.step
-        write_json(self._file, asdict(Stored(run.id, self._project, run.url, record.step)))
+        write_json(self._file, asdict(KnownRun(run.id, self._project, run.url, record.step)))
 
     def say(self, text: str) -> None:
         """Nothing: the lines are for a terminal and name folders of this machine."""
@@ -99,10 +99,10 @@ class ServiceSink:
         return self._run
 
 
-def _stored(file: Path) -> Stored | None:
+def _stored(file: Path) -> KnownRun | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        return Stored(str(values["id"]), str(values["project"]), str(values["url"]), int(values["step"]))
+        return KnownRun(str(values["id"]), str(values["project"]), str(values["url"]), int(values["step"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:

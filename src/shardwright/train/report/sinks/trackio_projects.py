@@ -9,7 +9,7 @@ import trackio
 
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.config.catalog.sinks import RunSite
-from shardwright.train.report.sinks.service import ServiceSink, Stored, numbers_in, project_of, settings_of
+from shardwright.train.report.sinks.service import KnownRun, ServiceSink, numbers_in, project_of, settings_of
 
 
 def open_sink(site: RunSite) -> ServiceSink:
@@ -21,7 +21,7 @@ class _Run:
 
     url = ""
 
-    def __init__(self, site: RunSite, project: str, stored: Stored | None) -> None:
+    def __init__(self, site: RunSite, project: str, stored: KnownRun | None) -> None:
         self.id = stored.id if stored else f"{site.config.run.name}-{secrets.token_hex(3)}"
         self._run = trackio.init(
             project=project,

@@ -16,7 +16,7 @@ from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.config.catalog.sinks import RunSite
 from shardwright.train.errors import UserError
 from shardwright.train.report import sink_thread
-from shardwright.train.report.sinks.service import ServiceSink, Stored, numbers_in, project_of, settings_of
+from shardwright.train.report.sinks.service import KnownRun, ServiceSink, numbers_in, project_of, settings_of
 
 
 def open_sink(site: RunSite) -> ServiceSink:
@@ -50,7 +50,7 @@ def _check_key() -> None:
 class _Run:
     """A run in W&B. It sends metrics, the settings and use of the machine; no code, paths, commands or output."""
 
-    def __init__(self, site: RunSite, project: str, stored: Stored | None) -> None:
+    def __init__(self, site: RunSite, project: str, stored: KnownRun | None) -> None:
         self.id = stored.id if stored else os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         given = {
             "console": "off",

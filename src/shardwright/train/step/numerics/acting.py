@@ -15,9 +15,6 @@ from shardwright.train.step.numerics.fault import NonFiniteError
 from shardwright.train.step.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
-ADVICE = "Try a lower optimizer.lr or a longer optimizer.warmup_steps"
-"""Advice that may help against any fault. Further advice depends on the settings."""
-
 
 def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
     """Do what the settings ask for. Called by all ranks together.
@@ -29,26 +26,17 @@ def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> 
     if fault.action == "skip":
         if past.skips_in_a_row == settings.max_skips:
             why = f"{counted(past.skips_in_a_row, 'step')} before it were skipped, too (fault.max_skips)"
-            _stop(
-                fault, why, "; more steps in a row are skipped with a larger fault.max_skips", trainer, saves
-            )
+            _stop(fault, why, "more steps in a row are skipped with a larger fault.max_skips", trainer, saves)
         trainer.skip()
         reporter.incident(Incident("skip", trainer.position.step + 1, fault.reason, fault.samples))
     elif fault.action == "rewind":
         if past.rewinds == settings.max_rewinds:
             why = f"the run has gone back {counted(past.rewinds, 'time')} already (fault.max_rewinds)"
-            more = "; a larger fault.rewind_steps goes back further, and fault.max_rewinds more often"
+            more = "a larger fault.rewind_steps goes back further, and fault.max_rewinds more often"
             _stop(fault, why, more, trainer, saves)
         _rewind(fault, trainer, saves, reporter)
     else:
-        _stop(fault, "", _other_action(fault, trainer), trainer, saves)
-
-
-def _other_action(fault: Fault, trainer: Trainer) -> str:
-    """The values of `fault.on_non_finite` with which the run would go on by itself, as the rest of the advice."""
-    skips = fault.state_is_good and not trainer.config.optimizer.in_backward
-    values = "'skip' or 'rewind'" if skips else "'rewind'"
-    return f"; with fault.on_non_finite = {values} the run leaves such samples out by itself"
+        _stop(fault, "", "", trainer, saves)
 
 
 def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
@@ -61,7 +49,7 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
     if not any(step <= latest for step in steps):
         why = f"there is no checkpoint of step {max(latest, 0)} or before to go back to"
         smaller = " or fault.rewind_steps" if trainer.config.fault.rewind_steps else ""
-        _stop(fault, why, f"; there would be one with a smaller checkpoint.every{smaller}", trainer, saves)
+        _stop(fault, why, f"there would be one with a smaller checkpoint.every{smaller}", trainer, saves)
     trainer.rewind(saves.checkpoints, reporter, latest, stop)
     saves.forget_after(trainer.position.step)
     first = trainer.position.past.left_out[-1][0]
@@ -73,8 +61,9 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
 
 def _stop(fault: Fault, why: str, more: str, trainer: Trainer, saves: Saves) -> NoReturn:
     """Save and end. `why` says about a limit that was reached, `more` is the rest of the advice."""
-    found = f"{fault.reason}; {why}" if why else fault.reason
-    raise NonFiniteError(". ".join([found, _saved(fault, trainer, saves), ADVICE + more]))
+    found, advice = ("; ".join(filter(None, each)) for each in ((fault.reason, why), (fault.advice, more)))
+    saved = _saved(fault, trainer, saves)
+    raise NonFiniteError(". ".join(filter(None, [found, saved, advice[:1].upper() + advice[1:]])))
 
 
 def _saved(fault: Fault, trainer: Trainer, saves: Saves) -> str:

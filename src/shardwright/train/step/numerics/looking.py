@@ -1,6 +1,8 @@
 """Looks at the numbers of each step: the flag that a rank adds to the step's reduction, and the fault that follows.
 
-A step without a fault has no collective and no wait for the device for this. The fault is named afterwards.
+A step without a fault has no collective and no wait for the device for this. The fault is named afterwards. These
+faults are no `TrainerHook`: hooks vote before the reduction of the step, and only after it a loss is known to be wrong.
+As a hook they would need another reduction and another wait.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from shardwright.train.step.numerics.blaming import computed_by
 from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
 from shardwright.train.step.numerics.verifying import verify_copies
+
+ADVICE = "try a lower optimizer.lr or a longer optimizer.warmup_steps"
+"""Advice that may help against any fault."""
 
 
 class Job(Protocol):
@@ -63,10 +68,9 @@ def fault_of_step(
         text = f"{head}: expected a finite loss and gradient norm, found loss {loss}, norm {shown}"
         where, kinds = _where(job, loss, shares, work)
         good = norm is not None and not kinds & {"weight", "optimizer"}
-        action = settings.on_non_finite
-        if action == "skip" and not good:
-            return Fault("stop", f"{text}; {where}; a skip does not mend that", samples, good)
-        return Fault(action, f"{text}; {where}", samples, good)
+        if settings.on_non_finite == "skip" and not good:
+            return _fault(job, "stop", f"{text}; {where}; a skip does not mend that", samples, good)
+        return _fault(job, settings.on_non_finite, f"{text}; {where}", samples, good)
     losses = position.past.losses
     if settings.on_spike != "ignore" and is_spike(loss, losses, settings):
         limit = spike_limit(losses, settings.spike_sigmas)
@@ -74,28 +78,36 @@ def fault_of_step(
             f"{head}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses and "
             f"{settings.spike_sigmas:g} standard deviations"
         )
-        return Fault(settings.on_spike, text, samples, norm is not None)
+        return _fault(job, settings.on_spike, text, samples, norm is not None)
     return None
 
 
+def _fault(job: Job, action: Action, text: str, samples: tuple[int, int], state_is_good: bool) -> Fault:
+    """The fault with advice: against such faults, and for a run that ends, the actions that let it go on."""
+    advice = ADVICE
+    if action == "stop":
+        skips = state_is_good and not job.config.optimizer.in_backward
+        values = "'skip' or 'rewind'" if skips else "'rewind'"
+        advice += f"; with fault.on_non_finite = {values} the run leaves such samples out by itself"
+    return Fault(action, text, advice, samples, state_is_good)
+
+
 def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good: bool) -> Fault:
-    """The fault that hooks have asked for, with the reason of the first rank whose hook did.
+    """The fault that hooks have asked for, with the words of the first rank whose hook did.
 
     `own`: those of this rank. Called by all ranks together.
     """
-    reason = next((each.reason for each in own if each.action == action), None)
-    rank, shown = next((r, each) for r, each in enumerate(RankGroup().all_gather(reason)) if each is not None)
-    where = f" (rank {rank})" if job.world.size > 1 else ""
+    words = next(((each.reason, each.advice) for each in own if each.action == action), None)
+    rank, shown = next((r, each) for r, each in enumerate(RankGroup().all_gather(words)) if each is not None)
+    reason, advice = (" ".join(str(each).split()) for each in shown)
     samples = job.position.samples, job.position.samples + job.config.train.global_batch
-    text = f"step {job.position.step + 1}: {' '.join(str(shown).split())}{where}"
+    text = f"step {job.position.step + 1}: {reason}{f' (rank {rank})' if job.world.size > 1 else ''}"
     if action == "skip" and not state_is_good:
-        return Fault(
+        action, text = (
             "stop",
             f"{text}; a skip does not mend that, since optimizer.in_backward has changed weights",
-            samples,
-            False,
         )
-    return Fault(action, text, samples, state_is_good)
+    return Fault(action, text, advice, samples, state_is_good)
 
 
 def _where(job: Job, loss: float, shares: Tensor, work: Callable[[], Tensor]) -> tuple[str, set[str]]:
@@ -143,4 +155,4 @@ def fault_of_state(job: Job) -> Fault | None:
     where, _ = first_bad(job.model, job.optimizer, job.world.rank, ("weight", "optimizer"))
     action: Action = "rewind" if job.config.fault.on_non_finite == "rewind" else "stop"
     text = f"step {job.position.step}: expected finite weights and optimizer state after it, found otherwise; {where}"
-    return Fault(action, text, (job.position.samples, job.position.samples), False)
+    return _fault(job, action, text, (job.position.samples, job.position.samples), False)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright._torch import foreach_norm
 from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.front.corruption import plain_name, unit_name
@@ -83,7 +84,7 @@ def is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     device = next(iter(kinds))[0] if kinds else torch.device("cpu")
     wrong = torch.zeros((), dtype=torch.bool, device=device)
     for tensors in kinds.values():
-        largest = torch.stack(torch._foreach_norm(tensors, float("inf")))
+        largest = torch.stack(foreach_norm(tensors, float("inf")))
         wrong = wrong | ~largest.isfinite().all().to(device)
     return wrong
 

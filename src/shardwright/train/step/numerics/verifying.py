@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.collective import RankGroup
-from shardwright.engine.front.corruption import OWN, Key, state_hashes
+from shardwright.engine.front.corruption import OWN, HashKey, state_hashes
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.run.position import Position
@@ -105,13 +105,13 @@ def _hashed(job: Job, trial: Work, moving: set[str] | None = None) -> sw.Gradien
     return hashes
 
 
-def _changed(before: dict[Key, int], now: dict[Key, int]) -> list[sw.Difference]:
+def _changed(before: dict[HashKey, int], now: dict[HashKey, int]) -> list[sw.Difference]:
     """Values whose bits differ from before, with the ranks where they do."""
     everyones = RankGroup().all_gather([key for key in before if now.get(key) != before[key]])
-    found: dict[Key, list[int]] = {}
+    found: dict[HashKey, list[int]] = {}
     for rank, keys in enumerate(everyones):
         for key in keys:
-            found.setdefault(Key(*key), []).append(rank)
+            found.setdefault(HashKey(*key), []).append(rank)
     return [sw.Difference(*key, tuple(ranks)) for key, ranks in found.items()]
 
 

@@ -17,6 +17,7 @@ from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
+from shardwright.train.errors import printable
 from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
@@ -26,14 +27,14 @@ from shardwright.train.report.jsonl import read_records
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, End
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Place, saved_steps, step_folder
+from shardwright.train.run.position import FolderOrUrl, saved_steps, step_folder
 from shardwright.train.run.record import RunRecord
 from shardwright.train.run.writing import write_text, writing
 from shardwright.train.step import checkpoint
 from shardwright.train.step.best import BestCheckpoint
 from shardwright.train.step.evaluation import Sample, sample_text
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
-from shardwright.train.step.reporting.memory_report import MemoryReport
+from shardwright.train.step.reporting.memory_report import MemoryReporter
 from shardwright.train.step.trainer import Trainer
 
 
@@ -56,13 +57,14 @@ def conclude(
     record: RunRecord | None,
     ended: Ended,
     reporter: Reporter,
-    memory_report: MemoryReport,
+    memory_report: MemoryReporter,
+    best: BestCheckpoint | None,
 ) -> End:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
     ended_by = ended.signal
     boards.at(boards.END)
     end = stopped_by(ended_by) if ended_by else End(DONE, "done")
-    memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
+    memory = torch.tensor([memory_report.peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         peak, held, leased = memory.tolist()
@@ -78,10 +80,8 @@ def conclude(
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     results |= counts_of_incidents(trainer)
-    if trainer.config.checkpoint.keep_best:
-        finder = BestCheckpoint(trainer.config, folder, trainer.hooks)
-        if best := finder.among(saved_steps(checkpoints_of(folder, trainer.config))):
-            results |= {"best": {"step": best.step, finder.name: best.value}}
+    if best is not None and (found := best.among(saved_steps(checkpoints_of(folder, trainer.config)))):
+        results |= {"best": {"step": found.step, best.figure: found.value}}
     if ended.early:
         results |= {"ended_early": ended.early}
     if reporter.failed_saves:
@@ -89,7 +89,8 @@ def conclude(
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
     record.close(status, trainer.position.step, results, end.reason if ended_by else "")
     with writing(folder.picture):
-        plots.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
+        figure = plots.loss_figure(records, trainer.config.run.name, vocabulary(trainer.config))
+        figure.savefig(folder.picture, dpi=plots.DPI)
     run_end = RunEnd(status, trainer.position.step, results, folder.picture.absolute())
     trainer.hooks.end(run_end)
     reporter.close(run_end)
@@ -129,17 +130,19 @@ def summary(
     warnings: Sequence[str],
 ) -> str:
     sample_lines = []
-    if sampled is not None and sampled.expected is not None:
+    if sampled is not None:
+        texts = (sampled.prompt, sampled.expected or "", sampled.generated)
+        prompt, expected, generated = (printable(text, keeps="\n") for text in texts)
         sample_lines = [
-            f"  sample          prompt     {printable(sampled.prompt)!r}",
-            f"                  expected   {printable(sampled.expected)!r}",
-            f"                  generated  {printable(sampled.generated)!r}",
+            f"  sample          {prompt!r} ->",
+            *("    " + line for line in generated.split("\n")),
         ]
-    elif sampled is not None:
-        sample_lines = [
-            f"  sample          {printable(sampled.prompt)!r} ->",
-            *("    " + line for line in printable(sampled.generated).split("\n")),
-        ]
+        if sampled.expected is not None:
+            sample_lines = [
+                f"  sample          prompt     {prompt!r}",
+                f"                  expected   {expected!r}",
+                f"                  generated  {generated!r}",
+            ]
     validation = results["validation_loss"]
     compiled = []
     if "graphs" in results:
@@ -176,7 +179,7 @@ def summary(
     return "\n".join(lines)
 
 
-def best_lines(results: Mapping[str, Any], checkpoints: Place) -> list[str]:
+def best_lines(results: Mapping[str, Any], checkpoints: FolderOrUrl) -> list[str]:
     """The summary's line about the best checkpoint."""
     if "best" not in results:
         return []
@@ -205,8 +208,3 @@ def validation_text(config: Config) -> str:
 
 def vocabulary(config: Config) -> int:
     return config.model.shape().vocab_size
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which would change the terminal. A model may produce any byte."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

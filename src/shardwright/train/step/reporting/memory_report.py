@@ -49,18 +49,20 @@ class MemorySnapshots(TrainerHook):
         record_memory_history(False)
 
 
-class MemoryReport(TrainerHook):
+class MemoryReporter(TrainerHook):
     """Writes the memory report of the first rank after some steps, and once more if leases outside the plan came."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder, reporter: Reporter) -> None:
         self._trainer, self._folder, self._reporter = trainer, folder, reporter
         self._applies = trainer.world.is_first and trainer.config.parallel.engine == "shardwright"
         self._steps = 0  # of this session
+        self.peak = 0  #: bytes that this rank has held at most
         #: Leases outside the memory plan that the report has named; None: there is no report yet.
         self._deviations: tuple[tuple[str, str, str, int], ...] | None = None
 
     def after_step(self, record: StepRecord) -> None:
         self._steps += 1
+        self.peak = max(self.peak, record.memory_reserved)
         if self._steps == REPORTED and self._applies:
             self._reporter.say(self._report())
 
@@ -94,14 +96,9 @@ class MemoryReport(TrainerHook):
             write_json(folder.plan_file, memory.plan.as_dict())
             outside = plan_picture.outside_in_words(memory.deviations)
             with writing(folder.plan_picture):
-                plan_picture.draw(
-                    memory.plan,
-                    folder.plan_picture,
-                    self._trainer.config.run.name,
-                    memory.memory,
-                    memory.rank,
-                    outside,
-                )
+                name = self._trainer.config.run.name
+                figure = plan_picture.plan_figure(memory.plan, name, memory.memory, memory.rank, outside)
+                figure.savefig(folder.plan_picture, dpi=plan_picture.DPI)
             use = "for parameters alone" if memory.plan.slots else "for all leases"
             size = in_units(memory.plan.nbytes)
             lines.append(f"  plan    {memory.memory} of {size} {use}; picture: {folder.plan_picture}")

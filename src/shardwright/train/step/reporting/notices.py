@@ -52,7 +52,7 @@ def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     first = trainer.position.samples - train.global_batch
     trained = trainer.dataset.train.trained(first, train.global_batch)
     per_micro_batch = trained * train.micro_batch / train.global_batch
-    own = trainer.in_words if trainer.losses.has_loss else None
+    own = trainer.facts.in_words if trainer.losses.has_loss else None
     shape = trainer.config.model.shape()
     trained_before = isinstance(shape, HuggingFaceShape) and shape.weights == "pretrained"
     return first_loss_in_words(loss, shape.vocab_size, own, per_micro_batch, trained_before)

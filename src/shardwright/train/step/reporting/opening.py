@@ -31,7 +31,7 @@ def opening_line(trainer: Trainer, folder: RunFolder) -> str:
     if engine == "shardwright":
         engine += f" (strategy {parallel.strategy}, layout {parallel.layout}, memory {parallel.memory})"
     return (
-        f"{config.run.name}: {trainer.parameters:,} parameters, engine {engine} on {ranks} "
+        f"{config.run.name}: {trainer.facts.parameters:,} parameters, engine {engine} on {ranks} "
         f"({device_name(world.device)}), {tokens_of(trainer.dataset.train):,} training tokens, {start}; "
         f"folder {folder.path}"
     )
@@ -65,7 +65,5 @@ def figures_in_words(trainer: Trainer) -> str:
         auxiliary=trainer.losses.auxiliary,
         meanings=trainer.losses.meanings,
         validation=config.validation.every > 0,
-        metrics=trainer.hooks.in_words()
-        if config.validation.every
-        else trainer.hooks.in_words(validates=False),
+        metrics=trainer.hooks.in_words(config.validation.every > 0),
     )

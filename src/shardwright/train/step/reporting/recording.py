@@ -25,7 +25,8 @@ from shardwright.train.report.sink_thread import SinkThread
 from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
 from shardwright.train.step.evaluation import Validation
-from shardwright.train.step.trainer import StepResult, Trainer, Untrained
+from shardwright.train.step.feed import Untrained
+from shardwright.train.step.trainer import StepResult, Trainer
 
 
 def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attempt: int) -> Reporter:
@@ -54,8 +55,8 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
 def open_record(trainer: Trainer, folder: RunFolder, attempt: int) -> RunRecord:
     dataset, parallel_config, world = trainer.dataset, trainer.config.parallel, trainer.world
     facts = {
-        "parameters": trainer.parameters,
-        "flops_per_token": trainer.flops_per_token,
+        "parameters": trainer.facts.parameters,
+        "flops_per_token": trainer.facts.flops_per_token,
         "vocab_size": dataset.vocab_size,
         "tokenizer": {
             "name": pinned_name(trainer.config.data.tokenizer, dataset.tokenizer),
@@ -85,9 +86,8 @@ def step_record(
     """The record of a step that is done."""
     config, world, position = trainer.config, trainer.world, trainer.position
     memory = measure_memory(world.device)
-    trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
     tokens_per_second = config.train.global_batch * config.train.seq_len / seconds
-    flops_per_second = tokens_per_second * trainer.flops_per_token / world.size
+    flops_per_second = tokens_per_second * trainer.facts.flops_per_token / world.size
     peak = peak_flops(device_name(world.device), config.parallel.param_dtype)
     return StepRecord(
         step=position.step,

@@ -27,7 +27,7 @@ from shardwright.comm.pages import POSTS, OtherPage, Page
 _SMALLEST = 1 << 12  #: bytes of a segment
 
 
-class Place(NamedTuple):
+class RankData(NamedTuple):
     """The place of one rank's data."""
 
     page: Page | OtherPage
@@ -43,12 +43,12 @@ class Place(NamedTuple):
 
 
 #: Makes results of the data of all ranks; may run again after an interrupt.
-Reader = Callable[[list[Place]], None]
+ReadsData = Callable[[list[RankData]], None]
 #: Where data goes in the segment, where it is, and its size; all in bytes.
 Send = tuple[int, int, int]
 
 
-class _Segment:
+class _PageRoom:
     """Room in this process's page, for one collective at a time."""
 
     def __init__(self, page: Page, offset: int) -> None:
@@ -74,9 +74,9 @@ class _Segments:
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self._segments: dict[tuple[int, int], list[_Segment]] = {}
+        self._segments: dict[tuple[int, int], list[_PageRoom]] = {}
 
-    def take(self, nbytes: int, number: int, posts: Hall) -> _Segment:
+    def take(self, nbytes: int, number: int, posts: Hall) -> _PageRoom:
         """A segment for this post. It counts as used until all ranks have read it.
 
         Raises:
@@ -86,7 +86,7 @@ class _Segments:
         segments = self._segments.setdefault((size, threading.get_ident()), [])
         segment = next((each for each in segments if each.is_free(number, posts)), None)
         if segment is None:
-            segment = _Segment(self.page, self.page.room_for_data(size))
+            segment = _PageRoom(self.page, self.page.room_for_data(size))
             segments.append(segment)
         segment.use = number, posts
         return segment
@@ -114,15 +114,15 @@ class Exchange:
     in_background = False
 
     def __init__(
-        self, copies: Copies, number: int, segment: _Segment, sends: list[Send], read: Reader
+        self, copies: SharedMemory, number: int, segment: _PageRoom, sends: list[Send], read: ReadsData
     ) -> None:
         self.number = number
         self._meeting = 0
         self._copies = copies
-        self._place = Place(segment.page, segment.offset)
+        self._place = RankData(segment.page, segment.offset)
         self._sends = sends
         self._nbytes = sum(nbytes for _, _, nbytes in sends)
-        self._read: Reader | None = read
+        self._read: ReadsData | None = read
 
     def steps(self, meeting: int) -> Iterator[Callable[[], Any]]:
         """Calls that begin it; the last returns it. They run no Python, so no interrupt comes between them.
@@ -161,7 +161,7 @@ class Exchange:
                     f"has {theirs[0]} bytes and follows exchange {theirs[1]}, here {mine[0]} bytes and exchange "
                     f"{mine[1]}. Make the process group again, on all ranks."
                 )
-            places.append(Place(ring.page, offset))
+            places.append(RankData(ring.page, offset))
         self._read(places)
         self._read = None
         self._copies.forget(self)
@@ -187,7 +187,7 @@ def _check(pieces: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], ranks
             )
 
 
-class Copies:
+class SharedMemory:
     """Collectives of one group. Tensors are flat and contiguous.
 
     Attributes:
@@ -235,7 +235,7 @@ class Copies:
             sends.append((end, piece.data_ptr(), piece.nbytes))
             end += piece.nbytes
 
-        def read(places: list[Place]) -> None:
+        def read(places: list[RankData]) -> None:
             for output, (offset, _, nbytes) in zip(outputs, sends, strict=True):
                 to = output.data_ptr()
                 for i, place in enumerate(places):
@@ -260,7 +260,7 @@ class Copies:
             sends.extend((i * row + end, source + i * nbytes, nbytes) for i in range(n) if i != mine)
             end += nbytes
 
-        def read(places: list[Place]) -> None:
+        def read(places: list[RankData]) -> None:
             offset = mine * row
             for output, tensor in zip(outputs, inputs, strict=True):
                 if output.numel():
@@ -276,13 +276,13 @@ class Copies:
     def all_reduce(self, tensor: torch.Tensor, division: Division) -> Exchange:
         """``tensor`` will be the sum of all ranks', divided."""
 
-        def read(places: list[Place]) -> None:
+        def read(places: list[RankData]) -> None:
             if tensor.numel():
                 division.sum_parts([place.view(0, tensor) for place in places], tensor)
 
         return self._exchange([(0, tensor.data_ptr(), tensor.nbytes)], tensor.nbytes, read)
 
-    def _exchange(self, sends: list[Send], nbytes: int, read: Reader) -> Exchange:
+    def _exchange(self, sends: list[Send], nbytes: int, read: ReadsData) -> Exchange:
         """An exchange of ``nbytes`` in a segment.
 
         Raises:

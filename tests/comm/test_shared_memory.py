@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm import Communicator, Division, Pending, Unreached, copies, pages
-from shardwright.comm.copies import Copies, Exchange
+from shardwright.comm import Communicator, Division, Pending, Unreached, pages, shared_memory
 from shardwright.comm.pages import POSTS
+from shardwright.comm.shared_memory import Exchange, SharedMemory
 from tests.engine.kit.meetings import Interrupt, fresh_meetings
 from tests.support import multirank
 
@@ -37,10 +37,16 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     return comm
 
 
-def ready() -> tuple[Communicator, Copies]:
+def shared_by(comm: Communicator) -> SharedMemory | None:
+    """What the ranks use for collectives, if not gloo."""
+    return None if comm.meeting is None else comm.meeting.shared_memory()
+
+
+def ready() -> tuple[Communicator, SharedMemory]:
     comm = communicator()
-    assert comm.copies is not None
-    return comm, comm.copies
+    shared = shared_by(comm)
+    assert shared is not None
+    return comm, shared
 
 
 def announced(comm: Communicator) -> Callable[[], None]:
@@ -69,7 +75,7 @@ def test_results_are_those_of_gloo(
     for way in ("gloo", "pages"):
         with fresh_meetings(way):
             comm = communicator()
-            assert (comm.copies is not None) is (way == "pages")
+            assert (shared_by(comm) is not None) is (way == "pages")
             announce = announced(comm)
             made = []
             bits = [data(rank, size, torch.float32).view(torch.uint8) for size in sizes]
@@ -295,7 +301,7 @@ def test_an_unfinished_round_by_gloo_may_be_the_last_one(rank: int, world_size: 
             assert comm.exchange((2,)) is None
         memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
         comm.all_gather([memory], [mine], announce=announced(comm)).wait()
-        assert memory.tolist() == [1] * 8 and comm.copies is not None
+        assert memory.tolist() == [1] * 8 and shared_by(comm) is not None
         dist.barrier()
 
 
@@ -367,7 +373,7 @@ def test_a_full_page_is_an_error_before_the_ranks_agree(rank: int, world_size: i
         page = pages._own
         assert page is not None
         patch.setattr(page, "_data_end", len(page.memory) - 1000)
-        patch.setattr(copies, "_segments_of", copies._Segments)
+        patch.setattr(shared_memory, "_segments_of", shared_memory._Segments)
         everyone, mine = torch.zeros(1 << 28, dtype=torch.uint8), torch.zeros(1 << 27, dtype=torch.uint8)
         met = comm.meeting.number  # type: ignore[union-attr]
         with pytest.raises(MemoryError, match="SHARDWRIGHT_CPU_COLLECTIVES=gloo"):
@@ -384,7 +390,7 @@ def test_a_rank_whose_page_has_no_room_for_data_keeps_all_on_gloo(rank: int, wor
             patch.setattr(pages, "_SIZES", pages._SIZES[1:])
             patch.setattr(pages, "_own", None)
         comm = communicator()
-        assert comm.copies is None and comm.meeting is not None and comm.meeting._way.hall is not None
+        assert shared_by(comm) is None and comm.meeting is not None and comm.meeting._way.hall is not None
         value = torch.ones(3)
         comm.all_reduce(value, Division(), announced(comm)).wait()
         assert value.tolist() == [2, 2, 2]
@@ -393,8 +399,8 @@ def test_a_rank_whose_page_has_no_room_for_data_keeps_all_on_gloo(rank: int, wor
 
 def test_sizes_of_segments_waste_a_quarter_at_most() -> None:
     for nbytes in (1, 4096, 4097, 100_000, 1_000_001, 123_456_789):
-        assert nbytes <= copies._rounded(nbytes) <= max(4096, 1.25 * nbytes + 4096)
-        assert copies._rounded(nbytes) % 4096 == 0
+        assert nbytes <= shared_memory._rounded(nbytes) <= max(4096, 1.25 * nbytes + 4096)
+        assert shared_memory._rounded(nbytes) % 4096 == 0
 
 
 @multirank(2)
@@ -457,7 +463,7 @@ for number in range(20):
     except Unreached as error:
         print(number, error, flush=True)
         os._exit(3)
-    assert value[0] == 3 and comm.copies is not None or number < 2
+    assert value[0] == 3 and shared_by(comm) is not None or number < 2
 """
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright._torch import SHARDED_MARKS, next_sequence_number, sequence_number, waited
+from shardwright._torch import SHARDED_MARKS, is_view, next_sequence_number, sequence_number, waited
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.unit.containers import refuse_cycle, with_items, with_values
 
@@ -152,7 +152,7 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
         if tensor.grad_fn is not None and sequence_number(tensor) >= entry:
             nodes.append(tensor.grad_fn)
             # An in-place operation on a view makes a new node and loses the view's hooks, but not those of its base.
-            base = tensor._base if tensor._is_view() else None
+            base = tensor._base if is_view(tensor) else None
             if base is not None and base.grad_fn is not None and sequence_number(base) >= entry:
                 nodes.append(base.grad_fn)
         return tensor
@@ -238,7 +238,7 @@ class StashedTensors:
     def find(self, containers: list[Any]) -> list[torch.Tensor]:
         """All such tensors, and tensors in ``containers`` among a call's inputs."""
         tensors: list[torch.Tensor] = (
-            list(hidden_tensors([_Box(c) for c in containers])) if containers else []
+            list(hidden_tensors([_Opaque(c) for c in containers])) if containers else []
         )
         for i, ref in enumerate(self._modules):
             module = ref()
@@ -261,7 +261,7 @@ class StashedTensors:
                 elif isinstance(value, (list, tuple, dict, deque)) and 0 < len(value) <= _LONGEST:
                     if kind is tuple and type(value[0]) in _NO_CONTAINER:
                         continue  # a shape or the like
-                    tensors.extend(hidden_tensors([_Box(value)]))
+                    tensors.extend(hidden_tensors([_Opaque(value)]))
             if module._buffers:
                 tensors.extend(t for t in module._buffers.values() if t is not None)
         return tensors
@@ -272,7 +272,7 @@ def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
     return bool(tensors) and mark_outputs(visit, tensors, entry)
 
 
-class _Box:
+class _Opaque:
     """Makes a container opaque, so that the search looks into it at any depth."""
 
     def __init__(self, content: Any) -> None:

@@ -1,0 +1,79 @@
+"""The data of one rank's steps: micro-batches from the run's position on, made ahead of time.
+
+Global batches without a trained token have no step; they are counted here. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardwright import board as boards
+from shardwright.train.config import Config
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.data.samples.loader import Loader, Share, StepBatches
+from shardwright.train.data.samples.stream import Stream
+from shardwright.train.parallel.world import World
+from shardwright.train.run.position import Position
+
+
+class Untrained(NamedTuple):
+    """Global batches without a trained token, one after another: their samples from `first` to before `stop`."""
+
+    batches: int
+    first: int
+    stop: int
+
+
+class Feed:
+    """The batches of the steps of one rank, in the order of the run."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._config, self._world = config, world
+        self._loader: Loader | None = None  # from a position on, until `close`
+
+    def next(self, stream: Stream, position: Position) -> tuple[StepBatches, Untrained | None]:
+        """The data of the next step, and the global batches before it that have no trained token.
+
+        Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
+        """
+        if self._loader is None:
+            train, world = self._config.train, self._world
+            self._loader = Loader(
+                stream,
+                Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size),
+                first=position.samples,
+                stop=position.samples + (train.steps - position.step) * train.global_batch,
+                workers=self._config.data.workers,
+                pin=world.device.type == "cuda",
+            )
+        batches = 0
+        while not (data := next(self._loader)).trained:
+            boards.at(boards.DATA)
+            batches += 1
+        return data, Untrained(batches, position.samples, data.first) if batches else None
+
+    def close(self) -> None:
+        """End the threads that prepare batches. The next call of `next` begins at its position."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+
+def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
+    """The tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
+    return [
+        each
+        for batch in batches
+        for each in (batch.inputs, batch.targets, batch.documents, batch.positions)
+        if each is not None
+    ]
+
+
+def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
+    """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
+    if not separate:
+        return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
+    return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
