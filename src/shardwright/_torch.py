@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
@@ -109,6 +109,7 @@ _dispatch_modes = _probe(torch._C, "_len_torch_dispatch_stack")
 _function_modes = _probe(torch._C, "_len_torch_function_stack")
 _pop_function_mode = _probe(torch._C, "_pop_torch_function_stack")
 _push_function_mode = _probe(torch._C, "_push_on_torch_function_stack")
+_no_dispatch = _probe(torch._C, "_disabled_torch_dispatch_impl")
 _disable_dispatch_modes = _probe(_python_dispatch, "_disable_current_modes")
 _dispatch_mode_stack = _probe(_python_dispatch, "_get_current_dispatch_mode_stack")
 _push_dispatch_mode = _probe(_python_dispatch, "_push_mode")
@@ -285,6 +286,16 @@ def traced() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode sees the operations of this thread."""
     return bool(_dispatch_modes())
+
+
+def outside_dispatch_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees the operations of this thread."""
+    return _disable_dispatch_modes()  # type: ignore[no-any-return]
+
+
+def dispatches(kind: type) -> bool:
+    """Whether operations on tensors of this class go to its ``__torch_dispatch__``."""
+    return kind.__torch_dispatch__ is not _no_dispatch  # type: ignore[attr-defined]
 
 
 def mutation_allowed() -> bool:

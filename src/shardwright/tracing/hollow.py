@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright._torch import FakeTensor, TorchDispatchMode, dispatches, outside_dispatch_modes
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
@@ -70,7 +69,7 @@ class Hollow(TorchDispatchMode):
         if FakeTensor in types:  # DTensor asks for shapes
             return func(*args, **kwargs)
         for kind in types:
-            if kind is not Tensor and kind is not torch.nn.Parameter and _dispatches(kind):
+            if kind is not Tensor and kind is not torch.nn.Parameter and dispatches(kind):
                 return NotImplemented
         self._recorder.look_at_backward()
         form = self._forms.get(func) or self._form_of(func)
@@ -213,7 +212,7 @@ class Hollow(TorchDispatchMode):
         if sum(map(_size, tensors)) <= 4 * SMALL and not divides:
             return func(*args, **kwargs)
         made = [[] if _are_sizes(each) else _mapped(_emptied, each) for each in args]
-        with _disabled():
+        with outside_dispatch_modes():
             out = func(*made, **_mapped(_emptied, kwargs))
         if isinstance(out, (tuple, list)):
             return type(out)(args[0] if not isinstance(each, torch.ScriptObject) else each for each in out)
@@ -229,16 +228,8 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-def _disabled() -> Any:
-    return torch.utils._python_dispatch._disable_current_modes()
-
-
-def _dispatches(kind: type) -> bool:
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
-
-
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter or not _dispatches(type(tensor))
+    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter or not dispatches(type(tensor))
 
 
 def _writes_only(func: Any) -> bool:

@@ -7,6 +7,7 @@ and the optimizer of the run, and no second description of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, cast
 
 import torch
@@ -43,6 +44,9 @@ class AbsentStream:
         documents = zeros(torch.int32) if self.separate else None
         positions = zeros(torch.int64) if self.separate else None
         return Batch(zeros(torch.int64), zeros(torch.int64), documents, positions)
+
+    def samples_of(self, epochs: Fraction) -> Fraction:
+        return epochs * self.windows
 
     def trained(self, first: int, count: int) -> int:
         return count * self.seq_len
