@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
@@ -81,6 +81,8 @@ ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
 #: ``chunk_cat(tensors, dim, num_chunks, out=)``: pads, cuts, casts and packs rank-major in one pass.
 chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
 
+_next_number = _probe(torch.autograd, "_get_sequence_nr")
+_running_node = _probe(torch._C, "_current_autograd_node")
 _default_store = _probe(_c10d, "_get_default_store")
 _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _is_functorch = _probe(torch._C, "_functorch", "is_functorch_wrapped_tensor")
@@ -107,6 +109,7 @@ _dispatch_modes = _probe(torch._C, "_len_torch_dispatch_stack")
 _function_modes = _probe(torch._C, "_len_torch_function_stack")
 _pop_function_mode = _probe(torch._C, "_pop_torch_function_stack")
 _push_function_mode = _probe(torch._C, "_push_on_torch_function_stack")
+_no_dispatch = _probe(torch._C, "_disabled_torch_dispatch_impl")
 _disable_dispatch_modes = _probe(_python_dispatch, "_disable_current_modes")
 _dispatch_mode_stack = _probe(_python_dispatch, "_get_current_dispatch_mode_stack")
 _push_dispatch_mode = _probe(_python_dispatch, "_push_mode")
@@ -283,6 +286,16 @@ def traced() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode sees the operations of this thread."""
     return bool(_dispatch_modes())
+
+
+def outside_dispatch_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees the operations of this thread."""
+    return _disable_dispatch_modes()  # type: ignore[no-any-return]
+
+
+def dispatches(kind: type) -> bool:
+    """Whether operations on tensors of this class go to its ``__torch_dispatch__``."""
+    return kind.__torch_dispatch__ is not _no_dispatch  # type: ignore[attr-defined]
 
 
 def mutation_allowed() -> bool:
@@ -863,6 +876,17 @@ def in_backward() -> bool:
     return _graph_task_id() != -1
 
 
+def number_of_next_node() -> int:
+    """The number that the next node of autograd's graph gets in this thread."""
+    return _next_number()  # type: ignore[no-any-return]
+
+
+def number_of_running_node() -> int:
+    """The number of the node that backward runs now in this thread; -1 outside of one."""
+    node = _running_node()
+    return -1 if node is None else node._sequence_nr()  # type: ignore[no-any-return]
+
+
 def watch_backward(run: Callable[..., Any]) -> None:
     """From now on let ``run`` carry out each ``backward`` and ``torch.autograd.grad`` of this process.
 
@@ -947,3 +971,38 @@ def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of tensors and storage handles that refer to this memory."""
     return _use_count(storage_key(storage))
+
+
+@contextmanager
+def absent_ranks(size: int) -> Iterator[None]:
+    """Inside the context this process is rank 0 of ``size``, and the others do not exist: collectives move nothing.
+
+    Raises:
+        RuntimeError: the process has joined a process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("This process is a rank of a process group; a plan needs a process of its own.")
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside the context ``on_resize`` is called with each storage that Python code has given another size."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = plain(storage, nbytes)
+        on_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

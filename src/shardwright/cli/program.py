@@ -22,6 +22,7 @@ from shardwright.cli import (
     generate,
     inspect,
     layout,
+    plan,
     relay,
     train,
 )
@@ -39,7 +40,19 @@ from shardwright.train.launch.signals import restore_handlers
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, compare, generate, export, convert, inspect, layout, relay, extensions, doctor)
+    for module in (
+        train,
+        compare,
+        generate,
+        export,
+        convert,
+        inspect,
+        layout,
+        plan,
+        relay,
+        extensions,
+        doctor,
+    )
 }
 
 EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")

@@ -1,0 +1,56 @@
+"""`shardwright plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwright.cli.command import Call, Command
+from shardwright.cli.parsing import Parser
+from shardwright.train.errors import UserError
+
+
+def _run(call: Call) -> int:
+    # argparse would report missing arguments before misspelt options.
+    for name, value in (("CONFIG.toml", call.options.config), ("--on NxDEVICE", call.options.on)):
+        if value is None:
+            raise UserError(f"plan: expected {name}, found none; see shardwright plan --help")
+
+    from shardwright.planner.devices import DeviceError, parse_devices
+
+    try:
+        ranks, device = parse_devices(call.options.on)
+    except DeviceError as error:
+        raise UserError(str(error)) from error
+
+    from shardwright.train.config import load_config
+    from shardwright.train.models.vocabulary import with_vocabulary
+
+    config = with_vocabulary(load_config(Path(call.options.config), call.overrides, ranks=ranks))
+
+    from shardwright.train.commands.plan import plan
+
+    return plan(config, ranks, device, call.options.json)
+
+
+def _add_options(parser: Parser) -> None:
+    parser.usage = (
+        "shardwright plan CONFIG.toml --on NxDEVICE [--json]\n"
+        "                        [--section.key value ...] [--debug]"
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML; it is not started"
+    )
+    parser.add_argument(
+        "--on", metavar="NxDEVICE",
+        help="the devices, such as 8xh100: a name, or a .toml file with the memory of a device as `gib`",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")
+
+
+COMMAND = Command(
+    "plan",
+    "say whether a job fits into the memory of its GPUs, without a GPU",
+    _add_options,
+    _run,
+    takes_keys=True,
+)

@@ -1,0 +1,190 @@
+"""A program: what one rank does with a device's memory and streams, event by event.
+
+``tracing`` writes programs. Nothing here imports torch, so that a stored plan is read in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Alloc(NamedTuple):
+    """A block of memory is taken on a stream."""
+
+    block: int  #: its number, used once in a program
+    nbytes: int
+    stream: str
+    owner: int  #: an index of :attr:`Program.owners`
+
+
+class Free(NamedTuple):
+    """A block is given back."""
+
+    block: int
+
+
+class Kernel(NamedTuple):
+    """Work is queued on a stream."""
+
+    name: str
+    stream: str
+    nbytes: int  #: read and written
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+
+
+class Mark(NamedTuple):
+    """An event is recorded on a stream."""
+
+    number: int
+    stream: str
+
+
+class Wait(NamedTuple):
+    """A stream waits for a mark."""
+
+    stream: str
+    mark: int
+
+
+class HostWait(NamedTuple):
+    """The host waits for a mark."""
+
+    mark: int
+
+
+class Phase(NamedTuple):
+    """A part of the run begins: ``build``, ``forward``, ``backward``, ``clip``, ``optimizer`` ..."""
+
+    name: str
+
+
+Event = Alloc | Free | Kernel | Mark | Wait | HostWait | Phase
+_KINDS: dict[str, type[tuple[object, ...]]] = {
+    "a": Alloc, "f": Free, "k": Kernel, "m": Mark, "w": Wait, "h": HostWait, "p": Phase,
+}  # fmt: skip
+_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
+
+
+class Owner(NamedTuple):
+    """The reason why memory is taken.
+
+    Attributes:
+        group: ``parameters``, ``gradients``, ``optimizer``, ``slabs``, ``activations``, ``temporary``, ``data`` ...
+        unit: the unit of the engine, or the module, in whose forward or backward it is taken.
+        what: the kind of slab, or the operation with the shape and dtype of its result.
+        line: file and line of the model's code, as ``losses.py:118``; empty if there is none.
+    """
+
+    group: str
+    unit: str
+    what: str
+    line: str
+
+
+@dataclass
+class Peak:
+    """The moment of a program at which most bytes are live.
+
+    Attributes:
+        nbytes: live then.
+        event: the index of the allocation that reaches it.
+        phase: the phase of this event.
+        owner: the owner of this allocation.
+        by_owner: live bytes of each owner then.
+    """
+
+    nbytes: int
+    event: int
+    phase: str
+    owner: Owner
+    by_owner: dict[Owner, int]
+
+    def by_group(self) -> dict[str, int]:
+        """Live bytes of each group, the largest first."""
+        groups: dict[str, int] = {}
+        for owner, nbytes in self.by_owner.items():
+            groups[owner.group] = groups.get(owner.group, 0) + nbytes
+        return dict(sorted(groups.items(), key=lambda each: -each[1]))
+
+
+@dataclass
+class Program:
+    """Events in the order of the host's program.
+
+    Attributes:
+        events: them.
+        owners: the owners that allocations name by their index.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    owners: list[Owner] = field(default_factory=list)
+
+    def phase_starts(self) -> Iterator[tuple[int, str]]:
+        """The index and the name of each phase."""
+        return ((i, event.name) for i, event in enumerate(self.events) if isinstance(event, Phase))
+
+    def peak(self, first: int = 0, stop: int | None = None) -> Peak:
+        """The peak among the events from ``first`` to before ``stop``. Earlier events say what is live at ``first``.
+
+        Raises:
+            ValueError: there is no allocation among them.
+        """
+        stop = len(self.events) if stop is None else stop
+        now, best, at = 0, -1, -1
+        sizes: dict[int, int] = {}
+        for i, event in enumerate(self.events[:stop]):
+            if isinstance(event, Alloc):
+                sizes[event.block] = event.nbytes
+                now += event.nbytes
+                if i >= first and now > best:
+                    best, at = now, i
+            elif isinstance(event, Free):
+                now -= sizes.pop(event.block)
+        if at < 0:
+            raise ValueError(f"there is no allocation among the events {first} to {stop}")
+        last = self.events[at]
+        assert isinstance(last, Alloc)
+        by_owner: dict[Owner, int] = {}
+        for alloc in self.live(at + 1):
+            owner = self.owners[alloc.owner]
+            by_owner[owner] = by_owner.get(owner, 0) + alloc.nbytes
+        phase = next((name for i, name in reversed(list(self.phase_starts())) if i <= at), "")
+        return Peak(best, at, phase, self.owners[last.owner], by_owner)
+
+    def live(self, stop: int | None = None) -> list[Alloc]:
+        """The allocations before event ``stop`` that have not been freed there."""
+        live: dict[int, Alloc] = {}
+        for event in self.events[:stop]:
+            if isinstance(event, Alloc):
+                live[event.block] = event
+            elif isinstance(event, Free):
+                del live[event.block]
+        return list(live.values())
+
+    def dump(self) -> str:
+        """The program as JSON."""
+        return json.dumps(
+            {"owners": self.owners, "events": [(_LETTERS[type(each)], *each) for each in self.events]},
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def load(cls, text: str) -> Program:
+        """The program that :meth:`dump` wrote."""
+        stored = json.loads(text)
+        return cls(
+            [_event(letter, values) for letter, *values in stored["events"]],
+            [Owner(*each) for each in stored["owners"]],
+        )
+
+
+def _event(letter: str, values: Iterable[object]) -> Event:
+    return _KINDS[letter](*(_as_tuple(each) for each in values))  # type: ignore[return-value, arg-type]
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value

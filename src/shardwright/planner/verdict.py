@@ -1,0 +1,91 @@
+"""Whether a program fits a device: figures by how they are known, and a verdict.
+
+Four classes of figures stay apart. *exact*: tensors whose sizes the engine knows. *traced*: tensors of a traced step.
+*modelled*: bytes that PyTorch's allocator reserves beside these, by its rules. *runtime*: a range, by experience.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.planner.allocator import GIB, Rules, Usage, replay
+from shardwright.planner.devices import Device
+from shardwright.planner.program import Peak, Program
+
+EXACT = ("parameters", "optimizer", "gradients", "slabs")
+#: Bytes of the CUDA context with PyTorch's kernels, and of NCCL's buffers, per process: the least and the most.
+#: Sources: pytorch/pytorch#107667 (context, 0.3 GiB), pytorch/pytorch#144397 (NCCL, up to a few GiB).
+CONTEXT = int(0.3 * GIB), int(0.6 * GIB)
+NCCL = int(0.4 * GIB), int(2.2 * GIB)
+#: A part of the reserved bytes by which the plan may be off.
+MARGIN = 0.03
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The memory of a program on a device, in bytes.
+
+    Attributes:
+        answer: ``yes``; ``barely``, with less room than the plan's margin; or ``no``.
+        device: it.
+        ranks: processes with a device each.
+        peak: the moment at which most bytes are live.
+        usage: the largest figures of PyTorch's allocator.
+        runtime: the least and the most that CUDA and NCCL take.
+    """
+
+    answer: Literal["yes", "barely", "no"]
+    device: Device
+    ranks: int
+    peak: Peak
+    usage: Usage
+    runtime: tuple[int, int]
+
+    @property
+    def room(self) -> int:
+        """Bytes for PyTorch's allocator, if the runtime takes the most."""
+        return self.device.nbytes - self.runtime[1]
+
+    @property
+    def left(self) -> int:
+        """Bytes of :attr:`room` that are not reserved; negative if some are missing."""
+        return self.room - self.usage.reserved
+
+    @property
+    def exact(self) -> dict[str, int]:
+        """Bytes at the peak of each group of ``EXACT``."""
+        groups = self.peak.by_group()
+        return {group: groups.get(group, 0) for group in EXACT}
+
+    @property
+    def traced(self) -> dict[str, int]:
+        """Bytes at the peak of each other group."""
+        return {group: nbytes for group, nbytes in self.peak.by_group().items() if group not in EXACT}
+
+    @property
+    def cached(self) -> int:
+        """Bytes that are reserved and not live, at the allocator's peak."""
+        return self.usage.reserved - self.peak.nbytes
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that asks: 0, or 3 if it does not fit."""
+        return 3 if self.answer == "no" else 0
+
+
+def judge(program: Program, device: Device, ranks: int, rules: Rules | None = None) -> Verdict:
+    """The verdict on a program that each of ``ranks`` processes runs on a device of its own."""
+    starts = [i for i, name in program.phase_starts() if name == "forward"]
+    peak = program.peak(starts[0] if starts else 0)
+    usage = replay(program.events, rules or Rules()).peak
+    least, most = CONTEXT
+    if ranks > 1:
+        least, most = least + NCCL[0], most + NCCL[1]
+    left = device.nbytes - most - usage.reserved
+    answer: Literal["yes", "barely", "no"] = "yes"
+    if left < 0:
+        answer = "no"
+    elif left < MARGIN * usage.reserved:
+        answer = "barely"
+    return Verdict(answer, device, ranks, peak, usage, (least, most))

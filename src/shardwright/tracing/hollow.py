@@ -1,0 +1,302 @@
+"""Hollow tensors: real CPU tensors whose memory is never touched, so that real code runs for its allocations alone.
+
+:class:`Hollow` is a dispatch mode. Views run as they are, because they touch no memory. Small tensors are computed, so
+that counts, tables and steps have their values. Everything else gets the shape of its result from the meta kernel, and
+a result without content. So addresses, storages, version counters and graph hooks are real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright._torch import FakeTensor, TorchDispatchMode, dispatches, outside_dispatch_modes
+from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder
+
+SMALL = 16384  #: bytes; tensors up to this size are computed
+#: Operations that touch no memory, beside views.
+_AS_THEY_ARE = frozenset(
+    {
+        "set_", "_unsafe_view", "detach", "detach_", "alias", "lift_fresh", "_reshape_alias", "is_pinned",
+        "is_same_size", "sym_size", "sym_stride",
+    }
+)  # fmt: skip
+
+
+class _Form(NamedTuple):
+    """The facts of an operation that its schema gives."""
+
+    name: str
+    namespace: str
+    is_view: bool
+    writes: tuple[tuple[int, str, bool], ...]  #: position, name, keyword only
+
+
+class _Shape(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int  #: of its storage
+
+
+class _Result(NamedTuple):
+    """The result of an operation on meta tensors. ``shapes`` has a shape for each tensor in it."""
+
+    value: Any
+    shapes: tuple[_Shape | None, ...]
+
+
+class Hollow(TorchDispatchMode):
+    """Inside the context, tensors on the CPU larger than ``SMALL`` have no content.
+
+    Args:
+        recorder: gets the blocks and kernels.
+        workspaces: for an operation's name, the bytes that its kernel takes and frees inside, from its arguments.
+    """
+
+    def __init__(self, recorder: Recorder, workspaces: dict[str, Callable[..., int]] | None = None) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._workspaces = workspaces or {}
+        self._forms: dict[Any, _Form] = {}
+        self._results: dict[Any, _Result | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if FakeTensor in types:  # DTensor asks for shapes
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind is not Tensor and kind is not torch.nn.Parameter and dispatches(kind):
+                return NotImplemented
+        self._recorder.look_at_backward()
+        form = self._forms.get(func) or self._form_of(func)
+        if form.is_view or form.name in _AS_THEY_ARE:
+            return func(*args, **kwargs)
+        tensors: list[Tensor] = []
+        _collect(args, tensors)
+        _collect(kwargs, tensors)
+        if form.namespace == "c10d":
+            return self._communicate(func, form, tensors, args, kwargs)
+        if form.name == "_local_scalar_dense":
+            return func(*args, **kwargs)
+        if any(each.is_meta for each in tensors) or _wants_meta(kwargs):
+            return func(*args, **kwargs)
+        if form.name == "equal" and any(_size(each) > SMALL for each in tensors):
+            return True
+        small = all(map(_has_content, tensors))
+        result = None if _writes_only(func) else self._result(func, args, kwargs, small)
+        shapes = result.shapes if result is not None else ()
+        if small and all(shape is None or shape.nbytes <= SMALL for shape in shapes):
+            out = func(*args, **kwargs)
+            self._know(out, form)
+            return out
+        if form.writes:
+            out = self._written(func, form, args, kwargs, result)
+        else:
+            assert result is not None
+            workspace = self._workspaces.get(form.name)
+            out = self._make(result, form)
+            if workspace is not None and (nbytes := workspace(*args, **kwargs)):
+                self._recorder.give_back(
+                    self._recorder.take(nbytes, f"workspace of {form.name}", "temporary")
+                )
+        self._note(form, tensors, out)
+        return out
+
+    def _form_of(self, func: Any) -> _Form:
+        schema = func._schema
+        namespace, _, name = schema.name.partition("::")
+        aliases = [each.alias_info for each in schema.returns]
+        writes = tuple(
+            (i, each.name, each.kwarg_only)
+            for i, each in enumerate(schema.arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+        )
+        is_view = bool(aliases) and any(each is not None and not each.is_write for each in aliases)
+        form = self._forms[func] = _Form(name, namespace, is_view, writes)
+        return form
+
+    # -- results
+
+    def _result(self, func: Any, args: Any, kwargs: Any, small: bool) -> _Result | None:
+        """None: the shape of the result depends on values, which are there if all arguments are `small`."""
+        key = (func, _key(args), _key(kwargs))
+        try:
+            return self._results[key]  # type: ignore[return-value]
+        except KeyError:
+            pass
+        made = _mapped(_on_meta, args), _mapped(_on_meta, kwargs)
+        if any(each.name == "device" for each in func._schema.arguments):
+            made[1]["device"] = torch.device("meta")
+        try:
+            value = func(*made[0], **made[1])
+        except NotImplementedError:
+            if not small:
+                raise
+            self._results[key] = None
+            return None
+        flat: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        result = self._results[key] = _Result(value, tuple(map(_shape_of, flat)))
+        return result
+
+    def _make(self, result: _Result, form: _Form) -> Any:
+        line, in_engine = self._recorder.line()
+        group = OF_ENGINE if in_engine else BY_LIFE
+        made: list[Tensor | None] = []
+        for shape in result.shapes:
+            if shape is None:
+                made.append(None)
+                continue
+            if shape.nbytes <= SMALL:  # a sum of hollow numbers: it may be read
+                tensor = torch.empty_strided(
+                    shape.size, shape.stride, dtype=shape.dtype, device="cpu"
+                ).zero_()
+            else:
+                tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu")
+            self._recorder.know(tensor, _in_words(form.name, shape), line, group)
+            made.append(tensor)
+        if not isinstance(result.value, (list, tuple)):
+            return made[0] if made[0] is not None else result.value
+        filled = [m if m is not None else v for m, v in zip(made, result.value, strict=True)]
+        return filled if isinstance(result.value, list) else tuple(filled)
+
+    def _written(self, func: Any, form: _Form, args: Any, kwargs: Any, result: _Result | None) -> Any:
+        """The result of an operation that writes to arguments. Large ones stay as they are, small ones become zero."""
+        returns = func._schema.returns
+        written = [
+            kwargs.get(name) if keyword or i >= len(args) else args[i] for i, name, keyword in form.writes
+        ]
+        tensors: list[Tensor] = []
+        _collect(written, tensors)
+        for each in tensors:
+            if not each.is_meta and _has_content(each):
+                each.zero_()  # its memory may hold anything, and somebody may read it
+        if not returns:
+            return None
+        if all(each.alias_info is not None for each in returns):
+            return written[0] if len(returns) == 1 else tuple(written)
+        assert result is not None
+        return self._make(result, form)
+
+    def _know(self, out: Any, form: _Form) -> None:
+        tensors: list[Tensor] = []
+        _collect(out, tensors)
+        for each in tensors:
+            if not each.is_meta and _is_plain(each) and self._recorder.block_of(each) is None:
+                line, in_engine = self._recorder.line()
+                group = OF_ENGINE if in_engine else BY_LIFE
+                self._recorder.know(each, _in_words(form.name, each), line, group)
+
+    def _note(self, form: _Form, tensors: list[Tensor], out: Any) -> None:
+        outs: list[Tensor] = []
+        if not form.writes:
+            _collect(out, outs)
+        nbytes = sum(map(_size, tensors)) + sum(map(_size, outs))
+        first = tensors[0] if tensors else outs[0] if outs else None
+        self._recorder.kernel(
+            form.name,
+            nbytes,
+            tuple(tuple(each.shape) for each in (*tensors[:4], *outs[:1])),
+            str(first.dtype).removeprefix("torch.") if first is not None else "",
+        )
+
+    def _communicate(self, func: Any, form: _Form, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """A collective of a group whose other ranks do not exist. Large tensors keep what they have."""
+        self._note(form._replace(writes=((0, "", False),), name=f"c10d.{form.name}"), tensors, None)
+        divides = any(
+            map(_are_sizes, args)
+        )  # an all-to-all, which the group refuses if this rank sends nothing
+        if sum(map(_size, tensors)) <= 4 * SMALL and not divides:
+            return func(*args, **kwargs)
+        made = [[] if _are_sizes(each) else _mapped(_emptied, each) for each in args]
+        with outside_dispatch_modes():
+            out = func(*made, **_mapped(_emptied, kwargs))
+        if isinstance(out, (tuple, list)):
+            return type(out)(args[0] if not isinstance(each, torch.ScriptObject) else each for each in out)
+        return out if isinstance(out, torch.ScriptObject) else args[0]
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    return torch.zeros(0, dtype=tensor.dtype)
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether an argument says how an all-to-all divides its tensors."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter or not dispatches(type(tensor))
+
+
+def _writes_only(func: Any) -> bool:
+    """Whether all results are arguments, so that no meta kernel is needed."""
+    return all(each.alias_info is not None for each in func._schema.returns)
+
+
+def _wants_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _has_content(tensor: Tensor) -> bool:
+    """Whether a tensor is computed: its memory is small, and not a part of a large one."""
+    return _size(tensor) <= SMALL and tensor.untyped_storage().nbytes() <= SMALL
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _in_words(name: str, shape: _Shape | Tensor) -> str:
+    size = shape.size if isinstance(shape, _Shape) else tuple(shape.shape)
+    return f"{name} {str(shape.dtype).removeprefix('torch.')} [{', '.join(map(str, size))}]"
+
+
+def _shape_of(value: Any) -> _Shape | None:
+    if not isinstance(value, Tensor):
+        return None
+    return _Shape(tuple(value.shape), value.stride(), value.dtype, value.untyped_storage().nbytes())
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _collect(tree: Any, into: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        into.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for each in tree:
+            _collect(each, into)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            _collect(each, into)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, list):
+        return [_mapped(function, each) for each in tree]
+    if isinstance(tree, tuple):
+        return tuple(_mapped(function, each) for each in tree)
+    if isinstance(tree, dict):
+        return {name: _mapped(function, each) for name, each in tree.items()}
+    return tree
+
+
+def _key(tree: Any) -> Any:
+    """A value that is equal for arguments whose results have the same shapes."""
+    if isinstance(tree, Tensor):
+        return tree.dtype, tuple(tree.shape), tree.stride()
+    if isinstance(tree, (list, tuple)):
+        return tuple(map(_key, tree))
+    if isinstance(tree, dict):
+        return tuple((name, _key(each)) for name, each in sorted(tree.items()))
+    if isinstance(tree, torch.device | torch.Generator):
+        return None
+    return tree if not isinstance(tree, float) else (float, tree)

@@ -1,0 +1,242 @@
+"""Writes a program while code runs: blocks of memory with their owners, kernels, marks and waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardwright._torch import in_backward, number_of_next_node, number_of_running_node
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
+
+COMPUTE = "compute"  #: the computation's stream
+#: Groups that :meth:`Recorder.program` finds from the time for which a block lives.
+BY_LIFE = ""
+#: The same, of blocks that the engine takes.
+OF_ENGINE = "engine"
+
+
+class Recorder:
+    """The events so far.
+
+    Attributes:
+        stream: the stream that is current.
+        unit: the unit or module that runs now, for owners.
+        now: live bytes.
+        current_phase: the phase.
+    """
+
+    def __init__(self) -> None:
+        self.stream = COMPUTE
+        self.unit = ""
+        self.now = 0
+        self.current_phase = ""
+        self._events: list[Event] = []
+        self._owners: dict[Owner, int] = {}
+        self._blocks: dict[int, int] = {}  #: the block of a storage, by the address of the storage's object
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}  #: of live blocks
+        self._claims: dict[int, Owner] = {}
+        self._reason: tuple[str, str] | None = None
+        self._marks = 0
+        self._lines: dict[int, str] = {}  #: of forward, by autograd's sequence number
+
+    # -- memory
+
+    def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "") -> int:
+        """A block that no storage has; returns its number."""
+        if self._reason is not None:
+            group, what = self._reason
+        owner = Owner(group, self.unit, what, line)
+        index = self._owners.setdefault(owner, len(self._owners))
+        block = len(self._events)
+        self._events.append(Alloc(block, nbytes, self.stream, index))
+        self._sizes[block] = nbytes
+        self.now += nbytes
+        return block
+
+    def give_back(self, block: int) -> None:
+        """Free a block. A block that has been freed stays so."""
+        nbytes = self._sizes.pop(block, None)
+        if nbytes is not None:
+            self.now -= nbytes
+            self._events.append(Free(block))
+
+    def know(self, tensor: torch.Tensor, what: str, line: str = "", group: str = BY_LIFE) -> None:
+        """Take a block for the tensor's storage, unless it has one. It is freed with the storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks or not storage.nbytes():
+            return
+        self._blocks[key] = self.take(storage.nbytes(), what, group, line)
+        self._watch(storage)
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+
+        def died(_: object) -> None:
+            self._alive.pop(key, None)
+            block = self._blocks.pop(key, None)
+            if block is not None:
+                self.give_back(block)
+
+        self._alive[key] = weakref.ref(storage, died)
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The block of the tensor's storage; None: it has none."""
+        return self._blocks.get(tensor.untyped_storage()._cdata)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size now: its old block is freed, and it gets a new one."""
+        block = self._blocks.pop(storage._cdata, None)
+        if block is not None:
+            self.give_back(block)
+        if storage.nbytes():
+            self._blocks[storage._cdata] = self.take(storage.nbytes(), "resized storage")
+            self._watch(storage)
+
+    @contextmanager
+    def taking(self, group: str, what: str) -> Iterator[None]:
+        """Blocks that are taken inside the context belong to ``group``."""
+        before, self._reason = self._reason, (group, what)
+        try:
+            yield
+        finally:
+            self._reason = before
+
+    def claim(self, group: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Say whose the blocks of tensors are, with their names, whatever took them."""
+        for name, tensor in named:
+            block = self.block_of(tensor)
+            if block is not None:
+                self._claims[block] = Owner(group, name, "", "")
+
+    def line(self) -> tuple[str, bool]:
+        """The line of the model's code that runs now, and whether the engine runs inside it. In backward it is the line
+        of forward whose gradient is computed."""
+        line, in_engine = caller()
+        if in_backward():
+            return self._lines.get(number_of_running_node(), ""), in_engine
+        self._lines[number_of_next_node() - 1] = line
+        return line, in_engine
+
+    # -- streams and kernels
+
+    def kernel(self, name: str, nbytes: int, shapes: tuple[tuple[int, ...], ...], dtype: str) -> None:
+        self._events.append(Kernel(name, self.stream, nbytes, shapes, dtype))
+
+    def mark(self, stream: str) -> int:
+        self._marks += 1
+        self._events.append(Mark(self._marks, stream))
+        return self._marks
+
+    def wait(self, stream: str, mark: int) -> None:
+        self._events.append(Wait(stream, mark))
+
+    def host_wait(self, mark: int) -> None:
+        self._events.append(HostWait(mark))
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Inside the context work is queued on another stream."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def phase(self, name: str) -> None:
+        self.current_phase = name
+        self._events.append(Phase(name))
+
+    def look_at_backward(self) -> None:
+        """Begin the phase ``backward`` or ``forward`` if autograd has begun or ended a backward since the last call."""
+        if in_backward() != (self.current_phase == "backward"):
+            self.phase("backward" if self.current_phase != "backward" else "forward")
+
+    # -- the result
+
+    def program(self) -> Program:
+        """The program so far. Each block gets its group: the claimed one, or one that follows from its life."""
+        phases: list[str] = []
+        name = ""
+        ends: dict[int, int] = {}
+        for i, event in enumerate(self._events):
+            if isinstance(event, Phase):
+                name = event.name
+            elif isinstance(event, Free):
+                ends[event.block] = i
+            phases.append(name)
+        owners = list(self._owners)
+        index = dict(self._owners)
+        events: list[Event] = []
+        for i, event in enumerate(self._events):
+            if isinstance(event, Alloc):
+                owner = owners[event.owner]
+                if (claim := self._claims.get(event.block)) is not None:
+                    owner = claim
+                elif owner.group in (BY_LIFE, OF_ENGINE):
+                    end = ends.get(event.block)
+                    freed = None if end is None else phases[end]
+                    owner = owner._replace(group=_group(owner.group, phases[i], freed))
+                event = event._replace(owner=index.setdefault(owner, len(index)))
+            events.append(event)
+        used = sorted({each.owner for each in events if isinstance(each, Alloc)})
+        number = {old: new for new, old in enumerate(used)}
+        everyone = list(index)
+        return Program(
+            [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
+            [everyone[old] for old in used],
+        )
+
+
+def _group(group: str, taken: str, freed: str | None) -> str:
+    """The group of a block that nobody claims, from the phases in which it is taken and freed."""
+    if group == OF_ENGINE and taken != freed:
+        return "slabs"
+    if taken == freed:
+        return "temporary"
+    if taken == "optimizer" and freed is None:
+        return "optimizer"
+    if taken == "forward":
+        return "activations"
+    return "other"
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+#: Files of the package that are a model's or a loop's code, not the engine's.
+_SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
+_TRACING = os.path.dirname(__file__) + os.sep
+
+
+def caller() -> tuple[str, bool]:
+    """The innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none. And
+    whether the engine runs inside it."""
+    frame = sys._getframe(1)
+    in_engine = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN) and not name.startswith(_SHOWN):
+            in_engine = in_engine or not name.startswith(_TRACING)
+        elif not name.startswith((_TORCH, "<")):
+            return f"{os.path.basename(name)}:{frame.f_lineno}", in_engine
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", in_engine

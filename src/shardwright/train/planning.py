@@ -1,0 +1,133 @@
+"""From a configuration to the program of one rank's steps, without its devices and the other ranks.
+
+The trainer itself runs, on hollow tensors (``shardwright.tracing``). So a plan has the model, the engine, the losses
+and the optimizer of the run, and no second description of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shardwright.planner.program import Program
+from shardwright.tracing.recorder import Recorder
+from shardwright.tracing.trace import CPU, claim_gradients, claim_training, trace
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.samples.batch import Batch
+from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.world import World
+from shardwright.train.step.trainer import Trainer
+
+STEPS = 2  #: in the first one the optimizer makes its state
+STEP = "step"  #: the phase in which each step begins; another one follows at once
+
+
+@dataclass(frozen=True)
+class AbsentStream:
+    """Samples of zeros, as many as anyone asks for."""
+
+    seq_len: int
+    separate: bool
+    windows: int = 1 << 40
+
+    def batch(self, first: int, count: int) -> Batch:
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, self.seq_len, dtype=dtype)
+
+        documents = zeros(torch.int32) if self.separate else None
+        positions = zeros(torch.int64) if self.separate else None
+        return Batch(zeros(torch.int64), zeros(torch.int64), documents, positions)
+
+    def samples_of(self, epochs: Fraction) -> Fraction:
+        return epochs * self.windows
+
+    def trained(self, first: int, count: int) -> int:
+        return count * self.seq_len
+
+
+@dataclass(frozen=True)
+class AbsentData:
+    """The data of a run that is planned: its samples have one document each."""
+
+    train: AbsentStream
+    vocab_size: int
+    validation: None = None
+
+    @property
+    def windows(self) -> int:
+        return self.train.windows
+
+
+def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
+    """The program of rank 0 of ``ranks``: the model is built, then two steps.
+
+    ``kind``: of the devices. The process must not have joined a process group.
+
+    Raises:
+        UserError: the configuration does not fit so many ranks, or has a setting that no plan covers.
+    """
+    check_planned(config)
+    train = config.train.model_copy(update={"cuda_graph": False, "memory_snapshot": False})
+    data = config.data.model_copy(update={"workers": 0})
+    config = config.model_copy(update={"train": train, "data": data})
+    stream = AbsentStream(config.train.seq_len, separate=False)
+    dataset = AbsentData(stream, config.model.shape().vocab_size)
+    with trace(ranks, kind) as recorder:
+        recorder.phase("build")
+        world = World.of(config.parallel, 0, ranks, CPU)
+        trainer = Trainer(config, world, cast(Dataset, dataset), reads_weights=False)
+        if not config.optimizer.in_backward:  # which refuses hooks
+            _note_phases(recorder, trainer)
+        for _ in range(STEPS):
+            recorder.phase(STEP)
+            recorder.phase("forward")
+            trainer.train_step(StopRequest())
+        claim_training(recorder, trainer.model, trainer.optimizer)
+        program = recorder.program()
+        trainer.close()
+    return program
+
+
+def _note_phases(recorder: Recorder, trainer: Trainer) -> None:
+    """Begin a phase with each step of the optimizer and after it."""
+
+    def before(*_: object) -> None:
+        claim_gradients(recorder, trainer.model)
+        recorder.phase("optimizer")
+
+    def after(*_: object) -> None:
+        recorder.phase("after the optimizer")
+
+    optimizer: Any = trainer.optimizer
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def check_planned(config: Config) -> None:
+    """Refuse settings that no plan covers.
+
+    Raises:
+        UserError: names the key.
+    """
+    if config.train.compile != "none":
+        raise UserError(
+            f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
+            "which needs more memory"
+        )
+    shape = config.model.shape()
+    if isinstance(shape, HybridConfig) and "E" in shape.pattern + shape.mtp_pattern:
+        raise UserError(
+            f"model.pattern: a plan covers models without experts ('E'), whose memory follows the routing of tokens, "
+            f"found {shape.pattern!r}"
+        )
+    if config.parallel.engine in ("ddp", "fsdp1"):
+        raise UserError(
+            f"parallel.engine: a plan covers 'shardwright', 'fsdp2' and 'none', found {config.parallel.engine!r}"
+        )

@@ -1,0 +1,100 @@
+"""Programs, devices and verdicts, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.planner.devices import GIB, DeviceError, known_devices, parse_devices
+from shardwright.planner.program import Alloc, Free, HostWait, Kernel, Mark, Owner, Phase, Program, Wait
+from shardwright.planner.text import as_json, lines_of
+from shardwright.planner.verdict import judge
+
+OWNERS = [Owner("parameters", "w", "", ""), Owner("activations", "", "mm float32 [2]", "model.py:3")]
+
+
+def program(activation: int) -> Program:
+    return Program(
+        [
+            Phase("build"), Alloc(0, 10 * GIB, "compute", 0), Phase("forward"), Alloc(1, activation, "compute", 1),
+            Kernel("mm", "compute", 3, ((2, 3), (3, 4)), "float32"), Mark(1, "compute"), Wait("gather", 1), HostWait(1),
+            Free(1), Phase("optimizer"),
+        ],
+        OWNERS,
+    )  # fmt: skip
+
+
+def test_a_stored_program_is_the_program() -> None:
+    assert Program.load(program(GIB).dump()) == program(GIB)
+
+
+def test_the_peak_names_its_owner() -> None:
+    peak = program(GIB).peak()
+    assert (peak.nbytes, peak.phase, peak.owner) == (11 * GIB, "forward", OWNERS[1])
+    assert peak.by_group() == {"parameters": 10 * GIB, "activations": GIB}
+    with pytest.raises(ValueError, match="no allocation"):
+        program(GIB).peak(9)
+
+
+@pytest.mark.parametrize("gib, answer, status", [(20, "yes", 0), (65.5, "barely", 0), (70, "no", 3)])
+def test_answers(gib: float, answer: str, status: int) -> None:
+    verdict = judge(program(int(gib * GIB)), known_devices()["h100"], 8)
+    assert (verdict.answer, verdict.status) == (answer, status)
+    lines = lines_of(verdict)
+    assert all(len(line) < 120 for line in lines)
+    assert lines[-1] == "peak     forward: mm float32 [2], model.py:3"
+    assert ("are missing" in lines[0]) == (status == 3)
+    figures = json.loads(as_json(verdict))
+    assert figures["fits"] == answer
+    assert figures["exact"]["parameters"] == 10 * GIB
+    assert sum(figures["exact"].values()) + sum(figures["traced"].values()) == figures["live_bytes"]
+
+
+def test_one_rank_needs_no_buffers_of_nccl() -> None:
+    one, two = (judge(program(GIB), known_devices()["h100"], ranks) for ranks in (1, 2))
+    assert one.left > two.left
+
+
+def test_each_device_has_a_source() -> None:
+    assert len(known_devices()) >= 7
+    for device in known_devices().values():
+        assert device.source.startswith("https://"), device
+        assert 10 * GIB < device.nbytes < 300 * GIB, device
+
+
+def test_devices_of_users(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "Mine"\ngib = 48\n')
+    count, device = parse_devices(f"4x{path}")
+    assert (count, device.name, device.nbytes) == (4, "Mine", 48 * GIB)
+    assert parse_devices("H100")[0] == 1
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("8xh10", "did you mean 'h100'"), ("0xh100", "at least 1"), ("", "NxDEVICE"), ("x", "NxDEVICE"),
+        ("2x/nowhere/mine.toml", "cannot read"), ("-1xh100", "NxDEVICE"),
+    ],
+)  # fmt: skip
+def test_wrong_devices(text: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        parse_devices(text)
+
+
+@pytest.mark.parametrize("text", ["gib = 'much'", "gib = true", "gib = -1", "", "name = "])
+def test_wrong_files_of_devices(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(DeviceError, match=r"expected gib|cannot read"):
+        parse_devices(str(path))
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, shardwright.planner.text, shardwright.planner.verdict; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

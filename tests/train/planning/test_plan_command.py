@@ -1,0 +1,78 @@
+"""`shardwright plan`: its verdict, its statuses, its JSON, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwright", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
+    config = str(EXAMPLES / "llama_debug.toml")
+    done = plan(config, "--on", "2xh100")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *lines = done.stdout.splitlines()
+    assert "2 x NVIDIA H100" in first
+    assert [line.split()[0] for line in lines if line[0] != " "] == [
+        "fits?",
+        "exact",
+        "traced",
+        "cache",
+        "runtime",
+        "peak",
+    ]
+    small = tmp_path / "small.toml"
+    small.write_text("gib = 1\n")
+    done = plan(config, "--on", f"2x{small}", "--json")
+    figures = json.loads(done.stdout)
+    assert (done.returncode, figures["fits"]) == (3, "no")
+    assert figures["left_bytes"] < 0 < figures["exact"]["optimizer"]
+
+
+def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() -> None:
+    code = (
+        "import resource, sys; from shardwright.cli.program import main; status = main(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(status)"
+    )
+    config = str(EXAMPLES / "llama_8b.toml")
+    command = [sys.executable, "-c", code, "plan", config, "--on", "8xh100", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    text, _, mebibytes = done.stdout.rstrip().rpartition("\n")
+    figures = json.loads(text)
+    # Parameters, gradients and two moments in float32, an eighth of each; tables of positions are whole.
+    eighth = 8_030_261_248 * 4 / 8
+    assert figures["exact"]["gradients"] == pytest.approx(eighth, rel=1e-6)  # beside it is padding
+    assert figures["exact"]["optimizer"] == pytest.approx(2 * eighth, rel=1e-5)
+    assert eighth <= figures["exact"]["parameters"] < 1.03 * eighth
+    assert int(mebibytes) < 2048
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "expected CONFIG.toml"),
+        (["llama_debug"], "expected --on NxDEVICE"),
+        (["llama_debug", "--on", "8xh10"], "did you mean 'h100'"),
+        (["llama_debug", "--on", "3xh100"], "train.global_batch"),
+        (["llama_debug", "--on", "2xh100", "--train.compile", "inductor"], "train.compile"),
+        (["llama_debug", "--on", "2xh100", "--parallel.engine", "ddp"], "parallel.engine"),
+        (["hybrid_debug", "--on", "2xh100"], "experts"),
+        (["nowhere", "--on", "2xh100"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    names = [str(EXAMPLES / f"{each}.toml") if i == 0 else each for i, each in enumerate(arguments)]
+    done = plan(*names)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
