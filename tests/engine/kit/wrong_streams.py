@@ -88,7 +88,7 @@ def release_without_waiting(self: Weights, release: Callable[[Weights], None] = 
 
 def start_and_release(self: Reduction, *given: Any, start: Any = Reduction.start) -> None:
     start(self, *given)
-    self._packed.release()
+    self._packed.slab.release()
 
 
 def release_cast_early(self: Gather, *given: Any, begin: Any = Gather.begin) -> Pending:

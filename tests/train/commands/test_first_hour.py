@@ -205,7 +205,10 @@ def test_report_and_picture_name_the_same_leases(tmp_path: Path, monkeypatch: py
     job: Any = Job()
     folder, reporter = RunFolder(tmp_path), Reporter([])
     monkeypatch.setattr(reporter, "say", lines.append)
-    memory, record = MemoryReporter(job, folder, reporter), cast(StepRecord, None)
+    memory, record = (
+        MemoryReporter(job, folder, reporter),
+        cast(StepRecord, SimpleNamespace(memory_reserved=0)),
+    )
     memory.after_last_step()
     assert not lines
     for _ in range(REPORTED + 2):

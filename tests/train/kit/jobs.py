@@ -223,5 +223,9 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> int:
 
 
 def read_exit(folder: RunFolder) -> dict[str, Any] | None:
-    """The content of exit.json; None if there is none."""
-    return json.loads(folder.exit_file.read_text(encoding="utf-8")) if folder.exit_file.exists() else None
+    """The content of exit.json; None if there is no readable one."""
+    try:
+        content = json.loads(folder.exit_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

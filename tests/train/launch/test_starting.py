@@ -368,7 +368,7 @@ def test_a_start_that_takes_long_says_what_it_does(
     start = Start()
     start.begin("reading the text")
     seen = ""
-    while "reading the text (0 s)" not in seen:
+    while "reading the text (" not in seen:  # the first second is over on a busy machine
         seen += capsys.readouterr().out
     monkeypatch.setattr(progress, "EVERY", 0.0)
     start.doing("building the model")

@@ -122,20 +122,20 @@ class _Packed:
     """The memory into which gradients are packed: a leased slab.
 
     Attributes:
-        rows: what it holds, a row for each rank; one row if parameters share segments.
+        slab: the memory.
+        rows: its content, a row for each rank; one row if parameters share segments.
         flat: the same, [ranks * elements].
         tensors: the tensors to reduce in it.
     """
 
     def __init__(self, packing: Packing, ranks: Ranks, owner: Owner) -> None:
         numel, dtype = ranks.parts * packing.numel, packing.reduce_dtype
-        slab = Slab(numel * dtype.itemsize, ranks.device, "reduction", owner)
-        self.lease, self.release = slab.lease, slab.release
-        self.lease()
+        self.slab = slab = Slab(numel * dtype.itemsize, ranks.device, "reduction", owner)
+        slab.lease()
         self.rows = slab.view(dtype, 0, (1, numel) if packing.shared else (ranks.parts, packing.numel))
         self.flat = slab.view(dtype, 0, (numel,))
         self.tensors = _split(self.flat, packing)
-        self.release()
+        slab.release()
 
 
 class Reduction:
@@ -214,7 +214,7 @@ class Reduction:
         output, fresh = self.delivery.target() if last else (None, False)
         tensors, present = self._packer.take(fill and not self.retired)
         if ranks.parts > 1:
-            self._packed.lease()
+            self._packed.slab.lease()
             value, packed = self._packed.flat, self._packed.rows
         else:
             value = self._new(numel) if output is None else output
@@ -333,7 +333,7 @@ class Reduction:
         while flight is not None and flight.todo:
             assert flight.pending is not None
             self._wait(flight, flight.pending)
-            self._packed.release()
+            self._packed.slab.release()
             after: Pending | None = flight.pending
             if flight.todo[0] not in self._ranks.scatters and self._partial.value is not None:
                 flight.merge(self._partial, flight.value)
@@ -351,7 +351,7 @@ class Reduction:
             mark = flight.pending.mark
             self._wait(flight, flight.pending)
         self._flight = None
-        self._packed.release()
+        self._packed.slab.release()
         if flight.output is None:
             self._partial.add(flight.value.view(-1).to(self.packing.held_dtype), flight.present)
         else:
@@ -363,7 +363,7 @@ class Reduction:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.fail()
-        self._packed.release()
+        self._packed.slab.release()
         self.delivery.discard()
 
     def release_unused(self) -> None:
