@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardwright.planner.allocator import GIB
 from shardwright.planner.verdict import MARGIN, Verdict
@@ -46,8 +46,8 @@ def _sum(groups: Mapping[str, int]) -> str:
     return f"{in_gib(sum(groups.values())):>7}  {parts or 'less than 0.01 GiB each'}"
 
 
-def as_json(verdict: Verdict) -> str:
-    """All figures in bytes."""
+def as_json(verdict: Verdict, edits: Sequence[tuple[str, Verdict]] = ()) -> str:
+    """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs."""
     peak = verdict.peak
     return json.dumps(
         {
@@ -62,6 +62,10 @@ def as_json(verdict: Verdict) -> str:
             "runtime_bytes": list(verdict.runtime),
             "exact": verdict.exact,
             "traced": verdict.traced,
+            "edits": [
+                {"keys": words, "fits": other.answer, "reserved_bytes": other.usage.reserved}
+                for words, other in edits
+            ],
             "peak": {"phase": peak.phase, "operation": peak.owner.what, "line": peak.owner.line},
         },
         indent=2,

@@ -121,6 +121,12 @@ def check_planned(config: Config) -> None:
             f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
             "which needs more memory"
         )
+    for section, key, value in (
+        ("parallel", "offload", config.parallel.offload),
+        ("train", "float8", config.train.float8),
+    ):
+        if value != "none":
+            raise UserError(f"{section}.{key}: a plan covers 'none', found {value!r}")
     shape = config.model.shape()
     if isinstance(shape, HybridConfig) and "E" in shape.pattern + shape.mtp_pattern:
         raise UserError(
