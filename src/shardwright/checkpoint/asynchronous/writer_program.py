@@ -49,7 +49,7 @@ def live_with(trainer: int, descriptor: int, is_main_thread: bool) -> None:
 def main(arguments: list[str]) -> None:
     """``arguments``: the trainer's process, whether its main thread called, and descriptors, in the order above.
 
-    COMMANDS, RESULTS and MEMORY are those of :class:`shardwright.checkpoint.asynchronous.background.Writer`.
+    COMMANDS, RESULTS and MEMORY are those of :class:`shardwright.checkpoint.asynchronous.background.BackgroundWriter`.
     """
     trainer, is_main_thread, commands, results, memory, pidfd = map(int, arguments)
     for name in _IGNORED:

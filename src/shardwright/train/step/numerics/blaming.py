@@ -19,10 +19,10 @@ from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.front.corruption import names_in
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config import Config
-from shardwright.train.step.numerics.replaying import Replayed, replay
+from shardwright.train.step.numerics.replaying import ReplayedTrainer, replay
 
 
-class Job(Replayed, Protocol):
+class RepeatedTrainer(ReplayedTrainer, Protocol):
     """Attributes of a trainer that this module reads."""
 
     config: Config
@@ -46,16 +46,16 @@ class _Found(NamedTuple):
 
 
 @torch.no_grad()
-def computed_by(job: Job, work: Callable[[], Tensor], rank: int) -> str | None:
+def computed_by(trainer: RepeatedTrainer, work: Callable[[], Tensor], rank: int) -> str | None:
     """In words the rank whose own gradient is not finite, or is the largest; None if that cannot be seen.
 
     `work` does forward and backward of the step again. Called by all ranks together, with no gradient left that is
     still needed. The engines fsdp1 and fsdp2 reduce gradients where no hook sees them, and a CUDA graph calls no hooks.
     """
-    if job.config.parallel.engine in ("fsdp1", "fsdp2") or job.config.train.cuda_graph:
+    if trainer.config.parallel.engine in ("fsdp1", "fsdp2") or trainer.config.train.cuda_graph:
         return None
-    job.optimizer.zero_grad(set_to_none=True)
-    with _own_gradients(job.model) as own, replay(job), torch.enable_grad():
+    trainer.optimizer.zero_grad(set_to_none=True)
+    with _own_gradients(trainer.model) as own, replay(trainer), torch.enable_grad():
         work()
     values = [float(each.largest) for each in own]
     bad = [place for place, value in enumerate(values) if not value < float("inf")]

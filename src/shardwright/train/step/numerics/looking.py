@@ -31,7 +31,7 @@ ADVICE = "try a lower optimizer.lr or a longer optimizer.warmup_steps"
 """Advice that may help against any fault."""
 
 
-class Job(Protocol):
+class CheckedTrainer(Protocol):
     """Attributes of a trainer that this module reads."""
 
     config: Config
@@ -41,36 +41,41 @@ class Job(Protocol):
     position: Position
 
 
-def flag(job: Job, norm: Tensor | None) -> Tensor:
+def flag(trainer: CheckedTrainer, norm: Tensor | None) -> Tensor:
     """1 if the norm of all gradients is not finite, else 0: float64 [1]. It does not wait for the device.
 
     An optimizer that steps in backward leaves no norm. A pass over the weights in each step would cost too much, so a
     wrong gradient shows in the loss of a later step there, or before a save.
     """
     if norm is None:
-        return torch.zeros(1, dtype=torch.float64, device=job.world.device)
-    return (~norm.isfinite()).to(job.world.device, torch.float64, non_blocking=True)[None]
+        return torch.zeros(1, dtype=torch.float64, device=trainer.world.device)
+    return (~norm.isfinite()).to(trainer.world.device, torch.float64, non_blocking=True)[None]
 
 
 def fault_of_step(
-    job: Job, loss: float, norm: float | None, flags: float, shares: Tensor, work: Callable[[], Tensor]
+    trainer: CheckedTrainer,
+    loss: float,
+    norm: float | None,
+    flags: float,
+    shares: Tensor,
+    work: Callable[[], Tensor],
 ) -> Fault | None:
     """The fault of the step whose gradients are here, or None. `flags`: of all ranks. `shares`: of the losses.
 
     `work` does forward and backward of the step again, to find the rank that computed a wrong gradient. The gradients
     are lost then.
     """
-    settings, position = job.config.fault, job.position
-    samples = position.samples, position.samples + job.config.train.global_batch
+    settings, position = trainer.config.fault, trainer.position
+    samples = position.samples, position.samples + trainer.config.train.global_batch
     head = f"step {position.step + 1}"
     if not math.isfinite(loss) or flags:
         shown = "not known" if norm is None else norm
         text = f"{head}: expected a finite loss and gradient norm, found loss {loss}, norm {shown}"
-        where, kinds = _where(job, loss, shares, work)
+        where, kinds = _where(trainer, loss, shares, work)
         good = norm is not None and not kinds & {"weight", "optimizer"}
         if settings.on_non_finite == "skip" and not good:
-            return _fault(job, "stop", f"{text}; {where}; a skip does not mend that", samples, good)
-        return _fault(job, settings.on_non_finite, f"{text}; {where}", samples, good)
+            return _fault(trainer, "stop", f"{text}; {where}; a skip does not mend that", samples, good)
+        return _fault(trainer, settings.on_non_finite, f"{text}; {where}", samples, good)
     losses = position.past.losses
     if settings.on_spike != "ignore" and is_spike(loss, losses, settings):
         limit = spike_limit(losses, settings.spike_sigmas)
@@ -78,21 +83,25 @@ def fault_of_step(
             f"{head}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses and "
             f"{settings.spike_sigmas:g} standard deviations"
         )
-        return _fault(job, settings.on_spike, text, samples, norm is not None)
+        return _fault(trainer, settings.on_spike, text, samples, norm is not None)
     return None
 
 
-def _fault(job: Job, action: Action, text: str, samples: tuple[int, int], state_is_good: bool) -> Fault:
+def _fault(
+    trainer: CheckedTrainer, action: Action, text: str, samples: tuple[int, int], state_is_good: bool
+) -> Fault:
     """The fault with advice: against such faults, and for a run that ends, the actions that let it go on."""
     advice = ADVICE
     if action == "stop":
-        skips = state_is_good and not job.config.optimizer.in_backward
+        skips = state_is_good and not trainer.config.optimizer.in_backward
         values = "'skip' or 'rewind'" if skips else "'rewind'"
         advice += f"; with fault.on_non_finite = {values} the run leaves such samples out by itself"
     return Fault(action, text, advice, samples, state_is_good)
 
 
-def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good: bool) -> Fault:
+def fault_of_hooks(
+    trainer: CheckedTrainer, own: Sequence[Fault], action: Action, state_is_good: bool
+) -> Fault:
     """The fault that hooks have asked for, with the words of the first rank whose hook did.
 
     `own`: those of this rank. Called by all ranks together.
@@ -100,8 +109,8 @@ def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good
     words = next(((each.reason, each.advice) for each in own if each.action == action), None)
     rank, shown = next((r, each) for r, each in enumerate(RankGroup().all_gather(words)) if each is not None)
     reason, advice = (" ".join(str(each).split()) for each in shown)
-    samples = job.position.samples, job.position.samples + job.config.train.global_batch
-    text = f"step {job.position.step + 1}: {reason}{f' (rank {rank})' if job.world.size > 1 else ''}"
+    samples = trainer.position.samples, trainer.position.samples + trainer.config.train.global_batch
+    text = f"step {trainer.position.step + 1}: {reason}{f' (rank {rank})' if trainer.world.size > 1 else ''}"
     if action == "skip" and not state_is_good:
         action, text = (
             "stop",
@@ -110,21 +119,25 @@ def fault_of_hooks(job: Job, own: Sequence[Fault], action: Action, state_is_good
     return Fault(action, text, advice, samples, state_is_good)
 
 
-def _where(job: Job, loss: float, shares: Tensor, work: Callable[[], Tensor]) -> tuple[str, set[str]]:
+def _where(
+    trainer: CheckedTrainer, loss: float, shares: Tensor, work: Callable[[], Tensor]
+) -> tuple[str, set[str]]:
     """In words what is not finite, and the kinds of tensors that have such values."""
     kinds = ("weight", "optimizer", "buffer", "gradient")
-    scaled = isinstance(job.model, FSDP1)  # which makes all gradients nan
-    text, wrong = first_bad(job.model, job.optimizer, job.world.rank, kinds[:3] if scaled else kinds)
+    scaled = isinstance(trainer.model, FSDP1)  # which makes all gradients nan
+    text, wrong = first_bad(
+        trainer.model, trainer.optimizer, trainer.world.rank, kinds[:3] if scaled else kinds
+    )
     parts = [text] if text else []
     if not math.isfinite(loss) and not wrong & {"weight", "buffer"}:
         ranks = ranks_with_bad_loss(shares)
         parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite, with finite weights")
     elif not wrong - {"gradient"} and not scaled:
-        parts = [*parts, largest_gradient(job.model, job.world.rank)][:1]
-        if job.world.size == 1:
+        parts = [*parts, largest_gradient(trainer.model, trainer.world.rank)][:1]
+        if trainer.world.size == 1:
             parts = [parts[0].removeprefix("reduced ")]
         else:
-            parts = _with_rank(parts[0], wrong, computed_by(job, work, job.world.rank))
+            parts = _with_rank(parts[0], wrong, computed_by(trainer, work, trainer.world.rank))
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
 
 
@@ -137,7 +150,7 @@ def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
     return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
 
 
-def fault_of_state(job: Job) -> Fault | None:
+def fault_of_state(trainer: CheckedTrainer) -> Fault | None:
     """The fault of the weights and the optimizer's state between two steps, before they are saved; or None.
 
     It costs a pass over them and one reduction of a number. With `verify_every`, copies are compared, too.
@@ -145,14 +158,15 @@ def fault_of_state(job: Job) -> Fault | None:
     Raises:
         CorruptionError: copies differ.
     """
-    if job.config.fault.verify_every:
-        verify_copies(job)
-    wrong = is_wrong(job.model, job.optimizer).to(job.world.device, torch.float64)
+    if trainer.config.fault.verify_every:
+        verify_copies(trainer)
+    wrong = is_wrong(trainer.model, trainer.optimizer).to(trainer.world.device, torch.float64)
     with noted("all-reduce of a flag"):
         dist.all_reduce(wrong)
     if not wrong.item():
         return None
-    where, _ = first_bad(job.model, job.optimizer, job.world.rank, ("weight", "optimizer"))
-    action: Action = "rewind" if job.config.fault.on_non_finite == "rewind" else "stop"
-    text = f"step {job.position.step}: expected finite weights and optimizer state after it, found otherwise; {where}"
-    return _fault(job, action, text, (job.position.samples, job.position.samples), False)
+    where, _ = first_bad(trainer.model, trainer.optimizer, trainer.world.rank, ("weight", "optimizer"))
+    action: Action = "rewind" if trainer.config.fault.on_non_finite == "rewind" else "stop"
+    step = trainer.position.step
+    text = f"step {step}: expected finite weights and optimizer state after it, found otherwise; {where}"
+    return _fault(trainer, action, text, (trainer.position.samples, trainer.position.samples), False)

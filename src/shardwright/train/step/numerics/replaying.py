@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.checkpoint import generator_states, set_generator_states
 
 
-class Replayed(Protocol):
+class ReplayedTrainer(Protocol):
     """Attributes of a trainer that this module reads."""
 
     model: nn.Module
@@ -22,15 +22,15 @@ class Replayed(Protocol):
 
 
 @contextmanager
-def replay(job: Replayed, moving: set[str] | None = None) -> Iterator[None]:
+def replay(trainer: ReplayedTrainer, moving: set[str] | None = None) -> Iterator[None]:
     """Forward and backward inside the context leave no gradient, and generators and buffers as they were.
 
     `moving` gets the names of the buffers that they have changed.
     """
     generators = generator_states()
-    buffers = [(name, each, each.detach().clone()) for name, each in job.model.named_buffers()]
+    buffers = [(name, each, each.detach().clone()) for name, each in trainer.model.named_buffers()]
     yield
-    job.optimizer.zero_grad(set_to_none=True)
+    trainer.optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
         for name, buffer, values in buffers:
             if not torch.equal(buffer, values):

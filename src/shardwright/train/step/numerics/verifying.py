@@ -32,7 +32,7 @@ class CorruptionError(JobError):
     status = UserError.PASSING
 
 
-class Job(Protocol):
+class VerifiedTrainer(Protocol):
     """Attributes of a trainer that this module reads."""
 
     config: Config
@@ -41,13 +41,13 @@ class Job(Protocol):
     position: Position
 
 
-def is_due(job: Job) -> bool:
+def is_due(trainer: VerifiedTrainer) -> bool:
     """Whether the next step is verified."""
-    every = job.config.fault.verify_every
-    return every > 0 and (job.position.step + 1) % every == 0
+    every = trainer.config.fault.verify_every
+    return every > 0 and (trainer.position.step + 1) % every == 0
 
 
-def twice(job: Job, trial: Work, work: Work) -> Tensor:
+def twice(trainer: VerifiedTrainer, trial: Work, work: Work) -> Tensor:
     """Do the work of a step, after a trial of it whose gradients are dropped, and compare all bits of the gradients.
 
     `trial` and `work` compute the same. With an optimizer that steps in backward `trial` must not step.
@@ -56,50 +56,50 @@ def twice(job: Job, trial: Work, work: Work) -> Tensor:
         CorruptionError: gradients differ, or weights or optimizer state changed during the trial, or copies differ.
         UserError: the ranks compute other gradients each time.
     """
-    before = state_hashes(job.model, [job.optimizer])
+    before = state_hashes(trainer.model, [trainer.optimizer])
     moving: set[str] = set()
-    first = _hashed(job, trial, moving)
-    changed = _changed(before, state_hashes(job.model, [job.optimizer]))
+    first = _hashed(trainer, trial, moving)
+    changed = _changed(before, state_hashes(trainer.model, [trainer.optimizer]))
     if changed:
-        _refuse(job, changed, "changed while nothing writes it")
-    with sw.hash_gradients(job.model, own=not job.config.train.cuda_graph) as second:
+        _refuse(trainer, changed, "changed while nothing writes it")
+    with sw.hash_gradients(trainer.model, own=not trainer.config.train.cuda_graph) as second:
         sums = work()
-    in_backward = job.config.optimizer.in_backward
+    in_backward = trainer.config.optimizer.in_backward
     if in_backward:  # which frees gradients, in the trial they stay
         first.reduced.clear()
         second.reduced.clear()
-    if not in_backward and (changed := _changed(before, state_hashes(job.model, [job.optimizer]))):
-        _refuse(job, changed, "changed while nothing writes it")  # this explains gradients that differ
+    if not in_backward and (changed := _changed(before, state_hashes(trainer.model, [trainer.optimizer]))):
+        _refuse(trainer, changed, "changed while nothing writes it")  # this explains gradients that differ
     if differences := sw.compare_gradients(first, second):
         if not in_backward:
-            job.optimizer.zero_grad(set_to_none=True)
-            _refuse_random(job, first, second, _hashed(job, trial))
-        _refuse(job, differences, "was computed twice, from equal weights and samples")
+            trainer.optimizer.zero_grad(set_to_none=True)
+            _refuse_random(trainer, first, second, _hashed(trainer, trial))
+        _refuse(trainer, differences, "was computed twice, from equal weights and samples")
     everyones = set().union(*RankGroup().all_gather(moving))
-    verify_copies(job, [each for name, each in job.model.named_buffers() if name in everyones])
+    verify_copies(trainer, [each for name, each in trainer.model.named_buffers() if name in everyones])
     return sums
 
 
-def verify_copies(job: Job, moving: Sequence[Tensor] | None = None) -> None:
+def verify_copies(trainer: VerifiedTrainer, moving: Sequence[Tensor] | None = None) -> None:
     """Compare what several ranks have copies of. Not buffers that forward changes, `moving`; None: not any.
 
     Raises:
         CorruptionError: some differ.
     """
     differences = sw.compare_copies(
-        job.model, job.optimizer, buffers=moving is not None, without=moving or ()
+        trainer.model, trainer.optimizer, buffers=moving is not None, without=moving or ()
     )
     if differences:
-        _refuse(job, differences, "should be equal on all ranks that have it")
+        _refuse(trainer, differences, "should be equal on all ranks that have it")
 
 
-def _hashed(job: Job, trial: Work, moving: set[str] | None = None) -> sw.GradientHashes:
+def _hashed(trainer: VerifiedTrainer, trial: Work, moving: set[str] | None = None) -> sw.GradientHashes:
     """The hashes of a trial. It leaves no gradient, and generators and buffers as they were.
 
     `moving` gets the names of the buffers that it has changed."""
     with (
-        replay(job, moving),
-        sw.hash_gradients(job.model, own=not job.config.train.cuda_graph) as hashes,
+        replay(trainer, moving),
+        sw.hash_gradients(trainer.model, own=not trainer.config.train.cuda_graph) as hashes,
     ):
         trial()
     return hashes
@@ -116,7 +116,7 @@ def _changed(before: dict[HashKey, int], now: dict[HashKey, int]) -> list[sw.Dif
 
 
 def _refuse_random(
-    job: Job, first: sw.GradientHashes, second: sw.GradientHashes, third: sw.GradientHashes
+    trainer: VerifiedTrainer, first: sw.GradientHashes, second: sw.GradientHashes, third: sw.GradientHashes
 ) -> None:
     """Raise UserError if every rank's own gradients are different each time: then it is not one rank that is wrong."""
     differing = [
@@ -125,19 +125,19 @@ def _refuse_random(
     ]
     if all(RankGroup().all_gather(bool(set.intersection(*differing)))):
         raise UserError(
-            f"fault.verify_every: step {job.position.step + 1} has other gradients each time it is computed, on every "
-            "rank, so an operation of the model is not deterministic and nothing can be verified. Call "
+            f"fault.verify_every: step {trainer.position.step + 1} has other gradients each time it is computed, on "
+            "every rank, so an operation of the model is not deterministic and nothing can be verified. Call "
             "torch.use_deterministic_algorithms(True) in your model's file to find it, or set fault.verify_every to 0"
         )
 
 
-def _refuse(job: Job, differences: list[sw.Difference], what: str) -> None:
+def _refuse(trainer: VerifiedTrainer, differences: list[sw.Difference], what: str) -> None:
     shown = "; ".join(map(str, differences[:SHOWN]))
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     hosts = RankGroup().all_gather(os.uname().nodename)
     ranks = sorted({rank for each in differences for rank in each.ranks})
     where = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:SHOWN])
     raise CorruptionError(
-        f"step {job.position.step + 1}: expected equal bits, found other ones. {shown}{more}: each {what} "
+        f"step {trainer.position.step + 1}: expected equal bits, found other ones. {shown}{more}: each {what} "
         f"({where}). The state is not saved. If it comes back, take that device out of the job"
     )
