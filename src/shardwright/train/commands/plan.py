@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device
@@ -14,7 +15,7 @@ from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
 from shardwright.train.errors import UserError
 from shardwright.train.planning import program_of
 
-CONF = "PYTORCH_ALLOC_CONF"
+CONF = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  #: the first one that is set counts
 EDITS = 3  #: shown at most
 
 Keys = Sequence[tuple[str, str]]
@@ -29,14 +30,14 @@ def plan(configured: Callable[[Keys], Config], ranks: int, device: Device, json:
     Raises:
         UserError: the configuration does not fit so many ranks, or no plan covers it.
     """
-    config, rules = configured(()), rules_of(os.environ.get(CONF, ""))
+    config, rules = configured(()), rules_of(os.environ)
 
     def verdict_on(each: Config) -> Verdict:
         return judge(program_of(each, ranks), device, ranks, rules)
 
     verdict = verdict_on(config)
     if not json:
-        print(_head(config, ranks, device), *lines_of(verdict), sep="\n", flush=True)
+        print(_head(config, ranks, device), *lines_of(verdict), *_assumptions(config), sep="\n", flush=True)
     edits: list[tuple[Keys, Verdict]] = []
     if verdict.answer != "yes":
         for keys in edits_of(config):
@@ -66,6 +67,13 @@ def _head(config: Config, ranks: int, device: Device) -> str:
     )
 
 
+def _assumptions(config: Config) -> Iterator[str]:
+    if config.data.separates:
+        yield "assumed  one document in each sample; where a GPU runs flash attention, others change little"
+    if config.run.hooks:
+        yield "assumed  no hooks of run.hooks"
+
+
 def _in_words(keys: Keys) -> str:
     return " ".join(f"--{key} {value}" for key, value in keys)
 
@@ -86,13 +94,33 @@ def edits_of(config: Config) -> Iterator[Keys]:
         yield [("optimizer.name", "adamw8bit")]
 
 
-def rules_of(conf: str) -> Rules:
-    """The allocator's settings in a value of ``PYTORCH_ALLOC_CONF``. Others than these are ignored."""
-    pairs = dict(part.split(":", 1) for part in conf.replace(" ", "").split(",") if ":" in part)
-    split = pairs.get("max_split_size_mb", "")
-    divisions = pairs.get("roundup_power2_divisions", "")
-    return Rules(
-        expandable=pairs.get("expandable_segments", "").lower() == "true",
-        max_split=int(split) << 20 if split.isdecimal() else None,
-        divisions=int(divisions) if divisions.isdecimal() else 0,
-    )
+def rules_of(variables: Mapping[str, str]) -> Rules:
+    """The settings of PyTorch's allocator in environment variables.
+
+    Raises:
+        UserError: a setting that the model of the allocator does not have, or a value that PyTorch refuses.
+    """
+    name = next((each for each in CONF if variables.get(each)), CONF[0])
+    values: dict[str, Any] = {}
+    for part in filter(None, variables.get(name, "").replace(" ", "").split(",")):
+        key, _, text = part.partition(":")
+        try:
+            field, read = _SETTINGS[key]
+            values[field] = read(text)
+        except (KeyError, ValueError):
+            raise UserError(
+                f"{name}: expected settings of {', '.join(_SETTINGS)}, each with one value, found {part!r}, which no "
+                "plan covers"
+            ) from None
+    return Rules(**values)
+
+
+def _flag(text: str) -> bool:
+    return {"True": True, "False": False}[text]
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "expandable_segments": ("expandable", _flag),
+    "max_split_size_mb": ("max_split", lambda text: int(text) << 20),
+    "roundup_power2_divisions": ("divisions", int),
+}
