@@ -1006,3 +1006,19 @@ def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called."""
+    with ExitStack() as stack:
+        for name in ("tolist", "numpy"):
+            plain = getattr(torch.Tensor, name)
+
+            def read(tensor: torch.Tensor, *args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+                on_read(tensor)
+                return plain(tensor, *args, **kwargs)
+
+            setattr(torch.Tensor, name, read)
+            stack.callback(setattr, torch.Tensor, name, plain)
+        yield

@@ -116,6 +116,33 @@ def test_an_empty_cache_is_tried_before_an_error() -> None:
     assert (raised.value.wanted, raised.value.active) == (40 * MIB, 80 * MIB)
 
 
+def test_an_expandable_segment_gives_its_end_back_and_grows_again() -> None:
+    allocator = CachingAllocator(Rules(expandable=True), limit=100 * MIB)
+    allocator.take(0, 10 * MIB, "one")
+    allocator.take(1, 50 * MIB, "one")
+    allocator.give_back(1)
+    allocator.take(2, 60 * MIB, "two")  # the end of the other segment goes back
+    assert (allocator.now.reserved, allocator.retries) == (80 * MIB, 1)
+    allocator.take(3, 15 * MIB, "one")
+    assert allocator.now.reserved == 100 * MIB
+    with pytest.raises(OutOfMemoryError):
+        allocator.take(4, 20 * MIB, "one")
+    allocator.give_back(0)
+    allocator.give_back(3)
+    allocator.take(5, 30 * MIB, "one")  # the free end is the whole segment
+    assert allocator.now.reserved == 100 * MIB
+
+
+def test_a_segment_grows_after_its_own_end_went_back() -> None:
+    allocator = CachingAllocator(Rules(expandable=True), limit=100 * MIB)
+    allocator.take(0, 10 * MIB)
+    allocator.take(1, 30 * MIB)
+    allocator.give_back(1)
+    allocator.take(2, 80 * MIB)
+    assert allocator.now.active == 90 * MIB
+    assert allocator.now.reserved <= 100 * MIB
+
+
 def test_garbage_collection_frees_the_oldest_segments() -> None:
     allocator = CachingAllocator(Rules(collect_above=0.5), limit=100 * MIB)
     for number in range(3):

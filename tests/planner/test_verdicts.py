@@ -28,10 +28,6 @@ def program(activation: int) -> Program:
     )  # fmt: skip
 
 
-def test_a_stored_program_is_the_program() -> None:
-    assert Program.load(program(GIB).dump()) == program(GIB)
-
-
 def test_the_peak_names_its_owner() -> None:
     peak = program(GIB).peak()
     assert (peak.nbytes, peak.phase, peak.owner) == (11 * GIB, "forward", OWNERS[1])
@@ -40,7 +36,9 @@ def test_the_peak_names_its_owner() -> None:
         program(GIB).peak(9)
 
 
-@pytest.mark.parametrize("gib, answer, status", [(20, "yes", 0), (65.5, "barely", 0), (70, "no", 3)])
+@pytest.mark.parametrize(
+    "gib, answer, status", [(20, "yes", 0), (65.5, "barely", 0), (70, "no", 3), (400, "no", 3)]
+)
 def test_answers(gib: float, answer: str, status: int) -> None:
     verdict = judge(program(int(gib * GIB)), known_devices()["h100"], 8)
     assert (verdict.answer, verdict.status) == (answer, status)
@@ -60,7 +58,7 @@ def test_one_rank_needs_no_buffers_of_nccl() -> None:
 
 
 def test_each_device_has_a_source() -> None:
-    assert len(known_devices()) >= 7
+    assert len(known_devices()) >= 6
     for device in known_devices().values():
         assert device.source.startswith("https://"), device
         assert 10 * GIB < device.nbytes < 300 * GIB, device

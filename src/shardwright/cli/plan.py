@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
 from shardwright.train.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwright.train.commands.plan import Keys
+    from shardwright.train.config import Config
 
 
 def _run(call: Call) -> int:
@@ -25,11 +30,15 @@ def _run(call: Call) -> int:
     from shardwright.train.config import load_config
     from shardwright.train.models.vocabulary import with_vocabulary
 
-    config = with_vocabulary(load_config(Path(call.options.config), call.overrides, ranks=ranks))
+    def configured(keys: Keys) -> Config:
+        overrides = [*call.overrides, *keys]
+        return with_vocabulary(load_config(Path(call.options.config), overrides, ranks=ranks))
+
+    configured(())  # mistakes are reported before PyTorch is imported
 
     from shardwright.train.commands.plan import plan
 
-    return plan(config, ranks, device, call.options.json)
+    return plan(configured, ranks, device, call.options.json)
 
 
 def _add_options(parser: Parser) -> None:

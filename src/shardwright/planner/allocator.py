@@ -1,7 +1,9 @@
 """A model of PyTorch's CUDA caching allocator: the bytes that it reserves for a program.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 to 2.13, and of PyTorch's notes on CUDA
-semantics. Each has a test in ``tests/planner/test_allocator.py``.
+semantics; each has a test in ``tests/planner/test_allocator.py``. Three are simpler here. A free block inside an
+expandable segment is taken before the segment's end also where PyTorch prefers the end. The cache gives back pages at
+the end of such a segment alone. Garbage collection takes the oldest segments, and not those older than the mean.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class _Block:
 
 @dataclass
 class Usage:
-    """Bytes.
+    """Bytes on a device.
 
     Attributes:
         requested: of live blocks, as they were asked for.
@@ -93,12 +95,14 @@ class CachingAllocator:
 
     Attributes:
         now, peak: usage, and the largest of each figure so far.
+        live_at_peak: requested bytes when most was reserved.
         retries: how often the cache was emptied for an allocation.
     """
 
     def __init__(self, rules: Rules = Rules(), limit: int | None = None) -> None:
         self.rules, self.limit = rules, limit
         self.now, self.peak = Usage(), Usage()
+        self.live_at_peak = 0
         self.retries = 0
         self._used: dict[
             int, tuple[_Block, int]
@@ -190,9 +194,12 @@ class CachingAllocator:
     def _grow(self, pool: tuple[str, bool], size: int) -> _Block:
         """The free end of the pool's segment, with further pages."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        end = self._ends.get(pool)
-        there = end.size if end is not None and not end.is_used else 0
+        end, there = self._free_end(pool)
         more = _up(size - there, page)
+        if not self._has_room(more):
+            self._make_room()
+            end, there = self._free_end(pool)  # the cache may have given it back
+            more = _up(size - there, page)
         self._reserve(more)
         if end is not None and there:
             self._remove(end)
@@ -208,11 +215,22 @@ class CachingAllocator:
         self._ends[pool] = block
         return block
 
+    def _free_end(self, pool: tuple[str, bool]) -> tuple[_Block | None, int]:
+        """The last block of the pool's expandable segment, and its size if it is free."""
+        end = self._ends.get(pool)
+        return end, end.size if end is not None and not end.is_used else 0
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.limit is None or self.now.reserved + nbytes <= self.limit
+
+    def _make_room(self) -> None:
+        self.retries += 1
+        self.empty_cache()
+
     def _reserve(self, nbytes: int) -> None:
-        if self.limit is not None and self.now.reserved + nbytes > self.limit:
-            self.retries += 1
-            self.empty_cache()
-            if self.now.reserved + nbytes > self.limit:
+        if not self._has_room(nbytes):
+            self._make_room()
+            if not self._has_room(nbytes):
                 raise OutOfMemoryError(nbytes, self.now.reserved, self.now.active)
         self.now.reserved += nbytes
         self._note_peak()
@@ -301,6 +319,8 @@ class CachingAllocator:
 
     def _note_peak(self) -> None:
         now, peak = self.now, self.peak
+        if now.reserved > peak.reserved:
+            self.live_at_peak = now.requested
         peak.requested = max(peak.requested, now.requested)
         peak.active = max(peak.active, now.active)
         peak.reserved = max(peak.reserved, now.reserved)

@@ -1,12 +1,11 @@
 """A program: what one rank does with a device's memory and streams, event by event.
 
-``tracing`` writes programs. Nothing here imports torch, so that a stored plan is read in milliseconds.
+``tracing`` writes programs. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,24 +56,21 @@ class HostWait(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of the run begins: ``build``, ``forward``, ``backward``, ``clip``, ``optimizer`` ..."""
+    """A part of the run begins, such as ``build``, ``forward``, ``backward`` or ``optimizer``."""
 
     name: str
 
 
 Event = Alloc | Free | Kernel | Mark | Wait | HostWait | Phase
-_KINDS: dict[str, type[tuple[object, ...]]] = {
-    "a": Alloc, "f": Free, "k": Kernel, "m": Mark, "w": Wait, "h": HostWait, "p": Phase,
-}  # fmt: skip
-_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 
 
 class Owner(NamedTuple):
     """The reason why memory is taken.
 
     Attributes:
-        group: ``parameters``, ``gradients``, ``optimizer``, ``slabs``, ``activations``, ``temporary``, ``data`` ...
-        unit: the unit of the engine, or the module, in whose forward or backward it is taken.
+        group: ``parameters``, ``gradients``, ``optimizer``, ``slabs``, ``activations``, ``temporary`` or
+            ``other``.
+        unit: the parameter or the slab, by name; empty for what a step makes.
         what: the kind of slab, or the operation with the shape and dtype of its result.
         line: file and line of the model's code, as ``losses.py:118``; empty if there is none.
     """
@@ -116,7 +112,7 @@ class Program:
     """Events in the order of the host's program.
 
     Attributes:
-        events: them.
+        events: the events.
         owners: the owners that allocations name by their index.
     """
 
@@ -164,27 +160,3 @@ class Program:
             elif isinstance(event, Free):
                 del live[event.block]
         return list(live.values())
-
-    def dump(self) -> str:
-        """The program as JSON."""
-        return json.dumps(
-            {"owners": self.owners, "events": [(_LETTERS[type(each)], *each) for each in self.events]},
-            separators=(",", ":"),
-        )
-
-    @classmethod
-    def load(cls, text: str) -> Program:
-        """The program that :meth:`dump` wrote."""
-        stored = json.loads(text)
-        return cls(
-            [_event(letter, values) for letter, *values in stored["events"]],
-            [Owner(*each) for each in stored["owners"]],
-        )
-
-
-def _event(letter: str, values: Iterable[object]) -> Event:
-    return _KINDS[letter](*(_as_tuple(each) for each in values))  # type: ignore[return-value, arg-type]
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardwright.planner.allocator import GIB
 from shardwright.planner.verdict import MARGIN, Verdict
 
 _ANSWERS = {
     "yes": "YES",
-    "barely": f"BARELY: the room left is less than the {MARGIN:.0%} by which the plan may be off",
+    "barely": f"BARELY: less room is left than the {MARGIN:.0%} by which the plan may be off",
     "no": "NO",
 }
 
@@ -24,6 +24,8 @@ def lines_of(verdict: Verdict) -> list[str]:
     usage, peak = verdict.usage, verdict.peak
     least, most = (in_gib(each) for each in verdict.runtime)
     missing = "" if verdict.left >= 0 else f"; {in_gib(-verdict.left)} GiB are missing"
+    if missing and verdict.answer == "barely":
+        missing += ", which PyTorch's allocator gets by emptying its cache in each step"
     rows = [
         ("fits?", _ANSWERS[verdict.answer] + missing),
         (
@@ -33,7 +35,10 @@ def lines_of(verdict: Verdict) -> list[str]:
         ),
         ("exact", _sum(verdict.exact)),
         ("traced", _sum(verdict.traced)),
-        ("cache", f"{in_gib(verdict.cached):>7}  reserved and not live, by the rules of PyTorch's allocator"),
+        (
+            "cache",
+            f"{in_gib(verdict.cached):>7}  reserved and not live when most is reserved: PyTorch's allocator",
+        ),
         ("runtime", f"{most:>7}  CUDA context and NCCL, between {least} and {most}; not measured here"),
         ("peak", f"{peak.phase}: {peak.owner.what}" + (f", {peak.owner.line}" if peak.owner.line else "")),
     ]
@@ -46,8 +51,8 @@ def _sum(groups: Mapping[str, int]) -> str:
     return f"{in_gib(sum(groups.values())):>7}  {parts or 'less than 0.01 GiB each'}"
 
 
-def as_json(verdict: Verdict) -> str:
-    """All figures in bytes."""
+def as_json(verdict: Verdict, edits: Sequence[tuple[str, Verdict]] = ()) -> str:
+    """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs."""
     peak = verdict.peak
     return json.dumps(
         {
@@ -58,10 +63,16 @@ def as_json(verdict: Verdict) -> str:
             "reserved_bytes": verdict.usage.reserved,
             "active_bytes": verdict.usage.active,
             "live_bytes": peak.nbytes,
+            "cached_bytes": verdict.cached,
+            "room_bytes": verdict.room,
             "left_bytes": verdict.left,
             "runtime_bytes": list(verdict.runtime),
             "exact": verdict.exact,
             "traced": verdict.traced,
+            "edits": [
+                {"keys": words, "fits": other.answer, "reserved_bytes": other.usage.reserved}
+                for words, other in edits
+            ],
             "peak": {"phase": peak.phase, "operation": peak.owner.what, "line": peak.owner.line},
         },
         indent=2,

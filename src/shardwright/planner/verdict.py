@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.planner.allocator import GIB, Rules, Usage, replay
+from shardwright.planner.allocator import GIB, OutOfMemoryError, Rules, Usage, replay
 from shardwright.planner.devices import Device
 from shardwright.planner.program import Peak, Program
 
@@ -27,11 +27,13 @@ class Verdict:
     """The memory of a program on a device, in bytes.
 
     Attributes:
-        answer: ``yes``; ``barely``, with less room than the plan's margin; or ``no``.
-        device: it.
+        answer: ``yes``; ``barely``, with less room than the plan's margin, or only after the allocator has emptied its
+            cache; or ``no``.
+        device: the device.
         ranks: processes with a device each.
         peak: the moment at which most bytes are live.
-        usage: the largest figures of PyTorch's allocator.
+        usage: the largest figures of PyTorch's allocator on a device without end.
+        cached: bytes that are reserved and not live when most is reserved.
         runtime: the least and the most that CUDA and NCCL take.
     """
 
@@ -40,12 +42,13 @@ class Verdict:
     ranks: int
     peak: Peak
     usage: Usage
+    cached: int
     runtime: tuple[int, int]
 
     @property
     def room(self) -> int:
         """Bytes for PyTorch's allocator, if the runtime takes the most."""
-        return self.device.nbytes - self.runtime[1]
+        return room_of(self.device, self.runtime)
 
     @property
     def left(self) -> int:
@@ -64,28 +67,32 @@ class Verdict:
         return {group: nbytes for group, nbytes in self.peak.by_group().items() if group not in EXACT}
 
     @property
-    def cached(self) -> int:
-        """Bytes that are reserved and not live, at the allocator's peak."""
-        return self.usage.reserved - self.peak.nbytes
-
-    @property
     def status(self) -> int:
         """The exit status of a process that asks: 0, or 3 if it does not fit."""
         return 3 if self.answer == "no" else 0
 
 
+def room_of(device: Device, runtime: tuple[int, int]) -> int:
+    """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all."""
+    return max(0, device.nbytes - runtime[1])
+
+
 def judge(program: Program, device: Device, ranks: int, rules: Rules | None = None) -> Verdict:
     """The verdict on a program that each of ``ranks`` processes runs on a device of its own."""
+    rules = rules or Rules()
     starts = [i for i, name in program.phase_starts() if name == "forward"]
     peak = program.peak(starts[0] if starts else 0)
-    usage = replay(program.events, rules or Rules()).peak
+    endless = replay(program.events, rules)
     least, most = CONTEXT
     if ranks > 1:
         least, most = least + NCCL[0], most + NCCL[1]
-    left = device.nbytes - most - usage.reserved
+    room = room_of(device, (least, most))
     answer: Literal["yes", "barely", "no"] = "yes"
-    if left < 0:
-        answer = "no"
-    elif left < MARGIN * usage.reserved:
+    if room - endless.peak.reserved < MARGIN * endless.peak.reserved:
         answer = "barely"
-    return Verdict(answer, device, ranks, peak, usage, (least, most))
+        try:
+            replay(program.events, rules, room)
+        except OutOfMemoryError:
+            answer = "no"
+    cached = endless.peak.reserved - endless.live_at_peak
+    return Verdict(answer, device, ranks, peak, endless.peak, cached, (least, most))

@@ -14,16 +14,32 @@ import torch
 from torch import Tensor
 
 from shardwright._torch import FakeTensor, TorchDispatchMode, dispatches, outside_dispatch_modes
-from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder
+from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, reader_of_value
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
     {
         "set_", "_unsafe_view", "detach", "detach_", "alias", "lift_fresh", "_reshape_alias", "is_pinned",
-        "is_same_size", "sym_size", "sym_stride",
+        "is_same_size", "sym_size", "sym_stride", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_",
+        "swapaxes_", "swapdims_",
     }
 )  # fmt: skip
+
+
+class UnknownValueError(Exception):
+    """A program reads a value that a trace does not compute.
+
+    Args:
+        what: what it reads.
+        line: the file and line that reads it.
+    """
+
+    def __init__(self, what: str, line: str) -> None:
+        super().__init__(
+            f"{line or 'PyTorch'} reads {what}, and a plan computes no values of large tensors and of what follows "
+            "from them. Leave this out while the model is planned, or let it depend on shapes alone"
+        )
 
 
 class _Form(NamedTuple):
@@ -54,13 +70,14 @@ class Hollow(TorchDispatchMode):
 
     Args:
         recorder: gets the blocks and kernels.
-        workspaces: for an operation's name, the bytes that its kernel takes and frees inside, from its arguments.
+
+    Raises:
+        UnknownValueError: inside the context, a program reads a value that was not computed.
     """
 
-    def __init__(self, recorder: Recorder, workspaces: dict[str, Callable[..., int]] | None = None) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._workspaces = workspaces or {}
         self._forms: dict[Any, _Form] = {}
         self._results: dict[Any, _Result | None] = {}
 
@@ -73,36 +90,43 @@ class Hollow(TorchDispatchMode):
                 return NotImplemented
         self._recorder.look_at_backward()
         form = self._forms.get(func) or self._form_of(func)
+        if torch.is_grad_enabled():
+            self._recorder.note_line()
         if form.is_view or form.name in _AS_THEY_ARE:
             return func(*args, **kwargs)
+        if (
+            form.name == "wait_tensor"
+        ):  # of torch's functional collectives; its meta kernel makes a new tensor
+            return args[0]
         tensors: list[Tensor] = []
         _collect(args, tensors)
         _collect(kwargs, tensors)
         if form.namespace == "c10d":
             return self._communicate(func, form, tensors, args, kwargs)
         if form.name == "_local_scalar_dense":
+            self._check_known(tensors, "item")
             return func(*args, **kwargs)
+        if form.name == "resize_" and not args[0].is_meta:
+            func(*args, **kwargs)
+            self._recorder.resized(args[0].untyped_storage())
+            return args[0]
         if any(each.is_meta for each in tensors) or _wants_meta(kwargs):
             return func(*args, **kwargs)
-        if form.name == "equal" and any(_size(each) > SMALL for each in tensors):
+        if form.name == "equal" and not all(map(self._is_known, tensors)):
+            self._check_known(tensors, "equal")
             return True
         small = all(map(_has_content, tensors))
         result = None if _writes_only(func) else self._result(func, args, kwargs, small)
         shapes = result.shapes if result is not None else ()
         if small and all(shape is None or shape.nbytes <= SMALL for shape in shapes):
             out = func(*args, **kwargs)
-            self._know(out, form)
+            self._know(out, form, all(map(self._is_known, tensors)))
             return out
         if form.writes:
             out = self._written(func, form, args, kwargs, result)
         else:
             assert result is not None
-            workspace = self._workspaces.get(form.name)
             out = self._make(result, form)
-            if workspace is not None and (nbytes := workspace(*args, **kwargs)):
-                self._recorder.give_back(
-                    self._recorder.take(nbytes, f"workspace of {form.name}", "temporary")
-                )
         self._note(form, tensors, out)
         return out
 
@@ -133,9 +157,9 @@ class Hollow(TorchDispatchMode):
             made[1]["device"] = torch.device("meta")
         try:
             value = func(*made[0], **made[1])
-        except NotImplementedError:
+        except NotImplementedError as error:
             if not small:
-                raise
+                raise UnknownValueError(f"the size of a result of {func}", reader_of_value()) from error
             self._results[key] = None
             return None
         flat: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -143,7 +167,7 @@ class Hollow(TorchDispatchMode):
         return result
 
     def _make(self, result: _Result, form: _Form) -> Any:
-        line, in_engine = self._recorder.line()
+        line, in_engine = self._recorder.note_line()
         group = OF_ENGINE if in_engine else BY_LIFE
         made: list[Tensor | None] = []
         for shape in result.shapes:
@@ -157,6 +181,7 @@ class Hollow(TorchDispatchMode):
             else:
                 tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu")
             self._recorder.know(tensor, _in_words(form.name, shape), line, group)
+            self._recorder.note_without_values(tensor)
             made.append(tensor)
         if not isinstance(result.value, (list, tuple)):
             return made[0] if made[0] is not None else result.value
@@ -174,6 +199,7 @@ class Hollow(TorchDispatchMode):
         for each in tensors:
             if not each.is_meta and _has_content(each):
                 each.zero_()  # its memory may hold anything, and somebody may read it
+                self._recorder.note_without_values(each)
         if not returns:
             return None
         if all(each.alias_info is not None for each in returns):
@@ -181,14 +207,29 @@ class Hollow(TorchDispatchMode):
         assert result is not None
         return self._make(result, form)
 
-    def _know(self, out: Any, form: _Form) -> None:
+    def _is_known(self, tensor: Tensor) -> bool:
+        return _has_content(tensor) and not self._recorder.is_without_values(tensor)
+
+    def _check_known(self, tensors: list[Tensor], operation: str) -> None:
+        """Refuse a read of a value that was not computed, except by the trainer and the engine: they get zero."""
+        if not all(map(self._is_known, tensors)) and (line := reader_of_value()):
+            raise UnknownValueError(f"a value ({operation})", line)
+
+    def check_read(self, tensor: Tensor) -> None:
+        """Refuse a read that does not come here as an operation, such as ``tolist``."""
+        if _is_plain(tensor) and not tensor.is_meta:
+            self._check_known([tensor], "tolist or numpy")
+
+    def _know(self, out: Any, form: _Form, is_known: bool) -> None:
         tensors: list[Tensor] = []
         _collect(out, tensors)
         for each in tensors:
             if not each.is_meta and _is_plain(each) and self._recorder.block_of(each) is None:
-                line, in_engine = self._recorder.line()
+                line, in_engine = self._recorder.note_line()
                 group = OF_ENGINE if in_engine else BY_LIFE
                 self._recorder.know(each, _in_words(form.name, each), line, group)
+            if not is_known and _is_plain(each):
+                self._recorder.note_without_values(each)
 
     def _note(self, form: _Form, tensors: list[Tensor], out: Any) -> None:
         outs: list[Tensor] = []
@@ -299,4 +340,4 @@ def _key(tree: Any) -> Any:
         return tuple((name, _key(each)) for name, each in sorted(tree.items()))
     if isinstance(tree, torch.device | torch.Generator):
         return None
-    return tree if not isinstance(tree, float) else (float, tree)
+    return type(tree), tree

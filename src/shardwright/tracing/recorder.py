@@ -36,14 +36,12 @@ class Recorder:
 
     Attributes:
         stream: the stream that is current.
-        unit: the unit or module that runs now, for owners.
         now: live bytes.
         current_phase: the phase.
     """
 
     def __init__(self) -> None:
         self.stream = COMPUTE
-        self.unit = ""
         self.now = 0
         self.current_phase = ""
         self._events: list[Event] = []
@@ -52,17 +50,15 @@ class Recorder:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}  #: of live blocks
         self._claims: dict[int, Owner] = {}
-        self._reason: tuple[str, str] | None = None
+        self._without_values: set[int] = set()  #: blocks whose content is not what the program would compute
         self._marks = 0
         self._lines: dict[int, str] = {}  #: of forward, by autograd's sequence number
 
     # -- memory
 
     def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "") -> int:
-        """A block that no storage has; returns its number."""
-        if self._reason is not None:
-            group, what = self._reason
-        owner = Owner(group, self.unit, what, line)
+        """A new block; returns its number."""
+        owner = Owner(group, "", what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
         self._events.append(Alloc(block, nbytes, self.stream, index))
@@ -75,6 +71,7 @@ class Recorder:
         nbytes = self._sizes.pop(block, None)
         if nbytes is not None:
             self.now -= nbytes
+            self._without_values.discard(block)
             self._events.append(Free(block))
 
     def know(self, tensor: torch.Tensor, what: str, line: str = "", group: str = BY_LIFE) -> None:
@@ -112,29 +109,31 @@ class Recorder:
             self._blocks[storage._cdata] = self.take(storage.nbytes(), "resized storage")
             self._watch(storage)
 
-    @contextmanager
-    def taking(self, group: str, what: str) -> Iterator[None]:
-        """Blocks that are taken inside the context belong to ``group``."""
-        before, self._reason = self._reason, (group, what)
-        try:
-            yield
-        finally:
-            self._reason = before
+    def note_without_values(self, tensor: torch.Tensor) -> None:
+        """The content of a tensor is not what the program would compute."""
+        block = self.block_of(tensor)
+        if block is not None:
+            self._without_values.add(block)
+
+    def is_without_values(self, tensor: torch.Tensor) -> bool:
+        return self.block_of(tensor) in self._without_values
 
     def claim(self, group: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Say whose the blocks of tensors are, with their names, whatever took them."""
+        """Give the blocks of tensors their group and names."""
         for name, tensor in named:
             block = self.block_of(tensor)
             if block is not None:
                 self._claims[block] = Owner(group, name, "", "")
 
-    def line(self) -> tuple[str, bool]:
-        """The line of the model's code that runs now, and whether the engine runs inside it. In backward it is the line
-        of forward whose gradient is computed."""
+    def note_line(self) -> tuple[str, bool]:
+        """The line of the model's code that runs now, and whether the engine runs inside it.
+
+        In backward it is the line of forward whose gradient is computed. In forward the line is noted for that.
+        """
         line, in_engine = caller()
-        if in_backward():
-            return self._lines.get(number_of_running_node(), ""), in_engine
-        self._lines[number_of_next_node() - 1] = line
+        if not torch.is_grad_enabled():
+            return (self._lines.get(number_of_running_node(), "") if in_backward() else line), in_engine
+        self._lines.setdefault(number_of_next_node() - 1, line)
         return line, in_engine
 
     # -- streams and kernels
@@ -225,6 +224,17 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
 _TRACING = os.path.dirname(__file__) + os.sep
+
+
+def reader_of_value() -> str:
+    """The line of a program outside of this package that reads a value now. Empty: the trainer or the engine does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, "<")) and (not name.startswith(_OWN) or name.startswith(_SHOWN)):
+            return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def caller() -> tuple[str, bool]:

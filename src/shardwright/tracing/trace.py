@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwright._torch import absent_ranks, local_of, watch_resizes
+from shardwright._torch import absent_ranks, local_of, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
-from shardwright.tracing.attention import as_on_cuda
 from shardwright.tracing.hollow import Hollow
+from shardwright.tracing.kernels import kernels_of_cuda
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.streams import RecordedStreams
 
@@ -44,17 +44,19 @@ class _Slabs:
 def trace(ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Iterator[Recorder]:
     """Inside the context code runs as rank 0 of so many ranks, on hollow tensors on the CPU.
 
-    ``kind``: with "cuda" the engine queues work on streams, and attention takes a GPU's kernel.
+    ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU.
     """
     recorder = Recorder()
     with ExitStack() as stack:
         stack.enter_context(absent_ranks(ranks))
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
-            stack.enter_context(as_on_cuda())
+            stack.enter_context(kernels_of_cuda())
         stack.enter_context(watch_resizes(recorder.resized))
         stack.enter_context(observe(_Slabs(recorder)))
-        stack.enter_context(Hollow(recorder))
+        hollow = Hollow(recorder)
+        stack.enter_context(watch_reads(hollow.check_read))
+        stack.enter_context(hollow)
         yield recorder
 
 

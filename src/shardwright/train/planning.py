@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.planner.program import Program
+from shardwright.tracing.hollow import UnknownValueError
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.trace import CPU, claim_gradients, claim_training, trace
 from shardwright.train.config import Config
@@ -22,6 +23,7 @@ from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
 from shardwright.train.step.trainer import Trainer
 
@@ -73,16 +75,25 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     Raises:
         UserError: the configuration does not fit so many ranks, or has a setting that no plan covers.
     """
+    check_division(config, ranks)
     check_planned(config)
-    train = config.train.model_copy(update={"cuda_graph": False, "memory_snapshot": False})
+    train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
     stream = AbsentStream(config.train.seq_len, separate=False)
     dataset = AbsentData(stream, config.model.shape().vocab_size)
-    with trace(ranks, kind) as recorder:
-        recorder.phase("build")
-        world = World.of(config.parallel, 0, ranks, CPU)
-        trainer = Trainer(config, world, cast(Dataset, dataset), reads_weights=False)
+    try:
+        with trace(ranks, kind) as recorder:
+            return _traced(config, ranks, cast(Dataset, dataset), recorder)
+    except UnknownValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) -> Program:
+    recorder.phase("build")
+    world = World.of(config.parallel, 0, ranks, CPU)
+    trainer = Trainer(config, world, dataset, reads_weights=False)
+    try:
         if not config.optimizer.in_backward:  # which refuses hooks
             _note_phases(recorder, trainer)
         for _ in range(STEPS):
@@ -90,9 +101,9 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
             recorder.phase("forward")
             trainer.train_step(StopRequest())
         claim_training(recorder, trainer.model, trainer.optimizer)
-        program = recorder.program()
+        return recorder.program()
+    finally:
         trainer.close()
-    return program
 
 
 def _note_phases(recorder: Recorder, trainer: Trainer) -> None:
@@ -120,6 +131,16 @@ def check_planned(config: Config) -> None:
         raise UserError(
             f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
             "which needs more memory"
+        )
+    for section, key, value in (
+        ("parallel", "offload", config.parallel.offload),
+        ("train", "float8", config.train.float8),
+    ):
+        if value != "none":
+            raise UserError(f"{section}.{key}: a plan covers 'none', found {value!r}")
+    if config.train.cuda_graph:
+        raise UserError(
+            "train.cuda_graph: a plan covers false, found true; plan with --train.cuda_graph false"
         )
     shape = config.model.shape()
     if isinstance(shape, HybridConfig) and "E" in shape.pattern + shape.mtp_pattern:

@@ -6,6 +6,7 @@ The real step runs the CPU's kernels. The plan runs none. Both run the same trai
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -137,12 +138,9 @@ def test_a_plan_has_the_peak_of_the_step_with_each_setting(words: str) -> None:
 
 def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:
     program = program_of(config_of(LLAMA["bf16"]), 2)
-    text = program.dump()
-    assert "_scaled_dot_product_flash_attention" in text
-    assert {"compute", "gather", "reduce"} <= {
-        each[1] for each in map(tuple, program.events) if len(each) == 2
-    } | {getattr(each, "stream", "") for each in program.events}
+    assert any("_scaled_dot_product_flash_attention" in owner.what for owner in program.owners)
+    assert {"compute", "gather", "reduce"} <= {getattr(each, "stream", "") for each in program.events}
     peak = program.peak(next(i for i, name in program.phase_starts() if name == "forward"))
     assert peak.phase == "backward"
-    assert peak.owner.line.endswith((".py:" + peak.owner.line.rpartition(":")[2],))
+    assert re.fullmatch(r"(losses|llama|decoder)\.py:\d+", peak.owner.line)
     assert {"parameters", "optimizer", "slabs", "activations"} <= set(peak.by_group())

@@ -21,8 +21,9 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     config = str(EXAMPLES / "llama_debug.toml")
     done = plan(config, "--on", "2xh100")
     assert (done.returncode, done.stderr) == (0, "")
-    first, *lines = done.stdout.splitlines()
-    assert "2 x NVIDIA H100" in first
+    model, job, *lines = done.stdout.splitlines()
+    assert "parameters)" in model
+    assert job.startswith("2 x NVIDIA H100")
     assert [line.split()[0] for line in lines if line[0] != " "] == [
         "fits?",
         "exact",
@@ -37,6 +38,14 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     figures = json.loads(done.stdout)
     assert (done.returncode, figures["fits"]) == (3, "no")
     assert figures["left_bytes"] < 0 < figures["exact"]["optimizer"]
+    assert "--activations.checkpoint full" in [edit["keys"] for edit in figures["edits"]]
+    assert all(edit["reserved_bytes"] < figures["reserved_bytes"] for edit in figures["edits"])
+    done = plan(config, "--on", f"2x{small}")
+    assert done.returncode == 3
+    last = done.stdout.splitlines()[-len(figures["edits"]) :]
+    assert [line.split("-", 1)[1].partition("  ")[0] for line in last] == [
+        edit["keys"].removeprefix("-") for edit in figures["edits"]
+    ]
 
 
 def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() -> None:
@@ -68,6 +77,13 @@ def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() ->
         (["llama_debug", "--on", "2xh100", "--train.compile", "inductor"], "train.compile"),
         (["llama_debug", "--on", "2xh100", "--parallel.engine", "ddp"], "parallel.engine"),
         (["hybrid_debug", "--on", "2xh100"], "experts"),
+        (["llama_debug", "--on", "2xh100", "--parallel.offload", "cpu"], "parallel.offload"),
+        (
+            ["llama_debug", "--on", "2xh100", "--run.device", "cuda", "--train.float8", "rowwise"],
+            "train.float8",
+        ),
+        (["llama_debug", "--on", "2xh100", "--train.cuda_graph", "true"], "train.cuda_graph"),
+        (["llama_debug", "--on", "8xh100", "--parallel.engine", "none"], "parallel.engine"),
         (["nowhere", "--on", "2xh100"], "nowhere"),
     ],
 )

@@ -50,6 +50,12 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
 
     `resumes`: the job continues a run, so that messages advise what may change then.
     """
+    check_division(config, ranks, resumes)
+    check_model_fits(config, ranks, ranks_of_host(ranks, under_launcher()), choose_device(config))
+
+
+def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
+    """The same, wherever the job will run: without this machine's memory and devices."""
     parallel = config.parallel
     if parallel.engine == "none" and ranks != 1:
         raise UserError(
@@ -81,7 +87,6 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
     shape = config.model.shape()
     if (check_model := offers_of(shape).check) is not None:
         check_model(shape, config)
-    check_model_fits(config, ranks, ranks_of_host(ranks, under_launcher()), choose_device(config))
 
 
 def check_least_ranks(config: Config, ranks: int) -> None:

@@ -1,0 +1,84 @@
+"""Functions for which a GPU has another kernel than the CPU. Traces save for backward what the GPU's kernel saves.
+
+Sources: ``sdp_utils.cpp``, ``attention.cpp`` and ``layer_norm.cpp`` in ``aten/src/ATen/native`` of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Inside the context functions run as on a GPU of compute capability 8.0 or newer."""
+    before = F.scaled_dot_product_attention, F.rms_norm
+    F.scaled_dot_product_attention, F.rms_norm = _attention, _rms_norm
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm = before
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Flash attention in float16 and bfloat16 without a mask; else the memory-efficient kernel, which has no groups of
+    heads; else the formula."""
+    grouped = query.shape[-3] != key.shape[-3]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zeros.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.dim() == 4 and half and attn_mask is None and query.shape[-1] <= 256:
+        flash = _aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if query.dim() == 4 and not grouped and (half or query.dtype == torch.float32):
+        efficient = _aten._scaled_dot_product_efficient_attention
+        saves = query.requires_grad or key.requires_grad or value.requires_grad
+        return efficient(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+    formula = _aten._scaled_dot_product_attention_math
+    return formula(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+_plain_rms_norm = F.rms_norm
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """One kernel, if the dtypes agree. It saves its input and a number for each row."""
+    if weight is not None and weight.dtype != input.dtype:
+        return _plain_rms_norm(input, list(normalized_shape), weight, eps)
+    return _FusedNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-any-return]
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:  # type: ignore[override]
+        inverse = torch.empty(input.shape[:-dims], dtype=torch.float32, device=input.device)
+        ctx.save_for_backward(input, weight, inverse)
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        input, weight, _ = ctx.saved_tensors
+        of_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return of_input, of_weight, None
