@@ -43,9 +43,7 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     done = plan(config, "--on", f"2x{small}")
     assert done.returncode == 3
     last = done.stdout.splitlines()[-len(figures["edits"]) :]
-    assert [line.split("-", 1)[1].partition("  ")[0] for line in last] == [
-        edit["keys"].removeprefix("-") for edit in figures["edits"]
-    ]
+    assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
 
 
 def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() -> None:
@@ -83,7 +81,7 @@ def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() ->
             "train.float8",
         ),
         (["llama_debug", "--on", "2xh100", "--train.cuda_graph", "true"], "train.cuda_graph"),
-        (["llama_debug", "--on", "8xh100", "--parallel.engine", "none"], "parallel.engine"),
+        (["llama_debug", "--on", "2xh100", "--parallel.engine", "none"], "parallel.engine"),
         (["nowhere", "--on", "2xh100"], "nowhere"),
     ],
 )
