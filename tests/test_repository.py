@@ -182,6 +182,20 @@ def test_contributing_lists_every_room() -> None:
     assert tables == [[room.strip() for layer in each for room in layer.split("|")] for each in layers]
 
 
+def test_rooms_are_small() -> None:
+    """At most 14 entries beside ``__init__.py`` in each folder of the trainer, the checkpoints and their tests."""
+    roots = [
+        ROOT / parent / room for parent in ("src/shardwright", "tests") for room in ("train", "checkpoint")
+    ]
+    folders = [folder for root in roots for folder in (root, *root.rglob("*")) if folder.is_dir()]
+    entries = {
+        str(folder.relative_to(ROOT)): len([e for e in folder.iterdir() if not e.name.startswith("__")])
+        for folder in folders
+        if folder.name != "__pycache__"
+    }
+    assert {name: count for name, count in entries.items() if count > 14} == {}
+
+
 def test_contributing_names_places_that_exist() -> None:
     rows = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to change")[2].partition("## House")[0]
     paths = [word for word in backquoted(rows.partition("|---|---|")[2]) if "/" in word]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 TESTS = ROOT / "tests"
 #: Limits: lines and attributes of a class with state, lines of a test file.
-CLASS_LINES, CLASS_ATTRIBUTES, TEST_LINES = 250, 20, 600
+CLASS_LINES, CLASS_ATTRIBUTES, TEST_LINES = 250, 15, 600
 
 Graph = dict[str, set[str]]
 

@@ -23,7 +23,7 @@ from shardwright.train.data.samples.loader import Loader
 from shardwright.train.parallel import recipe
 from shardwright.train.step import loop, session
 from shardwright.train.step import trainer as trainer_module
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tools.faults.points import Fault, Plan, count_calls
 

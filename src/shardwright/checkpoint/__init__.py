@@ -5,9 +5,9 @@
     sw.load_pretrained(model, "llama-3-8b/", key_map=hugging_face.key_map(model.config))     # docs/pretrained.md
 
 Each rank reads and writes only its part; no rank ever holds the model. Programs that look into checkpoints find here
-:func:`open_checkpoint`, :class:`Damaged` and the random generators; the trainer and the Fabric strategy use nothing
-else. In a key map :class:`Transposed`, :class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are
-stored in another form.
+:func:`open_checkpoint`, :class:`Damaged` and the random generators. The trainer and the Fabric strategy save and load
+through these names. In a key map :class:`Transposed`, :class:`Slice`, :class:`Stacked` and :class:`Joined` describe
+tensors that are stored in another form.
 
 ``training`` has the state of a run, and ``asynchronous`` writes it in the background. Both use ``save`` and ``load``.
 These use ``format``, the form of files, and ``storage``, the places of files: folders and URLs. ``dcp`` reads folders

@@ -28,7 +28,7 @@ from shardwright.train.finetune.layers import Adapter
 from shardwright.train.models import generation_settings, hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 from tests.train.data.samples import save_tokenizer
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
 from tests.train.kit.logs import heard

@@ -18,7 +18,7 @@ from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 from tests.train.finetune.kit import tokens
 from tests.train.kit.jobs import TINY, config_file, train_here
 from tests.train.models.kit.architectures import folder_with

@@ -17,7 +17,7 @@ import shardwright as sw
 from shardwright.checkpoint.format.digests import digest_of
 from shardwright.checkpoint.format.index import INDEX, StoredFile, index_text, parse_index
 from shardwright.train.run.position import Position
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 
 Damage = Callable[[Path, Path], None]
 """Damages the file at the first path. At the second is the file of that name of another step."""

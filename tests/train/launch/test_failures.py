@@ -22,7 +22,7 @@ from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord, repair_record
 from shardwright.train.run.writing import write_text
 from shardwright.train.step import session
-from shardwright.train.step.checkpoint import saved_steps, what_is_missing
+from shardwright.train.step.saving.checkpoint import saved_steps, what_is_missing
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import (
     config_file,

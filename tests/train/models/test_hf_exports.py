@@ -15,7 +15,7 @@ from shardwright import cli
 from shardwright.train.finetune import adapters
 from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 from tests.train.kit.jobs import config_file, ranks, train_here
 from tests.train.kit.logs import heard
 from tests.train.models.kit.architectures import folder_with, reloaded

@@ -22,7 +22,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.models.foreign.python import _summed
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 from tests.train.kit.jobs import config_file, losses, ranks, run, train_here
 from tests.train.models.kit.architectures import ARCHITECTURES
 from tests.train.models.kit.foreign import JOB

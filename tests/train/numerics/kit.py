@@ -30,7 +30,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.loop import run_steps
 from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.reporting.recording import StepReports
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import tiny, trainer
 from tests.train.kit.text import batch, random_text

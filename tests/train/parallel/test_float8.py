@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.float8 import check_float8
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.pool import multirank
 from tests.train.kit.jobs import tiny

@@ -24,7 +24,7 @@ from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.styles import SummedParts, rows_of, spread_experts
 from shardwright.train.parallel import recipe
 from shardwright.train.parallel.checks import check_ranks
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh

@@ -22,8 +22,8 @@ from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.parallel.world import World
-from shardwright.train.step import checkpoint
 from shardwright.train.step.evaluation import sample_text, validate
+from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank

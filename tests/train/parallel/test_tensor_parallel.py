@@ -14,8 +14,8 @@ from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
 from shardwright.train.parallel.checks import check_ranks
-from shardwright.train.step import checkpoint
 from shardwright.train.step.evaluation import validate
+from shardwright.train.step.saving import checkpoint
 from tests.support.pool import multirank
 from tests.train.kit.jobs import tiny
 from tests.train.kit.parallel import plain_steps, take_steps

@@ -29,9 +29,9 @@ from shardwright.train.launch import progress
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import Position, recovered_steps
 from shardwright.train.run.stored_checkpoint import examine
-from shardwright.train.step import checkpoint
-from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, what_is_missing
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving import checkpoint
+from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, what_is_missing
+from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, plant_beside, runs, saved_with
 from tests.train.kit.damage import DAMAGES, Job, flipped, on_first_rank, restored, sealed_again

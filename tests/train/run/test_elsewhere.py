@@ -16,9 +16,9 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import TRY_AGAIN, End
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position
-from shardwright.train.step import checkpoint
-from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, step_folder
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving import checkpoint
+from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, step_folder
+from shardwright.train.step.saving.saves import Saves
 from tests.train.kit.damage import flipped
 from tests.train.kit.faults import environment
 from tests.train.kit.jobs import config_file, losses, ranks, read_exit, tiny, train_here

@@ -16,7 +16,7 @@ import pytest
 from shardwright import cli
 from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.checkpoint import saved_steps, what_is_missing
+from shardwright.train.step.saving.checkpoint import saved_steps, what_is_missing
 from tests.train.kit.jobs import (
     config_file,
     finish,

@@ -39,9 +39,9 @@ from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position
-from shardwright.train.step import checkpoint
-from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving import checkpoint
+from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
 from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here, trainer

@@ -22,8 +22,8 @@ from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position
-from shardwright.train.step.checkpoint import SaveFailedError, saved_steps, verified
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
 from tests.train.kit.jobs import (

@@ -21,7 +21,7 @@ from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
 from shardwright.train.run.folder import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
-from shardwright.train.step import checkpoint
+from shardwright.train.step.saving import checkpoint
 
 
 def prompt_ids(

@@ -1,6 +1,6 @@
 """The axes of a job's ranks: how many there are of each, and which ranks share data, tokens and losses.
 
-Nobody else divides numbers of ranks. Nothing here imports torch.
+Nobody else divides the ranks into axes. Nothing here imports torch.
 """
 
 from __future__ import annotations

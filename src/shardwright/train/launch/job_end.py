@@ -1,4 +1,5 @@
-"""The end of a job. `JobEnd` alone writes exit.json and closes the session in run.json, whoever started the ranks.
+"""The end of a job. `JobEnd` alone writes exit.json, whoever started the ranks. It closes the session in run.json,
+unless the loop has done so with its results.
 
 An end, and who can know of it. "The ranks" are those of torchrun, SLURM or Ray, which no launcher of ours has started:
 

@@ -16,7 +16,7 @@ from shardwright.train.step.reporting.recording import (
     report_untrained,
     step_record,
 )
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 

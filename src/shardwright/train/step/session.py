@@ -22,7 +22,6 @@ from shardwright.train.report.console import Lines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import End
 from shardwright.train.run.folder import checkpoints_of
-from shardwright.train.step.best import BestCheckpoint
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
@@ -35,7 +34,8 @@ from shardwright.train.step.reporting.recording import (
     open_record,
     open_reporter,
 )
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving.best import BestCheckpoint
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
 

@@ -36,14 +36,14 @@ from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl
-from shardwright.train.step import checkpoint
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.numerics import looking, verifying
 from shardwright.train.step.reduction import OwnPart, agree
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving import checkpoint
+from shardwright.train.step.saving.saves import Saves
 
 
 @dataclass(frozen=True)

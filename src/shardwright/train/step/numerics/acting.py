@@ -10,9 +10,9 @@ from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import answering, saved_steps
-from shardwright.train.step.checkpoint import SaveFailedError
 from shardwright.train.step.numerics.fault import NonFiniteError
-from shardwright.train.step.saves import Saves
+from shardwright.train.step.saving.checkpoint import SaveFailedError
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 

@@ -27,9 +27,9 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.writing import may_pass
-from shardwright.train.step import checkpoint
-from shardwright.train.step.best import BestCheckpoint
-from shardwright.train.step.checkpoint import SaveFailedError
+from shardwright.train.step.saving import checkpoint
+from shardwright.train.step.saving.best import BestCheckpoint
+from shardwright.train.step.saving.checkpoint import SaveFailedError
 
 
 def background() -> AsyncCheckpoint:

@@ -1,0 +1,3 @@
+"""Older import path of :class:`Damaged`."""
+
+from shardwright.checkpoint.format.digests import Damaged as Damaged
