@@ -104,10 +104,12 @@ def begin_alone_on_rank_1(rank: int, world_size: int) -> None:
     from shardwright.comm import Communicator
 
     comm = Communicator(dist.group.WORLD, torch.device("cpu"))
-    while comm.shared_memory is None:
+    meeting = comm.meeting
+    assert meeting is not None
+    while (memory := meeting.shared_memory()) is None:
         assert comm.exchange((1,)) is None
     if rank == 1:
-        for step in comm.shared_memory.gather([torch.empty(4)], [torch.ones(2)]).steps(1):
+        for step in memory.gather([torch.empty(4)], [torch.ones(2)]).steps(1):
             step()
 
 

@@ -26,8 +26,6 @@ COLLECTIVES = {
 EXCEPTIONS = {
     "comm/gradient_hooks.py": ("the caller notes them", 3),
     "comm/memory.py": ("once, on a GPU, where the engine is built", 1),
-    "train/rank/shared_folder.py": ("before there is a board", 2),
-    "train/launch/attempts.py": ("before there is a board", 1),
     "train/models/native/styles.py": ("in a compiled graph, which cannot write", 1),
 }
 

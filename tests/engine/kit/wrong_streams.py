@@ -19,6 +19,7 @@ from shardwright.engine.front import module as engine_module
 from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.gradients.reduction import Flight, Reduction
 from shardwright.engine.weights.gather import CastShards, Gather
+from shardwright.engine.weights.residence import Residence
 from shardwright.engine.weights.weights import Weights
 from shardwright.optim.host_state import HostState
 from tests.engine.kit.offload_state import unawaited
@@ -82,7 +83,8 @@ def read_at_once(self: HostFlag, read: Any = HostFlag.read) -> bool:
 
 def release_without_waiting(self: Weights, release: Callable[[Weights], None] = Weights.release) -> None:
     FORGOTTEN.append(self._flight)
-    self._flight = None
+    if self._flight is not None:
+        self._flight, self.residence = None, Residence.RESIDENT
     release(self)
 
 
