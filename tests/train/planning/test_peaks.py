@@ -51,7 +51,6 @@ MORE: dict[str, str] = {
     "dora": "finetune.method=dora",
     "tensor": "parallel.tensor=2",
     "fsdp2": "parallel.engine=fsdp2",
-    "one engine": "parallel.engine=none",
     "longer": "train.seq_len=512 train.micro_batch=2",
 }
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
