@@ -5,7 +5,7 @@
 # make test                              what a change must pass, in about 15 minutes on two cores
 # make test  ARGS="-k prefetch -x"       arguments of pytest; files that they name run whole
 # make test-all                          every test
-# make quick                             the pure tests and the central ones on two ranks, in a minute or two
+# make quick                             the pure tests and the central ones on two ranks, in under a minute
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
