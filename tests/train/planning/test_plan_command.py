@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.cli.program import main
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -85,8 +87,11 @@ def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() ->
         (["nowhere", "--on", "2xh100"], "nowhere"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = [str(EXAMPLES / f"{each}.toml") if i == 0 else each for i, each in enumerate(arguments)]
-    done = plan(*names)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
+    status = main(["plan", *names])
+    out, error = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert len(error.splitlines()) == 1 and message in error

@@ -317,6 +317,7 @@ def test_votes_where_the_optimizer_steps_in_backward(
     assert lines[-1]["step"] == 3
 
 
+@pytest.mark.extensive("many engines", but=("?-shardwright-*",))
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 @pytest.mark.parametrize("engine", ["shardwright", "none", "ddp", "fsdp2"])
 @pytest.mark.parametrize("count", [1, 2])
@@ -357,6 +358,7 @@ def test_in_a_graph(
             )
 
 
+@pytest.mark.extensive("each method on each rank", but=("1-*-Fails", "2-after_step-Last"))
 @pytest.mark.parametrize("who", ["Fails", "Last"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [1, 2])
@@ -378,6 +380,7 @@ def test_a_hook_that_raises_is_one_error(
     assert error.count("\n") == (2 if who == "Last" else 1)  # the other rank lost contact
 
 
+@pytest.mark.extensive("each is a launch", but=("after_step",))
 @pytest.mark.parametrize("method", ["after_step", "load_state_dict"])
 def test_a_hook_that_raises_under_the_launcher(folder: Path, method: str) -> None:
     """One rank of two: one line, and the status of an error of the user."""
