@@ -38,7 +38,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 
 def shared_by(comm: Communicator) -> SharedMemory | None:
-    """What the ranks use for collectives, if not gloo."""
+    """The collectives through shared memory; None: the ranks use gloo."""
     return None if comm.meeting is None else comm.meeting.shared_memory()
 
 

@@ -91,6 +91,8 @@ LOSSES: dict[str, Callable[[Any, int], torch.Tensor]] = {
     "whole": lambda m, r: ce(m, r) + own(r) * (full(m.layers[0].weight).t() @ full(m.layers[0].weight)).sum(),
     "alone": lambda m, r: own(r) * penalty(m),
     "before forward": lambda m, r: own(r) * penalty(m) + ce(m, r),
+    "product": lambda m, r: ce(m, r) * (1 + own(r) * penalty(m)),
+    "quotient": lambda m, r: penalty(m) / (1 + ce(m, r)) + ce(m, r),
     "no penalty": ce,
 }
 
@@ -270,7 +272,7 @@ def test_penalties_are_divided_as_other_gradients(rank: int, world_size: int, se
 def test_in_micro_batches_that_are_not_synchronised(rank: int, world_size: int, setting: str) -> None:
     plain = Net()
     model = shard(plain, **SETTINGS[setting])
-    for name in ("own factor", "own share", "whole", "before forward"):
+    for name in ("own factor", "own share", "product", "whole", "before forward"):
         loss = LOSSES[name]
         one = mean_gradients(plain, loss, SELECTIONS["all"], world_size)
         for selected in (False, True):
@@ -291,7 +293,7 @@ def test_in_micro_batches_that_are_not_synchronised(rank: int, world_size: int, 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_while_the_optimizer_steps_in_backward(rank: int, world_size: int, setting: str) -> None:
     for name, micros in itertools.product(
-        ("own factor", "own share", "before forward", "whole", "no penalty"), (1, 2)
+        ("own factor", "own share", "before forward", "product", "whole", "no penalty"), (1, 2)
     ):
         plain = Net()
         model = shard(plain, **SETTINGS[setting])

@@ -98,7 +98,7 @@ class HostStreams:
     def rejoin(self) -> None:
         return None
 
-    def mark(self, name: str) -> None:
+    def mark(self, name: str) -> Any:
         return None
 
     def join(self, mark: Any) -> None:

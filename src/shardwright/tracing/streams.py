@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardwright.comm.streams import HostStreams
 from shardwright.tracing.recorder import Recorder
 
 
-class RecordedStreams:
-    """The streams of an accelerator, see :class:`shardwright.comm.streams.Streams`. Nothing runs later."""
+class RecordedStreams(HostStreams):
+    """The streams of an accelerator. Work on them is noted and never runs later, so the rest is as on the host."""
 
     asynchronous = False
-    captures = False
-    capturing = False
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -33,12 +32,6 @@ class RecordedStreams:
         with self._recorder.on(name):
             yield
 
-    def note_current(self) -> None:
-        return None
-
-    def rejoin(self) -> None:
-        return None
-
     def mark(self, name: str) -> int:
         return self._recorder.mark(name)
 
@@ -49,18 +42,3 @@ class RecordedStreams:
     def host_wait(self, mark: Any) -> None:
         if mark is not None:
             self._recorder.host_wait(mark)
-
-    def is_over(self, mark: Any) -> bool:
-        return True
-
-    def gather_after(self, event: Any) -> None:
-        return None
-
-    def mark_of_events(self) -> None:
-        return None
-
-    def warm_up(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        raise NotImplementedError("a plan has no graphs: plan the step without train.cuda_graph")

@@ -25,7 +25,7 @@ def dataset_of(config: Config, text: Text | None = None) -> Dataset:
 
 def next_step(job: Trainer) -> list[torch.Tensor]:
     """The arguments of `job.work` for its next step, which is not taken."""
-    data, _ = job.feed.next(job.dataset.train, job.position)
+    data, _ = job.feed.next(job.position)
     job.close()
     counts = job.losses.counts(data.trained)
     return [job.losses.weights(counts), *tensors_of(data.batches)]

@@ -406,7 +406,7 @@ NAMES = ("a", "a_metric_of_forty_characters_has_this_name", "word " * 40)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("words", NAMES)
 def test_explanations_fit_a_terminal(name: str, words: str) -> None:
-    """Of every name and text with room for it, and the others are as they were."""
+    """A metric with any name and text has its lines, and the lines of the other figures do not change."""
     rest: dict[str, Any] = {"validation": True, "norm": True, "mfu": True, "auxiliary": {}, "meanings": {}}
     plain = explain_figures(torch.device("cpu"), metrics={}, **rest).splitlines()
     found = explain_figures(torch.device("cpu"), metrics={name: words}, **rest).splitlines()

@@ -344,6 +344,29 @@ def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.Captur
     assert "train.epochs: expected 0 with train.steps = 3, found 1" in capsys.readouterr().err
 
 
+def test_epochs_may_have_more_steps_than_a_run_without_them(folder: Path) -> None:
+    """The default of `train.steps` is 300."""
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 30)
+    job = config_file(folder, JOB.replace("steps = 8\n", ""))
+    data = [
+        "--data.source",
+        "text.txt",
+        "--run.dir",
+        "run",
+        "--validation.every",
+        "0",
+        "--checkpoint.every",
+        "0",
+    ]
+    assert (
+        train_here(
+            job, *data, "--train.epochs", "16", "--train.global_batch", "1", "--train.micro_batch", "1"
+        )
+        == 0
+    )
+    assert records(folder / "run")[-1]["step"] > 300
+
+
 @pytest.mark.extensive("runs whose data grows", but=("2-0.5-2.5",))
 @pytest.mark.parametrize("epochs", ["1", "2", "2.5"])
 @pytest.mark.parametrize("grows_at", ["0.5", "1", "1.4"])

@@ -1,4 +1,4 @@
-"""Whether what a model returns is what the trainer needs.
+"""Checks of the values that a model returns: logits and losses as the trainer needs them.
 
 Errors name the model with `owner`, the words of `model_in_words` in `config/catalog/kinds.py`.
 

@@ -28,13 +28,13 @@ class Untrained(NamedTuple):
 
 
 class Feed:
-    """The batches of the steps of one rank, in the order of the run."""
+    """The batches of the steps of one rank, in the order of the run: all that `config.train.steps` needs."""
 
-    def __init__(self, config: Config, world: World) -> None:
-        self._config, self._world = config, world
+    def __init__(self, config: Config, world: World, stream: Stream) -> None:
+        self._config, self._world, self._stream = config, world, stream
         self._loader: Loader | None = None  # from a position on, until `close`
 
-    def next(self, stream: Stream, position: Position) -> tuple[StepBatches, Untrained | None]:
+    def next(self, position: Position) -> tuple[StepBatches, Untrained | None]:
         """The data of the next step, and the global batches before it that have no trained token.
 
         Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
@@ -42,7 +42,7 @@ class Feed:
         if self._loader is None:
             train, world = self._config.train, self._world
             self._loader = Loader(
-                stream,
+                self._stream,
                 Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size),
                 first=position.samples,
                 stop=position.samples + (train.steps - position.step) * train.global_batch,

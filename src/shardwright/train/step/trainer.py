@@ -113,6 +113,7 @@ class Trainer:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.config, self.world = config, world
         self._use(dataset)
+        config = self.config
         self.hooks = hooks or Hooks()
         self.job: JobOfHooks | None = None  # until `open_hooks`
         config.train.accumulation_steps(world.data_size)
@@ -135,7 +136,6 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
-        self.feed = Feed(config, world)
         self._loaded: checkpoint.LoadedRun | None = None  # until the generators go on from it
 
     def open_hooks(self, reporter: Reporter) -> None:
@@ -176,6 +176,7 @@ class Trainer:
         """Take this data, and the steps that `train.epochs` makes of it."""
         train = self.config.train.with_steps_of(dataset.train.samples_of)
         self.dataset, self.config = dataset, self.config.model_copy(update={"train": train})
+        self.feed = Feed(self.config, self.world, dataset.train)
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -197,7 +198,7 @@ class Trainer:
         boards.begin_step(step + 1)
         boards.at(boards.DATA)
         started = time.perf_counter()
-        data, untrained = self.feed.next(self.dataset.train, self.position)
+        data, untrained = self.feed.next(self.position)
         if untrained is not None:
             self.position = self.position.after_untrained(data.first, untrained.batches)
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]

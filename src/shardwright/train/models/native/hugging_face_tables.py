@@ -122,7 +122,7 @@ _HYBRID = {
     "norm_eps": "layer_norm_epsilon",
     "tied_embeddings": "tie_word_embeddings",
 }
-#: Of hybrids that nothing else knows.
+#: Keys of hybrids alone: no other model on the hub has these parts.
 _OURS_ALONE = {
     "n_experts": "n_routed_experts",
     "top_k": "num_experts_per_tok",
