@@ -94,9 +94,7 @@ class Hollow(TorchDispatchMode):
             self._recorder.note_line()
         if form.is_view or form.name in _AS_THEY_ARE:
             return func(*args, **kwargs)
-        if (
-            form.name == "wait_tensor"
-        ):  # of torch's functional collectives; its meta kernel makes a new tensor
+        if form.name == "wait_tensor":  # its meta kernel would make a new tensor
             return args[0]
         tensors: list[Tensor] = []
         _collect(args, tensors)

@@ -1,0 +1,152 @@
+"""Hollow tensors: which values they have, which reads are refused, and which blocks a program gets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright.planner.program import Program
+from shardwright.tracing.hollow import SMALL, UnknownValueError
+from shardwright.tracing.trace import trace
+
+LARGE = 256  #: a square of this side is far larger than ``SMALL``
+assert LARGE * LARGE * 4 > SMALL
+
+
+def program_of(body: Callable[[], Any], kind: Any = "cpu") -> Program:
+    with trace(1, kind) as recorder:
+        recorder.phase("forward")
+        kept = body()
+        program = recorder.program()
+        del kept
+    return program
+
+
+def live_bytes(body: Callable[[], Any], kind: Any = "cpu") -> int:
+    return sum(each.nbytes for each in program_of(body, kind).live())
+
+
+#: Reads of values that no plan computes.
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.mean()),
+    "bool": lambda x: bool((x > 0).any()),
+    "comparison": lambda x: 1 if x.max() > 3 else 2,
+    "tolist": lambda x: x.sum(0).tolist(),
+    "numpy": lambda x: x.sum(0).numpy(),
+    "of a row": lambda x: x[0, 0].item(),
+    "nonzero": lambda x: x.nonzero(),
+    "by a mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "what follows": lambda x: (x.sum() * 2 + torch.ones(())).item(),
+    "written": lambda x: torch.zeros(LARGE).copy_(x[0]).tolist(),
+    "index": lambda x: torch.arange(9)[int(x.argmax())],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_of_unknown_values_name_their_line(name: str) -> None:
+    first = inspect.getsourcelines(inspect.getmodule(program_of))[0]  # type: ignore[arg-type]
+    with pytest.raises(UnknownValueError, match=Path(__file__).name) as raised, trace(1, "cpu"):
+        READS[name](torch.empty(LARGE, LARGE))
+    number = int(str(raised.value).split(":")[1].split()[0])
+    assert first[number - 1].strip().startswith(f'"{name}":')
+
+
+def test_small_values_are_computed() -> None:
+    with trace(1, "cpu"):
+        table = torch.arange(10).float().outer(torch.ones(4))
+        assert table.sum().item() == 180
+        assert table[3].tolist() == [3.0] * 4
+        assert torch.full((2,), True).dtype == torch.bool
+        assert torch.full((2,), 1).dtype == torch.int64
+        assert torch.equal(table, table.clone())
+        assert table.nonzero().shape == (36, 2)
+
+
+BLOCKS: dict[str, tuple[Callable[[], Any], int]] = {
+    "view": (lambda: [x := torch.empty(LARGE, LARGE), x.t(), x[1:], x.view(-1)], 1),
+    "sum": (lambda: [x := torch.empty(LARGE, LARGE), x + 1], 2),
+    "in place": (lambda: torch.empty(LARGE, LARGE).add_(1).mul_(2), 1),
+    "gone": (lambda: (torch.empty(LARGE, LARGE) + 1) * 2, 1),
+    "turned in place": (lambda: [x := torch.empty(LARGE, 2 * LARGE).t_(), x + 1], 4),
+    "grown": (lambda: torch.empty(LARGE).resize_(LARGE, LARGE), 1),
+    "freed": (lambda: [x := torch.empty(LARGE, LARGE), x.untyped_storage().resize_(0)], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_those_of_storages(name: str) -> None:
+    body, squares = BLOCKS[name]
+    assert live_bytes(body) == squares * LARGE * LARGE * 4
+
+
+def test_shapes_change_in_place() -> None:
+    with trace(1, "cpu"):
+        x = torch.empty(LARGE, 2 * LARGE)
+        assert (x.t_() + 1).shape == (2 * LARGE, LARGE)
+        assert x.unsqueeze_(0).shape == (1, 2 * LARGE, LARGE)
+
+
+def saved_by(
+    layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Size, dtype: torch.dtype, kind: str
+) -> int:
+    """Bytes that forward keeps for backward, without its input and its result."""
+
+    def body() -> Any:
+        given = torch.empty(x, dtype=dtype, requires_grad=True)
+        return given, layer(given)
+
+    element = torch.empty(0, dtype=dtype).element_size()
+    return live_bytes(body, kind) - 2 * x.numel() * element
+
+
+def test_a_gpu_norm_keeps_its_input_and_a_number_for_each_row() -> None:
+    shape = torch.Size((4, 64, 512))
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return nn.RMSNorm(512, dtype=x.dtype)(x)
+
+    rows, weight = 4 * 64 * 4, 512 * 2
+    assert saved_by(norm, shape, torch.bfloat16, "cuda") == rows + weight
+    assert saved_by(norm, shape, torch.bfloat16, "cpu") > shape.numel() * 4
+
+
+#: Query heads, key heads, dtype, mask: the kernel on a GPU.
+KERNELS = {
+    (4, 4, torch.bfloat16, False): "flash", (4, 2, torch.bfloat16, False): "flash",
+    (4, 4, torch.float32, False): "efficient", (4, 4, torch.bfloat16, True): "efficient",
+    (4, 2, torch.float32, False): "softmax", (4, 2, torch.bfloat16, True): "softmax",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KERNELS, ids=str)
+def test_attention_takes_the_kernel_of_a_gpu(case: tuple[int, int, torch.dtype, bool]) -> None:
+    heads, key_heads, dtype, masked = case
+
+    def body() -> Any:
+        q = torch.empty(2, heads, LARGE, 64, dtype=dtype, requires_grad=True)
+        k, v = (torch.empty(2, key_heads, LARGE, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+        mask = torch.ones(LARGE, LARGE, dtype=torch.bool) if masked else None
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=not masked, enable_gqa=heads != key_heads
+        )
+
+    program = program_of(body, "cuda")
+    made = " ".join(owner.what for owner in program.owners)
+    assert KERNELS[case] in made
+    assert all(other not in made for other in {"flash", "efficient", "softmax"} - {KERNELS[case]})
+    squares = [
+        each.nbytes for each in program.live() if each.nbytes >= 2 * heads * LARGE * LARGE * dtype.itemsize
+    ]
+    assert bool(squares) == (
+        KERNELS[case] == "softmax"
+    )  # the formula keeps a weight for each pair of positions
