@@ -50,7 +50,7 @@ def library() -> Path:
     assert program is not None, reason_to_skip()
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     python = sysconfig.get_config_var("SOABI")
-    digest = hashlib.sha256(f"{FLAGS} {torch.__version__} {torch.__file__} {python} {version}".encode())
+    digest = hashlib.sha256(f"{FLAGS} {torch.__version__} {python} {version}".encode())
     sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     for source in sources:
         digest.update(source.read_bytes())

@@ -277,6 +277,7 @@ def test_metrics_are_those_of_one_plain_rank(folder: Path, count: int, engine: s
             assert mine["validation_metrics"]["cross_entropy_again"] == pytest.approx(mine["validation_loss"])
 
 
+@pytest.mark.extensive("a run on each number of ranks", but=("1-*", "2-true"))
 @pytest.mark.parametrize("background", ["false", "true"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rewind_takes_hooks_along(folder: Path, count: int, background: str) -> None:
@@ -290,6 +291,7 @@ def test_a_rewind_takes_hooks_along(folder: Path, count: int, background: str) -
     assert (folder / "steps").read_text().splitlines()[1] == f"1 {steps} {steps}"
 
 
+@pytest.mark.extensive("a run on each number of ranks", but=("1-*", "2-Stops"))
 @pytest.mark.parametrize("hook", ["Votes", "Stops", "Rewinds"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_votes_where_the_optimizer_steps_in_backward(
@@ -317,7 +319,7 @@ def test_votes_where_the_optimizer_steps_in_backward(
     assert lines[-1]["step"] == 3
 
 
-@pytest.mark.extensive("many engines", but=("?-shardwright-*",))
+@pytest.mark.extensive("many engines", but=("1-shardwright-*", "2-shardwright-hold"))
 @pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 @pytest.mark.parametrize("engine", ["shardwright", "none", "ddp", "fsdp2"])
 @pytest.mark.parametrize("count", [1, 2])

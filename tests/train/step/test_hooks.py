@@ -344,6 +344,7 @@ def test_epochs_say_how_many_steps_there_are(folder: Path, capsys: pytest.Captur
     assert "train.epochs: expected 0 with train.steps = 3, found 1" in capsys.readouterr().err
 
 
+@pytest.mark.extensive("a run of more than 300 steps")
 def test_epochs_may_have_more_steps_than_a_run_without_them(folder: Path) -> None:
     """The default of `train.steps` is 300."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 30)
