@@ -111,14 +111,15 @@ def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> StateByKind:
         sorted_parts.append(StateByKind.of(state))
         return sorted_parts[0].kinds()
 
-    everyones = ranks.run_on_all(sort)
-    for rank, kinds in enumerate(everyones):
-        for key in sorted(kinds.keys() | everyones[0].keys(), key=str):
-            if kinds.get(key) != everyones[0].get(key):
-                raise ValueError(
-                    f"state[{key!r}] is {_kind_in_words(kinds, key)} on rank {rank} and "
-                    f"{_kind_in_words(everyones[0], key)} on rank 0. Pass a state with the same keys on every rank."
-                )
+    def error(others: list[int], theirs: dict[str, str], first: dict[str, str]) -> Exception:
+        keys = sorted(theirs.keys() | first.keys(), key=str)
+        key = next(key for key in keys if theirs.get(key) != first.get(key))
+        return ValueError(
+            f"state[{key!r}] is {_kind_in_words(theirs, key)} on rank {others[0]} and {_kind_in_words(first, key)} on "
+            "rank 0. Pass a state with the same keys on every rank."
+        )
+
+    ranks.check_equal(ranks.run_on_all(sort), error)
     return sorted_parts[0]
 
 

@@ -222,14 +222,14 @@ def open_together(
         check(opened[0])
         return opened[0].fingerprint, str(path)
 
-    check_same_description(ranks.run_on_all(look))
+    check_same_description(ranks.run_on_all(look), ranks)
     _compare_shares(opened[0], ranks, progress)
     return opened[0]
 
 
 def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
     """Compare a checkpoint that every rank has opened: that it is the same, and then all files. Raises as above."""
-    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))))
+    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))), ranks)
     _compare_shares(checkpoint, ranks, progress)
 
 
@@ -241,25 +241,27 @@ def _compare_shares(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     ranks.run_on_all(compare)
 
 
-def check_same_description(found: Sequence[tuple[str, str]]) -> None:
+def check_same_description(found: Sequence[tuple[str, str]], ranks: RankGroup) -> None:
     """Compare what the ranks have opened: fingerprint and place of each rank.
 
     Raises:
         ValueError: two ranks have opened different checkpoints at different places.
         OSError: at the same place.
     """
-    for rank, (fingerprint, place) in enumerate(found):
-        if fingerprint == found[0][0]:
-            continue
-        if place != found[0][1]:
-            raise ValueError(
-                f"rank {rank} loads {place}, and rank 0 {found[0][1]}, which is another checkpoint. Pass the same path "
-                "on every rank"
+
+    def error(others: list[int], *_: str) -> Exception:
+        rank, first = others[0], found[0][1]
+        if (place := found[rank][1]) != first:
+            return ValueError(
+                f"rank {rank} loads {place}, and rank 0 {first}, which is another checkpoint. Pass the same path on "
+                "every rank"
             )
-        raise OSError(
+        return OSError(
             f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just "
             "replaced it: load it again. Or the ranks do not share this file system"
         )
+
+    ranks.check_equal([fingerprint for fingerprint, _ in found], error)
 
 
 @boards.during(boards.LOAD)

@@ -185,7 +185,7 @@ def state_to_save(
             state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
         return summary(optimizers, more, generators)
 
-    check_same(ranks.run_on_all(take))
+    check_same(ranks.run_on_all(take), ranks)
     return state
 
 
@@ -310,8 +310,8 @@ def _load(
         return summary(optimizers, extra, options.generators), (opened[0].fingerprint, str(folder))
 
     looks = ranks.run_on_all(look)
-    check_same([arguments for arguments, _ in looks])
-    check_same_description([found for _, found in looks])
+    check_same([arguments for arguments, _ in looks], ranks)
+    check_same_description([found for _, found in looks], ranks)
     stored = StoredNames(folder, opened[0])
     hooks = HooksToLoad(model, stored)
     saved_ranks = _saved_ranks(stored.tensors) if options.generators else 0

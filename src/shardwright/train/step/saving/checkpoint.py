@@ -428,14 +428,18 @@ def opened(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing
         return found[0].checkpoint.fingerprint
 
     try:
-        prints = RankGroup().run_on_all(look)
+        ranks = RankGroup()
+        prints = ranks.run_on_all(look)
     except Damaged:
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
-    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
-    if other is not None:
-        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
+    ranks.check_equal(
+        prints,
+        lambda others, *_: Damaged(
+            f"rank {others[0]} reads another description of the checkpoint than rank 0"
+        ),
+    )
     return found[0]
 
 
