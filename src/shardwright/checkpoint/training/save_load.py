@@ -48,11 +48,12 @@ from shardwright.checkpoint.training.arguments import (
     with_states,
 )
 from shardwright.checkpoint.training.generators import (
+    GENERATORS,
     check_generator_states,
-    derived_seed,
     generator_states,
     seed_generators,
     set_generator_states,
+    stored_by,
 )
 from shardwright.checkpoint.training.gradient_hooks import HOOKS, HooksToLoad, hook_states
 from shardwright.checkpoint.training.opened import StoredCheckpoint
@@ -72,7 +73,7 @@ from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
-MODEL, EXTRA, GENERATORS = "model", "extra", "generators"
+MODEL, EXTRA = "model", "extra"
 GROUPS = f"{OPTIMIZER}.param_groups"
 #: Name parts of wrapper modules, which the plain model does not have.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -314,8 +315,7 @@ def _load(
     check_same_description([found for _, found in looks], ranks)
     stored = StoredNames(folder, opened[0])
     hooks = HooksToLoad(model, stored)
-    saved_ranks = _saved_ranks(stored.tensors) if options.generators else 0
-    mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
+    saved_ranks, mine = stored_by(stored.tensors if options.generators else (), ranks)
 
     def make_room() -> None:
         if optimizers and not stored.has_part(OPTIMIZER):
@@ -447,15 +447,11 @@ def _keys(stored: StoredNames) -> str:
     return ", ".join(map(repr, sorted(keys, key=repr)))[:200] or "none"
 
 
-def _saved_ranks(stored: Mapping[str, Any]) -> int:
-    return sum(name.startswith(f"{GENERATORS}.rank") and name.endswith(".torch") for name in stored)
-
-
 def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: RankGroup) -> None:
     if saved_ranks == ranks.size:
         set_generator_states(states)
         return
-    seed_generators(derived_seed(states, ranks.rank, ranks.size))
+    seed_generators(bytes(states["torch"].tolist()) + f"{ranks.rank} of {ranks.size}".encode())
     if ranks.is_first:
         warnings.warn(
             f"The checkpoint was saved by {saved_ranks} ranks and is loaded by {ranks.size}, so random generators do "
