@@ -6,6 +6,7 @@ Either appears under its name once it is whole. ``named_loading.py`` reads both.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import save_state
+from shardwright.checkpoint import save_state, write_file
 from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
-from shardwright.integrations.named_files import check_target, write_file
+from shardwright.integrations.named_files import check_target
 from shardwright.optim.whole_state import mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -164,7 +165,7 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
     def write() -> None:
         others = parts.values_of_others()
         whole.update({key: _filtered(key, value, filter) for key, value in others.items()})
-        write_file(whole, path)
+        write_file(path, functools.partial(torch.save, whole))
 
     ranks.run_on_first(write)
 

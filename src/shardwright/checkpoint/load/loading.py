@@ -29,7 +29,7 @@ from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore, meet, nested
 from shardwright.checkpoint.load.unreplaced import DescriptionFile, OpenFiles, unless_replaced
-from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
+from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.collective import RankGroup, keep_kind
@@ -52,7 +52,7 @@ class Checkpoint:
     @property
     def folder(self) -> Path:
         """The local folder. Raises ValueError for a checkpoint behind a URL."""
-        if not isinstance(self.place, LocalFiles):
+        if self.place.path is None:
             raise ValueError(f"{self.place} is not a local folder; copy the checkpoint to one")
         return self.place.path
 
@@ -82,7 +82,7 @@ class Checkpoint:
         return folders.files_of(self.metadata)
 
 
-def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
+def read_description(path: Location, *, links: bool = False) -> Checkpoint:
     """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
 
     Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
@@ -97,7 +97,7 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     store = store_of(path)
     name = store.description()
     follows = links and name == METADATA  # ours have no links
-    described: Files = LocalFiles(store.path, follows) if isinstance(store, LocalStore) else store
+    described: Files = store if store.path is None else LocalFiles(store.path, follows)
     if name == METADATA:
         data, origin = _description(described, name, b".")
         metadata = parse_metadata(data)
@@ -212,13 +212,13 @@ def open_together(
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
     Raises:
-        FileNotFoundError, Damaged: on every rank, as :func:`open_checkpoint` and :func:`verify`; and what ``check``
+        FileNotFoundError, Damaged: on every rank, as :func:`read_description` and :func:`verify`; and what ``check``
             raises.
     """
     opened: list[Checkpoint] = []
 
     def look() -> tuple[str, str]:
-        opened.append(open_checkpoint(path))
+        opened.append(read_description(path))
         check(opened[0])
         return opened[0].fingerprint, str(path)
 

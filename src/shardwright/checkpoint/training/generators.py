@@ -19,7 +19,6 @@ from torch import Tensor
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.collective import RankGroup
 
-
 GENERATORS = "generators"  #: the part of a checkpoint
 
 

@@ -24,7 +24,6 @@ from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import ignore, nested
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.load.loading import Checkpoint
-from shardwright.checkpoint.storage.stores import LocalFiles
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
 
@@ -188,7 +187,6 @@ def open_checkpoint(
         UnknownVersion: a later version of shardwright has saved it.
         OSError: the store behind a URL does not answer.
     """
-    opened = loading.open_checkpoint(path, links=links)
+    opened = loading.read_description(path, links=links)
     place = opened.place
-    text = str(place.path) if isinstance(place, LocalFiles) else str(place)
-    return StoredCheckpoint(text, opened.fingerprint, opened, process_group)
+    return StoredCheckpoint(str(place), opened.fingerprint, opened, process_group)

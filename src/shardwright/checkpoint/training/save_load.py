@@ -32,7 +32,7 @@ from shardwright.checkpoint.load.loading import (
     check_same_description,
     check_tensors,
     load_state,
-    open_checkpoint,
+    read_description,
 )
 from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
 from shardwright.checkpoint.save import saving
@@ -120,7 +120,7 @@ def save_checkpoint(
     ranks = RankGroup(process_group)
     place = place_of(path, ranks)
     state = state_to_save(model, optimizer, extra, generators, frozen, ranks)
-    saving.save_state(place, state, ranks, overwrite=overwrite, verified=verified)
+    saving.write_state(place, state, ranks, overwrite=overwrite, verified=verified)
 
 
 def save_state(
@@ -146,7 +146,7 @@ def save_state(
         ValueError, FileExistsError, OSError: as :func:`save_checkpoint`.
     """
     ranks = RankGroup(process_group)
-    saving.save_state(
+    saving.write_state(
         place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes
     )
 
@@ -302,7 +302,7 @@ def _load(
         optimizers.extend(as_optimizers(optimizer))
         refuse_sharded_optimizers(extra)
         _refuse_in_a_step(model)
-        opened.append(open_checkpoint(folder))
+        opened.append(read_description(folder))
         if known is not None and known.fingerprint != opened[0].fingerprint:
             raise replaced(opened[0].place)
         with unless_replaced(opened[0].origin, opened[0].fingerprint):
