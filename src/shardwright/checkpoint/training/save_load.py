@@ -291,43 +291,12 @@ def _load(
     undo: ExitStack,
 ) -> dict[str, Any]:
     """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
-    opened: list[Checkpoint] = []
-    state: dict[str, Any] = {}
-    own: dict[str, Tensor] = {}
-
-    optimizers: list[Optimizer] = []
-
-    def look() -> tuple[Any, ...]:
-        check_model_and_extra(model, extra)
-        optimizers.extend(as_optimizers(optimizer))
-        refuse_sharded_optimizers(extra)
-        _refuse_in_a_step(model)
-        opened.append(read_description(folder))
-        if known is not None and known.fingerprint != opened[0].fingerprint:
-            raise replaced(opened[0].place)
-        with unless_replaced(opened[0].origin, opened[0].fingerprint):
-            check_lengths(opened[0])  # before there is memory for what it says
-        state[MODEL] = _model_state(model, options.frozen)
-        return summary(optimizers, extra, options.generators), (opened[0].fingerprint, str(folder))
-
-    looks = ranks.run_on_all(look)
-    check_same([arguments for arguments, _ in looks], ranks)
-    check_same_description([found for _, found in looks], ranks)
-    stored = StoredNames(folder, opened[0])
+    checkpoint, optimizers, values = _examine(folder, known, model, optimizer, extra, options, ranks)
+    state: dict[str, Any] = {MODEL: values}
+    stored = StoredNames(folder, checkpoint)
     hooks = HooksToLoad(model, stored)
     saved_ranks, mine = stored_by(stored.tensors if options.generators else (), ranks)
-
-    def make_room() -> None:
-        if optimizers and not stored.has_part(OPTIMIZER):
-            raise ValueError(
-                f"{folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
-            )
-        own.update(_own_tensors(stored, with_states(extra), extra))
-        state[EXTRA] = stored.room(EXTRA, own)
-        state[HOOKS] = hooks.tensors()
-        state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
-
-    ranks.run_on_all(make_room)
+    own = _make_room(state, stored, extra, hooks, mine if saved_ranks else None, bool(optimizers), ranks)
     new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
     new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
     objects = {key: each for key, each in extra.items() if is_stateful(each)}
@@ -341,7 +310,7 @@ def _load(
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
         def fits(again: Checkpoint) -> None:
-            if again.fingerprint != opened[0].fingerprint:
+            if again.fingerprint != checkpoint.fingerprint:
                 raise replaced(folder)
             # it explains what follows
             check_tensors(folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, options.convert)
@@ -383,6 +352,72 @@ def _load(
     if saved_ranks:
         _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
     return result
+
+
+def _examine(
+    folder: Store,
+    known: StoredCheckpoint | None,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any],
+    options: _LoadOptions,
+    ranks: RankGroup,
+) -> tuple[Checkpoint, list[Optimizer], dict[str, Any]]:
+    """Check the arguments and open the checkpoint, the same on every rank.
+
+    Returns:
+        The checkpoint, the optimizers, and the state of the model to read into.
+    """
+    found: list[tuple[Checkpoint, list[Optimizer], dict[str, Any]]] = []
+
+    def look() -> tuple[Any, ...]:
+        check_model_and_extra(model, extra)
+        optimizers = as_optimizers(optimizer)
+        refuse_sharded_optimizers(extra)
+        _refuse_in_a_step(model)
+        opened = read_description(folder)
+        if known is not None and known.fingerprint != opened.fingerprint:
+            raise replaced(opened.place)
+        with unless_replaced(opened.origin, opened.fingerprint):
+            check_lengths(opened)  # before there is memory for what it says
+        found.append((opened, optimizers, _model_state(model, options.frozen)))
+        return summary(optimizers, extra, options.generators), (opened.fingerprint, str(folder))
+
+    looks = ranks.run_on_all(look)
+    check_same([arguments for arguments, _ in looks], ranks)
+    check_same_description([description for _, description in looks], ranks)
+    return found[0]
+
+
+def _make_room(
+    state: dict[str, Any],
+    stored: StoredNames,
+    extra: Mapping[str, Any],
+    hooks: HooksToLoad,
+    generators: str | None,
+    has_optimizers: bool,
+    ranks: RankGroup,
+) -> dict[str, Tensor]:
+    """Add tensors for all parts but model and optimizer to the state to read into. Every rank must call it.
+
+    ``generators``: the key of the random generators to read. Returns the tensors of ``extra`` that are read in place.
+    """
+    own: dict[str, Tensor] = {}
+
+    def make() -> None:
+        if has_optimizers and not stored.has_part(OPTIMIZER):
+            raise ValueError(
+                f"{stored.folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
+            )
+        own.update(_own_tensors(stored, with_states(extra), extra))
+        state[EXTRA] = stored.room(EXTRA, own)
+        state[HOOKS] = hooks.tensors()
+        state[GENERATORS] = (
+            {} if generators is None else {generators: stored.room(f"{GENERATORS}.{generators}", {})}
+        )
+
+    ranks.run_on_all(make)
+    return own
 
 
 def _restore_objects(
