@@ -362,13 +362,13 @@ def _examine(
     extra: Mapping[str, Any],
     options: _LoadOptions,
     ranks: RankGroup,
-) -> tuple[Checkpoint, list[Optimizer], dict[str, Any]]:
+) -> tuple[Checkpoint, tuple[Optimizer, ...], dict[str, Any]]:
     """Check the arguments and open the checkpoint, the same on every rank.
 
     Returns:
         The checkpoint, the optimizers, and the state of the model to read into.
     """
-    found: list[tuple[Checkpoint, list[Optimizer], dict[str, Any]]] = []
+    found: list[tuple[Checkpoint, tuple[Optimizer, ...], dict[str, Any]]] = []
 
     def look() -> tuple[Any, ...]:
         check_model_and_extra(model, extra)
