@@ -1,4 +1,4 @@
-"""What ``help()`` shows of the public names: every one is described, with what it raises and what tensors look like.
+"""The texts of ``help()`` for the public names: every one is described, with its errors and shapes of tensors.
 
 Public are the names of ``shardwright.__all__``, those of its modules there, and the methods of its classes.
 """

@@ -24,7 +24,7 @@ small gradient larger, and six steps add up. A rate that is 1% too large is thre
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of some steps: the loss of every rank [step][rank], and the norm of the averaged gradients [step]."""
+    """Numbers of some steps: the loss of every rank [step][rank], and the norm of the averaged gradients [step]."""
 
     losses: list[list[float]]
     norms: list[float]

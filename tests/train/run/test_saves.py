@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, what it does if one cannot be written, and who can read them."""
+"""The checkpoints that a run keeps, its behaviour if one cannot be written, and their readers."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_any_number_of_ranks_gets_the_same_bits(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of each tensor of model and optimizer, whole."""
+    """The digest of each tensor of model and optimizer, whole."""
     index = parse_index((folder / "index.json").read_bytes())
     tensors = {
         each.path: torch.empty(each.shape, dtype=each.dtype)

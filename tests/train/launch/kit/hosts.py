@@ -133,7 +133,7 @@ def _rank_on_host(
 
 
 def plain_environment() -> dict[str, str]:
-    """Of a command that finds this package, and that chooses its network."""
+    """The environment of a command that finds this package, and that chooses its network."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     variables.pop(INTERFACE_VARIABLE, None)
     return variables
