@@ -146,7 +146,9 @@ class Disk:
 
     def cuts(self, length: int, generator: random.Random, subsets: int, ordered: bool) -> Iterator[Tree]:
         """The states that a cut of power after ``length`` calls can leave: all, nothing and each one of the pending
-        changes, each write in part, and random subsets. If ``ordered``, a folder's changes survive only with those before them."""
+        changes, each write in part, and random subsets. If ``ordered``, a folder's changes survive only with
+        those before them.
+        """
         pending = self.pending(length)
         if ordered:
             names = [each for each in pending if isinstance(self.changes[each], _Names)]
