@@ -14,8 +14,8 @@ from benchmarks.peers.shapes import Shape, loss_of
 from benchmarks.peers.step import CLIP, adamw_options
 
 WEIGHTS = (1.0, 30.0, 0.1, 3.0, 100.0, 1.0)
-"""Of the loss, step by step. AdamW forgets a constant factor of all gradients. Where the norms jump, it does not, so an
-engine that does not clip, or clips by another norm, is far away."""
+"""Factors of the loss, step by step. AdamW forgets a constant factor of all gradients. Where the norms jump, it does
+not, so an engine that does not clip, or clips by another norm, is far away."""
 TOLERANCE = 2e-5
 """Relative, for losses and norms. In float32 engines sum gradients in other orders. This changes the last bits (6e-8)
 of gradients and of the coefficient of clipping. AdamW divides by the root of squares, which makes such a change of a

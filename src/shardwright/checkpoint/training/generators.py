@@ -23,7 +23,7 @@ GENERATORS = "generators"  #: the part of a checkpoint
 
 
 def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
-    """How many ranks have stored their generators, and the key of those that this rank takes.
+    """The number of ranks that have stored their generators, and the key of those that this rank takes.
 
     They are its own at the stored number of ranks, else the first rank's. ``names``: of the tensors of a checkpoint.
     """

@@ -28,7 +28,7 @@ PORT = 29500
 in_make_clusters = pytest.mark.skipif(
     os.environ.get("SHARDWRIGHT_TEST_CLUSTERS") != "1", reason="it takes up to two minutes: run make clusters"
 )
-"""Of tests that start ranks several times by the real commands."""
+"""The mark of tests that start ranks several times by the real commands."""
 
 
 @functools.cache
