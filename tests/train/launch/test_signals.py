@@ -196,7 +196,7 @@ def test_ignored_signals_stay_ignored() -> None:
 
 
 def test_one_keypress_that_arrives_twice_is_one_signal() -> None:
-    """Of the terminal, and of the launcher."""
+    """The terminal sends one signal, and the launcher another."""
     noted: list[int] = []
     left: list[int | None] = []
     with StopRequest(noted.append, left.append) as stop:

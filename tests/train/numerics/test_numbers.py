@@ -88,7 +88,7 @@ MATRIX = select(
 
 
 def planted(kind: str, rank: int) -> Plant | None:
-    """What goes wrong in the fourth step, on one rank."""
+    """The fault in the fourth step, on one rank."""
     if kind == "gradients":
         return in_gradients(3 * G, math.nan, rank)
     if kind == "weight":
@@ -375,7 +375,7 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int,
     kills: set[Path] = set()
 
     def copy() -> None:
-        """What a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
+        """The files that a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
         steps, past = (
             RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)),
             whole.trainer.position.past,

@@ -43,7 +43,7 @@ ENGINE = ("--parallel.engine", "shardwright")
 
 
 def digests(folder: Path) -> dict[str, list[Any]]:
-    """Of every part of model and optimizer."""
+    """The digest of every part of model and optimizer."""
     index = parse_index((folder / "index.json").read_bytes())
     names = [name for name in index.tensors if not name.startswith("generators.")]
     return {name: [part.sha256 for part in index.tensors[name].parts] for name in names}
