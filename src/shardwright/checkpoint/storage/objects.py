@@ -317,12 +317,11 @@ class ObjectStore:
     def clear(self) -> None:
         """Other objects than those of saves stay."""
         self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
-        if self._objects.protocol in _WITH_FOLDERS:
-            with (
-                contextlib.suppress(OSError),
-                self._objects.reported("", "removed"),
-            ):  # it may hold other files
-                system, path = self._objects.at("")
+        with contextlib.suppress(OSError), self._objects.reported("", "removed"):  # it may hold other files
+            system, path = self._objects.at("")
+            if "/" in path.strip("/") and system.isdir(
+                path
+            ):  # a folder, and no bucket; it is left without a file
                 system.rmdir(path)
 
     def _clear(self, names: list[str], overwrite: bool) -> None:

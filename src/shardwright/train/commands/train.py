@@ -32,8 +32,8 @@ from shardwright.train.parallel.checks import (
     check_steps,
 )
 from shardwright.train.rank.hosts import INTERFACE_VARIABLE, loopback
-from shardwright.train.run.exits import End
-from shardwright.train.run.folder import CONTINUE
+from shardwright.train.run.exits import Outcome
+from shardwright.train.run.finding import CONTINUE
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
         run = open_run(config, resume)
     except UserError as error:
-        refuse_resume(lambda: config, resume, End(error.status, str(error)))
+        refuse_resume(lambda: config, resume, Outcome(error.status, str(error)))
         raise
     with run.lock:
         try:
@@ -69,7 +69,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             return launch_until_done(config, run.folder, attempt, _can_run)
         except BaseException as error:
             if isinstance(error, UserError) and not run.folder.exit_file.exists():
-                run.job_end.refuse(End(error.status, str(error)))
+                run.job_end.refuse(Outcome(error.status, str(error)))
             run.discard_if_unused()
             raise
 
@@ -97,7 +97,7 @@ def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
         raise error
 
     if not under_launcher():
-        refuse_resume(unreadable, resume, End(error.status, str(error)))
+        refuse_resume(unreadable, resume, Outcome(error.status, str(error)))
         raise error
     check_environment()
     return _rank().run_rank(unreadable, resume, debug)

@@ -31,13 +31,13 @@ from shardwright.train.launch.environment import (
     choose_device,
 )
 from shardwright.train.launch.job_end import JobEnd
-from shardwright.train.launch.judgement import Ending, complaints_in, conclude, judge, log_of, say_in_logs
+from shardwright.train.launch.judgement import Evidence, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import Signals
 from shardwright.train.run.exits import DONE, STOPPED
 from shardwright.train.run.folder import RunFolder, now
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import session_after, sessions_of
 from shardwright.train.run.writing import writing
 from shardwright.watching.launched import Eyes, Hang
@@ -80,8 +80,8 @@ def launch_until_done(
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
-            ending = _launch(config, folder, attempt, signals, sessions)
-            end = judge(ending)
+            evidence = _launch(config, folder, attempt, signals, sessions)
+            end = judge(evidence)
             next_ranks, note = 0, ""
             if signals.first is None:
                 step = recorded_step(folder.metrics_file) if end.done is None else end.done
@@ -89,18 +89,18 @@ def launch_until_done(
             speaks = not next_ranks
             JobEnd(folder, attempt.number, speaks, sessions).record(end, note)
             if speaks:
-                return conclude(ending, end, "--debug" in attempt.arguments, note)
+                return conclude(evidence, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
-                f"{place_in_words(folder, next_ranks)} (log: {ending.logs})",
+                f"{place_in_words(folder, next_ranks)} (log: {evidence.logs})",
                 flush=True,
             )
 
 
 def _launch(
     config: Config, folder: RunFolder, attempt: Attempt, signals: Signals, sessions_before: int
-) -> Ending:
+) -> Evidence:
     """Start the ranks and wait for their end. `sessions_before`: in run.json."""
     ranks = attempt.ranks
     START.doing(f"starting {ranks} ranks")
@@ -132,7 +132,7 @@ def _launch(
     processes.close()  # the files of its logs
     if watch.hang is not None:
         say_in_logs(watch.hang, logs, ranks)
-    return Ending(
+    return Evidence(
         folder,
         logs,
         statuses,
