@@ -336,7 +336,7 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
     [
         (
             "zeros",
-            "expected another name for the metric 'zeros' of hook 'Gradients', which is also a loss of a",
+            "expected another name for the metric 'zeros' of hook 'Gradients', which is also a loss of the",
         ),
         ("norm", "expected another name for the loss 'norm' of "),
         ("validation_loss", "expected another name for the loss 'validation_loss' of "),
