@@ -34,9 +34,9 @@ from shardwright.train.run.exits import Outcome, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import RunRecord, close_session
+from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.step import signal_answers
 from shardwright.train.step.saving import saves
-from shardwright.train.step.saving.checkpoint import what_is_missing
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.faults import environment
 from tests.train.kit.jobs import config_file, read_exit, records, train_here

@@ -27,9 +27,8 @@ from shardwright.train.parallel import recipe
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
-from shardwright.train.run.position import Position
+from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.numerics.fault import NonFiniteError, is_spike
-from shardwright.train.step.saving.checkpoint import saved_steps
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.errors import UserError
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.numerics.verifying import CorruptionError
-from shardwright.train.step.saving.checkpoint import saved_steps
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.kit.jobs import trainer

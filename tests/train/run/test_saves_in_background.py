@@ -21,8 +21,8 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import Position
-from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.run.position import Position, saved_steps
+from shardwright.train.step.saving.checkpoint import SaveFailedError, verified
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
