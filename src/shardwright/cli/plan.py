@@ -38,12 +38,12 @@ def _run(call: Call) -> int:
 
     from shardwright.train.commands.plan import plan
 
-    return plan(configured, ranks, device, call.options.json)
+    return plan(configured, ranks, device, call.options.json, not call.options.no_cache)
 
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright plan CONFIG.toml --on NxDEVICE [--json]\n"
+        "shardwright plan CONFIG.toml --on NxDEVICE [--json] [--no-cache]\n"
         "                        [--section.key value ...] [--debug]"
     )
     parser.add_argument(
@@ -54,6 +54,10 @@ def _add_options(parser: Parser) -> None:
         help="the devices, such as 8xh100: a name, or a .toml file with the memory of a device as `gib`",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")
+    parser.add_argument(
+        "--no-cache", action="store_true",
+        help="plan again, and keep nothing; other plans are kept in ~/.cache/shardwright, or below $XDG_CACHE_HOME",
+    )  # fmt: skip
 
 
 COMMAND = Command(

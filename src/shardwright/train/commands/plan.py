@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from shardwright.planner import cache
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device
+from shardwright.planner.program import Program
 from shardwright.planner.text import as_json, in_gib, lines_of
 from shardwright.planner.verdict import Verdict, judge
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
+from shardwright.train.config.plan_key import plan_key
 from shardwright.train.errors import UserError
-from shardwright.train.planning import program_of
 
 CONF = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  #: the first one that is set counts
 EDITS = 3  #: shown at most
@@ -22,10 +24,13 @@ Keys = Sequence[tuple[str, str]]
 """Keys of the configuration, as SECTION.KEY, and the texts of their values."""
 
 
-def plan(configured: Callable[[Keys], Config], ranks: int, device: Device, json: bool) -> int:
+def plan(
+    configured: Callable[[Keys], Config], ranks: int, device: Device, json: bool, caches: bool = True
+) -> int:
     """Print the verdict on the job, and edits that save memory if it does not fit well; returns 0, or 3 if it does not.
 
-    `configured`: the configuration with further keys.
+    `configured`: the configuration with further keys. `caches`: take programs that were traced before, and keep new
+    ones. With these PyTorch is not imported.
 
     Raises:
         UserError: the configuration does not fit so many ranks, or no plan covers it.
@@ -33,7 +38,7 @@ def plan(configured: Callable[[Keys], Config], ranks: int, device: Device, json:
     config, rules = configured(()), rules_of(os.environ)
 
     def verdict_on(each: Config) -> Verdict:
-        return judge(program_of(each, ranks), device, ranks, rules)
+        return judge(program_of(each, ranks, caches), device, ranks, rules)
 
     verdict = verdict_on(config)
     if not json:
@@ -55,6 +60,19 @@ def plan(configured: Callable[[Keys], Config], ranks: int, device: Device, json:
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         print(f"{'edits' if not i else '':8} {_in_words(keys):50} -{saved} GiB, {fits}")
     return verdict.status
+
+
+def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
+    """The program of the configuration on GPUs, from the cache if it is there."""
+    key = plan_key(config, ranks, "cuda") if caches else None
+    program = cache.load(key) if key is not None else None
+    if program is None:
+        from shardwright.train import planning
+
+        program = planning.program_of(config, ranks)
+        if key is not None:
+            cache.store(key, program)
+    return program
 
 
 def _head(config: Config, ranks: int, device: Device) -> str:
