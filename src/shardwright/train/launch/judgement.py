@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
+from shardwright.train.launch.forecast import citation
 from shardwright.train.launch.job_end import Complaint, stopped_by
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
@@ -155,7 +156,8 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     if ending.hang is not None:
         lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *continuing]
     elif end.rank is not None:
-        lines = [f"error: {end.reason}; the job has ended{note}", *_end_of_log(ending, end.rank), *continuing]
+        cited = citation(ending.folder, end.reason)
+        lines = [f"error: {end.reason}; the job has ended{note}", *cited, *_end_of_log(ending, end.rank), *continuing]
     elif end.status == FAILED:
         lines = [f"error: {end.reason}" + (f". The job has ended{note}" if note else "")]
     elif ending.first_signal is None:
