@@ -126,7 +126,7 @@ KERNELS = {
     (4, 4, torch.float32, False): "efficient", (4, 4, torch.bfloat16, True): "efficient",
     (4, 2, torch.float32, False): "softmax", (4, 2, torch.bfloat16, True): "softmax",
     (4, 4, torch.bfloat16, False, 64, 32): "efficient", (4, 4, torch.bfloat16, True, 60): "softmax",
-    (4, 2, torch.bfloat16, False, 64, 32): "softmax", (4, 4, torch.bfloat16, False, 320): "efficient",
+    (4, 2, torch.bfloat16, False, 64, 32): "softmax",
 }  # fmt: skip
 
 

@@ -197,6 +197,29 @@ def test_mistakes(loop: Callable[[], object], on: str, message: str) -> None:
         sw.plan(loop, on=on)
 
 
+def test_what_would_do_nothing_on_the_cpu_is_refused() -> None:
+    def autocast() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            pass
+
+    def on_cuda() -> None:
+        torch.ops.aten.empty.memory_format([4], device=torch.device("cuda"))
+
+    for loop in (autocast, on_cuda):
+        with pytest.raises(ValueError, match="a plan runs on the CPU in place of the GPU"):
+            sw.plan(loop, on="h100")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_ddp_is_refused() -> None:
+    def loop() -> None:
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 4))(torch.zeros(2, 4)).sum().backward()
+
+    with pytest.raises(ValueError, match="no plan covers DistributedDataParallel"):
+        sw.plan(loop, on="2xh100")
+
+
 def test_a_rank_of_a_group_makes_no_plan() -> None:
     with absent_ranks(2), pytest.raises(RuntimeError, match="a plan needs a process of its own"):
         sw.plan(steps(2), on="h100")

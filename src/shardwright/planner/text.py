@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from shardwright.planner.verdict import Verdict, peak_in_words
 
 
-def as_json(verdict: Verdict, edits: Sequence[tuple[str, Verdict]] = ()) -> str:
-    """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs."""
+def as_json(
+    verdict: Verdict, edits: Sequence[tuple[str, Verdict]] = (), assumed: Mapping[str, object] = MappingProxyType({})
+) -> str:
+    """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
+    values of keys that nobody gave."""
     peak = verdict.peak
     return json.dumps(
         {
             "fits": verdict.answer,
+            "assumed": dict(assumed),
             "device": verdict.device.key,
             "device_bytes": verdict.device.nbytes,
             "ranks": verdict.ranks,

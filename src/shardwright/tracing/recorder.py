@@ -249,6 +249,7 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
 _TRACING = os.path.dirname(__file__) + os.sep
+_READING = _OWN + "_torch.py"  #: which watches reads
 
 
 def reader_of_value() -> str:
@@ -256,7 +257,7 @@ def reader_of_value() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _TRACING, "<")):
+        if not name.startswith((_TORCH, _TRACING, _READING, "<")):
             return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

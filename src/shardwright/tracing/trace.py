@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,10 +65,22 @@ def trace(
 
 @contextmanager
 def _without_accelerator() -> Iterator[None]:
-    """Inside the context a mesh that nobody names is one of the CPU, also on a machine with GPUs."""
-    plain = torch.accelerator.is_available
+    """Inside the context a mesh that nobody names is one of the CPU, also on a machine with GPUs. Autocast of a GPU, which
+    would do nothing to tensors of the CPU, is refused."""
+    plain, plain_autocast = torch.accelerator.is_available, torch.autocast.__init__
+
+    def autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any) -> None:
+        if enabled and device_type != "cpu":
+            raise ValueError(
+                f"a plan runs on the CPU in place of the GPU: found autocast for {device_type!r}, which would change "
+                "nothing there. Use the mp_policy of fully_shard, or autocast for 'cpu'"
+            )
+        plain_autocast(self, device_type, dtype, enabled, *rest, **more)
+
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    torch.autocast.__init__ = autocast  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         torch.accelerator.is_available = plain
+        torch.autocast.__init__ = plain_autocast  # type: ignore[method-assign]

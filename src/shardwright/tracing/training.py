@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -77,6 +78,11 @@ class Training:
     # -- hooks
 
     def enter(self, module: nn.Module, _: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "no plan covers DistributedDataParallel, whose reductions are not visible: plan with sw.fully_shard("
+                "model, strategy='ddp')"
+            )
         if module not in self._names:
             self._models.append(module)
             for name, each in module.named_modules():

@@ -12,6 +12,7 @@ from shardwright._torch import absent_ranks, local_of
 from shardwright.planner.program import Program
 from shardwright.train.config import Config
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.world import World
 from shardwright.train.planning import STEP, AbsentData, AbsentStream, program_of
 from shardwright.train.step.trainer import Trainer
@@ -21,7 +22,7 @@ def real_step(config: Config) -> tuple[int, dict[str, int]]:
     """Bytes at the peak of the second step above those at its begin, and bytes of each group of tensors that stay."""
     stream = AbsentStream(config.train.seq_len, separate=False)
     data: Any = AbsentData(stream, config.model.shape().vocab_size)
-    with absent_ranks(2):
+    with absent_ranks(2), even_routing():
         trainer = Trainer(config, World.of(config.parallel, 0, 2, torch.device("cpu")), data)
         trainer.train_step(StopRequest())
         gc.collect()

@@ -97,6 +97,7 @@ def test_edits_of_an_assumed_job(tmp_path: Path, capsys: pytest.CaptureFixture[s
     status = main(["plan", f"hf:{folder}", "--on", on, "--json", "--train.micro_batch", "4"])
     figures = json.loads(capsys.readouterr().out)
     assert (status, figures["fits"]) == (3, "no")
+    assert figures["assumed"]["train.seq_len"] == 4096 and "train.micro_batch" not in figures["assumed"]
     assert "--train.micro_batch 2" in [edit["keys"] for edit in figures["edits"]]
 
 

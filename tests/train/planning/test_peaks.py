@@ -46,6 +46,19 @@ MORE: dict[str, str] = {
     "fsdp2": "parallel.engine=fsdp2",
     "longer": "train.seq_len=512 train.micro_batch=2",
 }
+#: Of tokens that travel to experts on other ranks each expert gets as many, in the plan and in the step.
+HYBRID: dict[str, str] = {
+    "experts": "",
+    "spread": "parallel.expert=2",
+}
+MORE_HYBRID: dict[str, str] = {
+    "no experts": "model.pattern=M*M- model.mtp_pattern=",
+    "bf16": "parallel.param_dtype=bfloat16 train.micro_batch=2",
+    "full": "activations.checkpoint=full",
+    "ops": "activations.checkpoint=ops",
+    "tensor": "parallel.tensor=2",
+    "spread and full": "parallel.expert=2 activations.checkpoint=full",
+}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -63,6 +76,17 @@ def test_a_plan_has_the_peak_of_the_step(words: str) -> None:
 @pytest.mark.parametrize("words", MORE.values(), ids=MORE)
 def test_a_plan_has_the_peak_of_the_step_with_each_setting(words: str) -> None:
     compare(config_of(words), words, 0.001)
+
+
+@pytest.mark.parametrize("words", HYBRID.values(), ids=HYBRID)
+def test_a_plan_of_a_hybrid_has_the_peak_of_the_step(words: str) -> None:
+    compare(config_of(words, "hybrid_debug"), words, 0.005)
+
+
+@pytest.mark.extensive("each setting")
+@pytest.mark.parametrize("words", MORE_HYBRID.values(), ids=MORE_HYBRID)
+def test_a_plan_of_a_hybrid_has_the_peak_of_the_step_with_each_setting(words: str) -> None:
+    compare(config_of(words, "hybrid_debug"), words, 0.005)
 
 
 def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:

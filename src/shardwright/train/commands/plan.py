@@ -66,7 +66,7 @@ def plan(
     edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
     edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
     if json:
-        print(as_json(verdict, edits))
+        print(as_json(verdict, edits, {key: value_at(config, key) for key in assumed}))
         return verdict.status
     for i, (words, other) in enumerate(edits):
         saved = in_gib(verdict.usage.reserved - other.usage.reserved)
