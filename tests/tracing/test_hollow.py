@@ -120,21 +120,25 @@ def test_a_gpu_norm_keeps_its_input_and_a_number_for_each_row() -> None:
     assert saved_by(norm, shape, torch.bfloat16, "cpu") > shape.numel() * 4
 
 
-#: Query heads, key heads, dtype, mask: the kernel on a GPU.
+#: Query heads, key heads, dtype, mask, widths of heads: the kernel on a GPU.
 KERNELS = {
     (4, 4, torch.bfloat16, False): "flash", (4, 2, torch.bfloat16, False): "flash",
     (4, 4, torch.float32, False): "efficient", (4, 4, torch.bfloat16, True): "efficient",
     (4, 2, torch.float32, False): "softmax", (4, 2, torch.bfloat16, True): "softmax",
+    (4, 4, torch.bfloat16, False, 64, 32): "efficient", (4, 4, torch.bfloat16, True, 60): "softmax",
+    (4, 2, torch.bfloat16, False, 64, 32): "softmax",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=str)
-def test_attention_takes_the_kernel_of_a_gpu(case: tuple[int, int, torch.dtype, bool]) -> None:
-    heads, key_heads, dtype, masked = case
+def test_attention_takes_the_kernel_of_a_gpu(case: tuple[Any, ...]) -> None:
+    heads, key_heads, dtype, masked, *widths = case
+    width = widths[0] if widths else 64
 
     def body() -> Any:
-        q = torch.empty(2, heads, LARGE, 64, dtype=dtype, requires_grad=True)
-        k, v = (torch.empty(2, key_heads, LARGE, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+        q = torch.empty(2, heads, LARGE, width, dtype=dtype, requires_grad=True)
+        k = torch.empty(2, key_heads, LARGE, width, dtype=dtype, requires_grad=True)
+        v = torch.empty(2, key_heads, LARGE, (widths or [64])[-1], dtype=dtype, requires_grad=True)
         mask = torch.ones(LARGE, LARGE, dtype=torch.bool) if masked else None
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=not masked, enable_gqa=heads != key_heads

@@ -136,16 +136,16 @@ class _Read:
 
 
 class _Run(NamedTuple):
-    """A piece of ``period`` events that repeats ``count`` times in the shortest program, from event ``start``."""
+    """A piece of ``period`` events that repeats ``repeats`` times in the shortest program, from event ``start``."""
 
     start: int
     period: int
-    count: int
+    repeats: int
 
     @property
     def before(self) -> int:
         """Repetitions before those that are added."""
-        return (self.count + 1) // 2
+        return (self.repeats + 1) // 2
 
     @property
     def middle(self) -> int:
@@ -262,7 +262,7 @@ class _Shape:
         places: list[_Place] = []
         at = 0
         for number, run in enumerate(self.runs):
-            end = run.start + run.count * run.period
+            end = run.start + run.repeats * run.period
             after = self.runs[number + 1].start if number + 1 < len(self.runs) else self.events
             first, stop = max(at, run.start - run.period), min(after, end + run.period)
             places.extend(_Place(NO_EVENT, i, 0) for i in range(at, first))
@@ -375,8 +375,7 @@ class _Laws:
         by_repetition = tuple(b - a for a, b in zip(two.values, three.values, strict=True))
         by_layers = tuple(b - a for a, b in zip(one.values, two.values, strict=True))
         constant = tuple(
-            v - r * at - n * layers[1]
-            for v, r, n in zip(one.values, by_repetition, by_layers, strict=True)
+            v - r * at - n * layers[1] for v, r, n in zip(one.values, by_repetition, by_layers, strict=True)
         )
         law = _Law(one.run, one.offset, constant, by_repetition, by_layers)
         # A repetition beside those that are added follows it, too: the one before, or the one after.
@@ -443,7 +442,9 @@ class _Writer:
         self._starts = shape.starts(layers)
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
-        self._filled: dict[tuple[int, Values], int] = {}  #: by the owner in the shortest program, and its numbers
+        self._filled: dict[
+            tuple[int, Values], int
+        ] = {}  #: by the owner in the shortest program, and its numbers
         self._live: set[int] = set()
         self._marks: dict[int, int] = {}
 
@@ -503,9 +504,7 @@ class _Writer:
         key = like, numbers
         if (index := self._filled.get(key)) is None:
             owner, rest = self._short.owners[like], iter(numbers)
-            unit, what = (
-                _DIGITS.sub(lambda _: str(next(rest)), text) for text in (owner.unit, owner.what)
-            )
+            unit, what = (_DIGITS.sub(lambda _: str(next(rest)), text) for text in (owner.unit, owner.what))
             index = self._owners.setdefault(Owner(owner.group, unit, what, owner.line), len(self._owners))
             self._filled[key] = index
         return index
@@ -514,11 +513,9 @@ class _Writer:
         """The index of the event to which a law refers."""
         if law.run == NO_EVENT:
             more = self._layers - self._shape.layers
-            return law.offset + sum(
-                more * run.period for run in self._shape.runs if run.start <= law.offset
-            )
+            return law.offset + sum(more * run.period for run in self._shape.runs if run.start <= law.offset)
         run = self._shape.runs[law.run]
-        if not -1 <= repetition <= run.count + self._layers - self._shape.layers:
+        if not -1 <= repetition <= run.repeats + self._layers - self._shape.layers:
             raise _Impossible
         return self._starts[law.run] + repetition * run.period + law.offset
 

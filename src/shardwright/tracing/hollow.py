@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes
+from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, reader_of_value
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
+#: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
+#: models ask whether a sample has one document.
+NUMBERS = 4 << 20
+_OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
     {
@@ -33,13 +38,15 @@ class UnknownValueError(Exception):
     Args:
         what: what it reads.
         line: the file and line that reads it.
+        way: another way round, for the end of the message.
     """
 
-    def __init__(self, what: str, line: str) -> None:
+    def __init__(self, what: str, line: str, way: str = "") -> None:
         super().__init__(
             f"{line or 'PyTorch'} reads {what}, and a plan computes no values of large tensors and of what follows "
-            "from them. Leave this out while the model is planned, or let it depend on shapes alone"
+            f"from them. Leave this out while the model is planned, or let it depend on shapes alone{way}"
         )
+        self.what, self.line = what, line
 
 
 class _Form(NamedTuple):
@@ -70,14 +77,16 @@ class Hollow(TorchDispatchMode):
 
     Args:
         recorder: gets the blocks and kernels.
+        value: the number that a program reads from a tensor of one element whose value was not computed; None: an
+            error.
 
     Raises:
         UnknownValueError: inside the context, a program reads a value that was not computed.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, value: float | None = None) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._value = recorder, value
         self._forms: dict[Any, _Form] = {}
         self._results: dict[Any, _Result | None] = {}
 
@@ -102,6 +111,8 @@ class Hollow(TorchDispatchMode):
         if form.namespace == "c10d":
             return self._communicate(func, form, tensors, args, kwargs)
         if form.name == "_local_scalar_dense":
+            if self._value is not None and not self._is_known(tensors[0]):
+                return torch.tensor(self._value, dtype=tensors[0].dtype).tolist()
             self._check_known(tensors, "item")
             return func(*args, **kwargs)
         if form.name == "resize_" and not args[0].is_meta:
@@ -113,13 +124,20 @@ class Hollow(TorchDispatchMode):
         if form.name == "equal" and not all(map(self._is_known, tensors)):
             self._check_known(tensors, "equal")
             return True
-        small = all(map(_has_content, tensors))
+        small = all(map(self._has_content, tensors))
         result = None if _writes_only(func) else self._result(func, args, kwargs, small)
         shapes = result.shapes if result is not None else ()
-        if small and all(shape is None or shape.nbytes <= SMALL for shape in shapes):
-            out = func(*args, **kwargs)
-            self._know(out, form, all(map(self._is_known, tensors)))
-            return out
+        if small:
+            known = all(map(self._is_known, tensors))
+            if all(shape is None or shape.nbytes <= _most(shape.dtype, known) for shape in shapes):
+                try:
+                    out = func(*args, **kwargs)
+                except NotImplementedError:  # a kernel of GPUs alone
+                    if result is None:
+                        raise
+                else:
+                    self._know(out, form, known)
+                    return out
         if form.writes:
             out = self._written(func, form, args, kwargs, result)
         else:
@@ -154,7 +172,7 @@ class Hollow(TorchDispatchMode):
         if any(each.name == "device" for each in func._schema.arguments):
             made[1]["device"] = torch.device("meta")
         try:
-            value = func(*made[0], **made[1])
+            value = META.get(func._schema.name, func)(*made[0], **made[1])
         except NotImplementedError as error:
             if not small:
                 raise UnknownValueError(f"the size of a result of {func}", reader_of_value()) from error
@@ -195,7 +213,7 @@ class Hollow(TorchDispatchMode):
         tensors: list[Tensor] = []
         _collect(written, tensors)
         for each in tensors:
-            if not each.is_meta and _has_content(each):
+            if not each.is_meta and self._has_content(each):
                 each.zero_()  # its memory may hold anything, and somebody may read it
                 self._recorder.note_without_values(each)
         if not returns:
@@ -205,8 +223,15 @@ class Hollow(TorchDispatchMode):
         assert result is not None
         return self._make(result, form)
 
+    def _has_content(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed, and so is all of its storage."""
+        storage = tensor.untyped_storage().nbytes()
+        return max(_size(tensor), storage) <= SMALL or (
+            storage <= NUMBERS and self._recorder.is_computed(tensor)
+        )
+
     def _is_known(self, tensor: Tensor) -> bool:
-        return _has_content(tensor) and not self._recorder.is_without_values(tensor)
+        return self._has_content(tensor) and not self._recorder.is_without_values(tensor)
 
     def _check_known(self, tensors: list[Tensor], operation: str) -> None:
         """Refuse a read of a value that was not computed, except by the trainer and the engine: they get zero."""
@@ -226,8 +251,12 @@ class Hollow(TorchDispatchMode):
                 line, in_engine = self._recorder.note_line()
                 group = OF_ENGINE if in_engine else BY_LIFE
                 self._recorder.know(each, _in_words(form.name, each), line, group)
-            if not is_known and _is_plain(each):
+            if not _is_plain(each):
+                continue
+            if not is_known:
                 self._recorder.note_without_values(each)
+            elif not each.is_meta and each.untyped_storage().nbytes() > SMALL:
+                self._recorder.note_computed(each)
 
     def _note(self, form: _Form, tensors: list[Tensor], out: Any) -> None:
         outs: list[Tensor] = []
@@ -278,12 +307,17 @@ def _writes_only(func: Any) -> bool:
 
 def _wants_meta(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
+    kind = "cpu" if device is None else torch.device(device).type
+    if kind not in ("cpu", "meta"):
+        raise ValueError(
+            f"a plan runs on the CPU in place of the GPU: expected the device 'cpu' for a new tensor, found {kind!r}"
+        )
+    return kind == "meta"
 
 
-def _has_content(tensor: Tensor) -> bool:
-    """Whether a tensor is computed: its memory is small, and not a part of a large one."""
-    return _size(tensor) <= SMALL and tensor.untyped_storage().nbytes() <= SMALL
+def _most(dtype: torch.dtype, known: bool) -> int:
+    """The bytes up to which a result is computed. `known`: it follows from values that were computed."""
+    return NUMBERS if known and dtype in _OF_NUMBERS else SMALL
 
 
 def _size(tensor: Tensor) -> int:

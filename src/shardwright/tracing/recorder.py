@@ -39,12 +39,14 @@ class Recorder:
         stream: the stream that is current.
         now: live bytes.
         current_phase: the phase.
+        modules: the names of the modules whose forward runs, the innermost last.
     """
 
     def __init__(self) -> None:
         self.stream = COMPUTE
         self.now = 0
         self.current_phase = ""
+        self.modules: list[str] = []
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
         self._blocks: dict[int, int] = {}  #: the block of a storage, by the address of the storage's object
@@ -52,8 +54,12 @@ class Recorder:
         self._sizes: dict[int, int] = {}  #: of live blocks
         self._claims: dict[int, Owner] = {}
         self._without_values: set[int] = set()  #: blocks whose content is not what the program would compute
+        self._computed: set[int] = set()  #: large blocks with content
         self._marks = 0
-        self._lines: dict[int, str] = {}  #: of forward, by autograd's sequence number
+        #: The line and the module of forward, by autograd's sequence number.
+        self._lines: dict[int, tuple[str, str]] = {}
+        self._places: list[tuple[int, str]] = []  #: see :attr:`Program.places`
+        self._module = ""
 
     # -- memory
 
@@ -62,6 +68,8 @@ class Recorder:
         owner = Owner(group, "", what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
+        if not self._places or self._places[-1][1] != self._module:
+            self._places.append((block, self._module))
         self._events.append(Alloc(block, nbytes, self.stream, index))
         self._sizes[block] = nbytes
         self.now += nbytes
@@ -73,6 +81,7 @@ class Recorder:
         if nbytes is not None:
             self.now -= nbytes
             self._without_values.discard(block)
+            self._computed.discard(block)
             self._events.append(Free(block))
 
     def know(self, tensor: torch.Tensor, what: str, line: str = "", group: str = BY_LIFE) -> None:
@@ -119,6 +128,15 @@ class Recorder:
     def is_without_values(self, tensor: torch.Tensor) -> bool:
         return self.block_of(tensor) in self._without_values
 
+    def note_computed(self, tensor: torch.Tensor) -> None:
+        """A large tensor has the content that the program would compute."""
+        block = self.block_of(tensor)
+        if block is not None:
+            self._computed.add(block)
+
+    def is_computed(self, tensor: torch.Tensor) -> bool:
+        return self.block_of(tensor) in self._computed
+
     def claim(self, group: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give the blocks of tensors their group and names."""
         for name, tensor in named:
@@ -132,10 +150,15 @@ class Recorder:
         In backward it is the line of forward whose gradient is computed. In forward the line is noted for that.
         """
         line, in_engine = caller()
-        if not torch.is_grad_enabled():
-            return (self._lines.get(number_of_running_node(), "") if in_backward() else line), in_engine
-        if (number := number_of_next_node() - 1) >= 0:
-            self._lines.setdefault(number, line)
+        module = self.modules[-1] if self.modules else ""
+        if torch.is_grad_enabled() and (number := number_of_next_node() - 1) >= 0:
+            self._lines.setdefault(number, (line, module))
+        if in_backward():
+            of_forward = self._lines.get(number_of_running_node(), ("", ""))
+            module = module or of_forward[1]
+            if not torch.is_grad_enabled():
+                line = of_forward[0]
+        self._module = module
         return line, in_engine
 
     # -- streams and kernels
@@ -206,6 +229,7 @@ class Recorder:
         return Program(
             [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
             [everyone[old] for old in used],
+            list(self._places),
         )
 
 
@@ -245,6 +269,7 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
 _TRACING = os.path.dirname(__file__) + os.sep
+_READING = _OWN + "_torch.py"  #: which watches reads
 
 
 def reader_of_value() -> str:
@@ -252,7 +277,7 @@ def reader_of_value() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, "<")) and (not name.startswith(_OWN) or name.startswith(_SHOWN)):
+        if not name.startswith((_TORCH, _TRACING, _READING, "<")):
             return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

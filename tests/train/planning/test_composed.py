@@ -9,8 +9,7 @@ import pytest
 
 from shardwright.planner.program import Alloc, Program
 from shardwright.train.config import Config
-from shardwright.train.config.series import series_of
-from shardwright.train.planning import composed_program, program_of, traced_program
+from shardwright.train.planning import composed_program, traced_program
 from tests.train.planning.test_peaks import config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

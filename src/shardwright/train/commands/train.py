@@ -6,6 +6,8 @@ Importing this imports no engine: that takes seconds, which a launcher and those
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import ExitStack
 from types import ModuleType
 from typing import NoReturn
 
@@ -20,6 +22,7 @@ from shardwright.train.launch.environment import (
     choose_device,
     under_launcher,
 )
+from shardwright.train.launch.forecast import citation, forecast
 from shardwright.train.launch.launcher import launch_until_done
 from shardwright.train.launch.opening import open_run, refuse_resume
 from shardwright.train.launch.progress import START
@@ -53,9 +56,13 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     except UserError as error:
         refuse_resume(lambda: config, resume, Outcome(error.status, str(error)))
         raise
-    with run.lock:
+    with run.lock, ExitStack() as stack:
         try:
             _stay_local()
+            planned = forecast(config, run.folder, ranks, choose_device(config)) if run.attempt == 1 else None
+            if planned is not None:
+                stack.callback(planned.stop)
+                planned.check()
             if alone is not None:
                 return alone(config, run)
             # The ranks would find these, after the seconds that they need to start.
@@ -68,6 +75,8 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             attempt = Attempt(run.attempt, ranks, tuple(arguments))
             return launch_until_done(config, run.folder, attempt, _can_run)
         except BaseException as error:
+            for line in citation(run.folder, str(error)):
+                print(line, file=sys.stderr, flush=True)
             if isinstance(error, UserError) and not run.folder.exit_file.exists():
                 run.job_end.refuse(Outcome(error.status, str(error)))
             run.discard_if_unused()

@@ -49,6 +49,7 @@ def series_of(config: Config) -> Series | None:
     ):
         return None
     shape: Any = config.model.shape()
+    made: Callable[[list[str]], object]
     every = config.activations.every if config.activations.checkpoint == "layers" else 1
     if type(shape) is LlamaConfig:
         layers = ["*"] * shape.n_layers
@@ -65,7 +66,7 @@ def series_of(config: Config) -> Series | None:
 
     def of(parts: int) -> Config:
         piece = layers[first : first + period]
-        value: Any = made([*layers[:first], *piece * parts, *layers[end:]])  # type: ignore[operator]
+        value: Any = made([*layers[:first], *piece * parts, *layers[end:]])
         return config.model_copy(update={"model": config.model.model_copy(update={key: value})})
 
     least = -(-(2 * ENDS + 2 * max(parallel.prefetch - 1, 0)) // period)
@@ -73,7 +74,7 @@ def series_of(config: Config) -> Series | None:
 
 
 def _repeated(items: list[str]) -> tuple[int, int, int]:
-    """The longest part of a list that repeats a piece at least twice: its first item, the piece's length, repetitions."""
+    """The longest part of a list that repeats a piece: its first item, the length of the piece, and how often it is there."""
     best = 0, 0, 0
     for period in range(1, len(items) // 2 + 1):
         first = 0
