@@ -119,7 +119,7 @@ class Hollow(TorchDispatchMode):
             func(*args, **kwargs)
             self._recorder.resized(args[0].untyped_storage())
             return args[0]
-        if any(each.is_meta for each in tensors) or _wants_meta(kwargs):
+        if _stays_on_meta(form.name, tensors, kwargs):
             return func(*args, **kwargs)
         if form.name == "equal" and not all(map(self._is_known, tensors)):
             self._check_known(tensors, "equal")
@@ -305,14 +305,17 @@ def _writes_only(func: Any) -> bool:
     return all(each.alias_info is not None for each in func._schema.returns)
 
 
-def _wants_meta(kwargs: dict[str, Any]) -> bool:
+def _stays_on_meta(name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether the result is on the meta device, or is an error there. ``to_empty`` takes one from it to the CPU."""
     device = kwargs.get("device")
     kind = "cpu" if device is None else torch.device(device).type
     if kind not in ("cpu", "meta"):
         raise ValueError(
             f"a plan runs on the CPU in place of the GPU: expected the device 'cpu' for a new tensor, found {kind!r}"
         )
-    return kind == "meta"
+    if kind == "meta" or not any(each.is_meta for each in tensors):
+        return kind == "meta"
+    return device is None or name == "_to_copy"
 
 
 def _most(dtype: torch.dtype, known: bool) -> int:

@@ -74,7 +74,7 @@ def series_of(config: Config) -> Series | None:
 
 
 def _repeated(items: list[str]) -> tuple[int, int, int]:
-    """The longest part of a list that repeats a piece: its first item, the length of the piece, and how often it is there."""
+    """The longest part that repeats a piece: its first item, the length of the piece, and how often it is there."""
     best = 0, 0, 0
     for period in range(1, len(items) // 2 + 1):
         first = 0
