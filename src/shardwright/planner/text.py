@@ -10,7 +10,9 @@ from shardwright.planner.verdict import Verdict, peak_in_words
 
 
 def as_json(
-    verdict: Verdict, edits: Sequence[tuple[str, Verdict]] = (), assumed: Mapping[str, object] = MappingProxyType({})
+    verdict: Verdict,
+    edits: Sequence[tuple[str, Verdict]] = (),
+    assumed: Mapping[str, object] = MappingProxyType({}),
 ) -> str:
     """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
     values of keys that nobody gave."""
@@ -38,8 +40,8 @@ def as_json(
             "peak": {
                 "text": peak_in_words(peak),
                 "phase": peak.phase,
-                "module": peak.module,
                 "owner": peak.owner.group,
+                "unit": peak.owner.unit,
                 "operation": peak.owner.what,
                 "line": peak.owner.line,
             },

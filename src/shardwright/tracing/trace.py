@@ -69,7 +69,9 @@ def _without_accelerator() -> Iterator[None]:
     would do nothing to tensors of the CPU, is refused."""
     plain, plain_autocast = torch.accelerator.is_available, torch.autocast.__init__
 
-    def autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any) -> None:
+    def autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+    ) -> None:
         if enabled and device_type != "cpu":
             raise ValueError(
                 f"a plan runs on the CPU in place of the GPU: found autocast for {device_type!r}, which would change "

@@ -52,9 +52,13 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
 #: Settings with something to save, and the changes that must be among the three best of small figures.
 EDITED: dict[str, tuple[str, tuple[str, ...]]] = {
     "activations": ("--train.micro_batch 8 --train.global_batch 16", ("--activations.checkpoint full",)),
-    "state": ("--parallel.strategy ddp", ("--parallel.strategy zero3",)),
+    "state": (
+        "--parallel.strategy ddp --train.seq_len 16 --train.micro_batch 1 --train.global_batch 2",
+        ("--parallel.strategy zero3",),
+    ),
     "replicas": (
-        "--parallel.strategy hsdp --parallel.replicas 2 --activations.checkpoint full",
+        "--parallel.strategy hsdp --parallel.replicas 2 --train.seq_len 16 --train.micro_batch 1 "
+        "--train.global_batch 2",
         ("--parallel.strategy zero3 --parallel.replicas 1",),
     ),
 }
@@ -66,7 +70,7 @@ def test_an_edit_that_is_pasted_gives_its_figure(
 ) -> None:
     words, best = EDITED[name]
     small = tmp_path / "small.toml"
-    small.write_text("gib = 2.9\n")
+    small.write_text("gib = 1\n")
     arguments = [str(EXAMPLES / "llama_debug.toml"), "--on", f"2x{small}", "--json", *words.split()]
 
     def figures(*more: str) -> dict[str, Any]:

@@ -80,8 +80,10 @@ class Forecast:
 
     def stop(self) -> None:
         """End the process, if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
     def _report(self) -> None:
         self._process.wait()
