@@ -30,8 +30,7 @@ def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Fore
         return None
     if device == "cpu" and not config.run.plan_device:
         raise UserError(
-            f"run.plan: expected 'auto' or 'off' on the CPU, found {way!r}; or set run.plan_device to the device of the "
-            "plan"
+            f"run.plan: expected 'auto' or 'off' on the CPU, found {way!r}; or set run.plan_device"
         )
     return Forecast(config, folder, ranks)
 
