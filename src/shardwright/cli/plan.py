@@ -41,8 +41,17 @@ def _run(call: Call) -> int:
 
     from shardwright.train.commands.plan import plan
 
+    options = call.options
     unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
-    return plan(configured, ranks, device, call.options.json, unset, not call.options.no_edits)
+    return plan(
+        configured,
+        ranks,
+        device,
+        options.json,
+        unset,
+        names_edits=not options.no_edits,
+        caches=not options.no_cache,
+    )
 
 
 def _local_device() -> Device:
@@ -53,7 +62,7 @@ def _local_device() -> Device:
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits]\n"
+        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits] [--no-cache]\n"
         "                        [--section.key value ...] [--debug]"
     )
     parser.add_argument(
@@ -68,6 +77,10 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")
+    parser.add_argument(
+        "--no-cache", action="store_true",
+        help="plan again, and keep nothing; other plans are kept in ~/.cache/shardwright, or below $XDG_CACHE_HOME",
+    )  # fmt: skip
 
 
 COMMAND = Command(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright._torch import FakeTensor, TorchDispatchMode, dispatches, outside_dispatch_modes
+from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, reader_of_value
 
@@ -92,7 +92,7 @@ class Hollow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:  # DTensor asks for shapes
+        if infers_shapes(types):  # DTensor asks for shapes; it makes tensors only for that
             return func(*args, **kwargs)
         for kind in types:
             if kind is not Tensor and kind is not torch.nn.Parameter and dispatches(kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -147,8 +148,8 @@ class Recorder:
         """
         line, in_engine = caller()
         module = self.modules[-1] if self.modules else ""
-        if torch.is_grad_enabled():
-            self._lines.setdefault(number_of_next_node() - 1, (line, module))
+        if torch.is_grad_enabled() and (number := number_of_next_node() - 1) >= 0:
+            self._lines.setdefault(number, (line, module))
         if in_backward():
             of_forward = self._lines.get(number_of_running_node(), ("", ""))
             module = module or of_forward[1]
@@ -198,7 +199,8 @@ class Recorder:
         phases: list[str] = []
         name = ""
         ends: dict[int, int] = {}
-        for i, event in enumerate(self._events):
+        written = _ordered(self._events)
+        for i, event in enumerate(written):
             if isinstance(event, Phase):
                 name = event.name
             elif isinstance(event, Free):
@@ -207,7 +209,7 @@ class Recorder:
         owners = list(self._owners)
         index = dict(self._owners)
         events: list[Event] = []
-        for i, event in enumerate(self._events):
+        for i, event in enumerate(written):
             if isinstance(event, Alloc):
                 owner = owners[event.owner]
                 if (claim := self._claims.get(event.block)) is not None:
@@ -218,13 +220,31 @@ class Recorder:
                     owner = owner._replace(group=_group(owner.group, phases[i], freed))
                 event = event._replace(owner=index.setdefault(owner, len(index)))
             events.append(event)
-        used = sorted({each.owner for each in events if isinstance(each, Alloc)})
+        used = dict.fromkeys(each.owner for each in events if isinstance(each, Alloc))
         number = {old: new for new, old in enumerate(used)}
         everyone = list(index)
         return Program(
             [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
             [everyone[old] for old in used],
         )
+
+
+def _ordered(events: list[Event]) -> list[Event]:
+    """The events, with the blocks that are freed one after another in the order of their numbers.
+
+    Python frees what a set holds in an order that differs between processes.
+    """
+    ordered: list[Event] = []
+    freed: list[Free] = []
+    for event in events:
+        if isinstance(event, Free):
+            freed.append(event)
+            continue
+        if freed:
+            ordered += sorted(freed) if len(freed) > 1 else freed
+            freed = []
+        ordered.append(event)
+    return ordered + sorted(freed)
 
 
 def _group(group: str, taken: str, freed: str | None) -> str:
@@ -259,16 +279,38 @@ def reader_of_value() -> str:
     return ""
 
 
+#: By file: whose code it has.
+_whose: dict[str, int] = {}
+_OF_TORCH, _OF_TRACING, _OF_ENGINE, _OF_MODEL = range(4)
+
+
+def _owner_of(file: str) -> int:
+    if file.startswith(_OWN) and not file.startswith(_SHOWN):
+        whose = _OF_TRACING if file.startswith(_TRACING) else _OF_ENGINE
+    else:
+        whose = _OF_TORCH if file.startswith((_TORCH, "<")) else _OF_MODEL
+    _whose[file] = whose
+    return whose
+
+
 def caller() -> tuple[str, bool]:
     """The innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none. And
     whether the engine runs inside it."""
     frame = sys._getframe(1)
     in_engine = False
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_OWN) and not name.startswith(_SHOWN):
-            in_engine = in_engine or not name.startswith(_TRACING)
-        elif not name.startswith((_TORCH, "<")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}", in_engine
+        file = frame.f_code.co_filename
+        whose = _whose.get(file)
+        if whose is None:
+            whose = _owner_of(file)
+        if whose == _OF_MODEL:
+            return _line(file, frame.f_lineno), in_engine
+        if whose == _OF_ENGINE:
+            in_engine = True
         frame = frame.f_back  # type: ignore[assignment]
     return "", in_engine
+
+
+@functools.lru_cache(4096)
+def _line(file: str, number: int) -> str:
+    return f"{os.path.basename(file)}:{number}"

@@ -14,12 +14,14 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from shardwright.planner.compose import compose
 from shardwright.planner.program import Program
-from shardwright.tracing.hollow import UnknownValueError
+from shardwright.tracing.hollow import SMALL, UnknownValueError
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import watch_training
 from shardwright.train.config import Config
+from shardwright.train.config.series import series_of
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
@@ -82,6 +84,23 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     """
     check_division(config, ranks)
     check_planned(config)
+    return composed_program(config, ranks, kind) or traced_program(config, ranks, kind)
+
+
+def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program | None:
+    """The same program, from those of three shorter models.
+
+    None: their traces would not be shorter than that of the model, or do not agree on how a program grows.
+    """
+    series = series_of(config)
+    if series is None or 3 * series.least + 3 >= series.parts:
+        return None
+    programs = [traced_program(series.of(series.least + i), ranks, kind) for i in range(3)]
+    return compose(programs, series.least, series.parts, SMALL)
+
+
+def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
+    """The same program, from a trace of the whole model."""
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.extend import strategies
+from shardwright.planner import cache
 from shardwright.planner.allocator import Rules, with_setting
 from shardwright.planner.devices import Device
+from shardwright.planner.program import Program
 from shardwright.planner.text import as_json
 from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.config import Config
 from shardwright.train.config.assumed import value_at
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
+from shardwright.train.config.plan_key import plan_key
 from shardwright.train.errors import UserError, as_user_errors
-from shardwright.train.planning import program_of
 
 EDITS = 3  #: shown at most
 LEAST = 0.01  #: part of the reserved bytes that an edit must be able to save, to be planned
@@ -32,10 +34,12 @@ def plan(
     json: bool,
     assumed: Sequence[str] = (),
     names_edits: bool = True,
+    caches: bool = True,
 ) -> int:
     """Print the verdict on the job, and edits that save memory if it does not fit well; returns 0, or 3 if it does not.
 
-    `configured`: the configuration with further keys. `assumed`: keys whose values nobody gave.
+    `configured`: the configuration with further keys. `assumed`: keys whose values nobody gave. `caches`: take programs
+    that were traced before, and keep new ones. With these PyTorch is not imported.
 
     Raises:
         UserError: the configuration does not fit so many ranks, or no plan covers it.
@@ -43,7 +47,7 @@ def plan(
     config = configured(())
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
-    program = program_of(config, ranks)
+    program = program_of(config, ranks, caches)
     verdict = judge(program, device, ranks, rules)
     if not json:
         print(_head(config, ranks, device), verdict, *_assumptions(config, assumed), sep="\n", flush=True)
@@ -52,17 +56,15 @@ def plan(
         if not rules.expandable:
             other = judge(program, device, ranks, replace(rules, expandable=True))
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
-        del program
         groups = verdict.peak.by_group()
         for keys, touched in edits_of(config):
             if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
                 continue
             try:
-                edits.append(
-                    (_in_words(keys), judge(program_of(configured(keys), ranks), device, ranks, rules))
-                )
+                program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
+            edits.append((_in_words(keys), judge(program, device, ranks, rules)))
     edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
     edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
     if json:
@@ -73,6 +75,19 @@ def plan(
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}")
     return verdict.status
+
+
+def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
+    """The program of the configuration on GPUs, from the cache if it is there."""
+    key = plan_key(config, ranks, "cuda") if caches else None
+    program = cache.load(key) if key is not None else None
+    if program is None:
+        from shardwright.train import planning
+
+        program = planning.program_of(config, ranks)
+        if key is not None:
+            cache.store(key, program)
+    return program
 
 
 def _head(config: Config, ranks: int, device: Device) -> str:
