@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.train.config import Config
+from shardwright.train.config.planned import check_planned
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import writing
@@ -32,6 +33,12 @@ def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Fore
         raise UserError(
             f"run.plan: expected 'auto' or 'off' on the CPU, found {way!r}; or set run.plan_device"
         )
+    try:
+        check_planned(config)
+    except UserError as error:
+        if way == "refuse":
+            raise UserError(f"run.plan: there is no plan of this job: {error}; set run.plan to 'warn'") from error
+        return None
     return Forecast(config, folder, ranks)
 
 
