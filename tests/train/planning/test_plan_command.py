@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardwright.cli.program import main
 
@@ -47,6 +49,33 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     assert done.returncode == 3
     last = done.stdout.splitlines()[-len(figures["edits"]) :]
     assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
+
+
+class Reader(nn.Module):
+    """A model that asks its tokens."""
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.output = nn.Linear(16, vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        if (tokens == 0).any():
+            x = x * 2
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def test_a_model_that_reads_its_tokens_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "reader.toml"
+    config.write_text(f"[model]\nkind = 'python'\ntarget = '{__name__}:Reader'\n[train]\nseq_len = 8\n")
+    assert main(["plan", str(config), "--on", "2xh100"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"{Path(__file__).name}:" in error and "reads a value (item)" in error
 
 
 #: Settings with something to save, and the changes that must be among the three best of small figures.
