@@ -29,6 +29,7 @@ def _run(call: Call) -> int:
         raise UserError(f"--on: {error}") from error
 
     from shardwright.train.config import assumed, load_config
+    from shardwright.train.config.planned import check_planned
     from shardwright.train.models.vocabulary import with_vocabulary
 
     job, assumes = call.options.config, call.options.config.startswith(assumed.PREFIX)
@@ -37,13 +38,21 @@ def _run(call: Call) -> int:
         return with_vocabulary(load_config(Path(job), [*call.overrides, *keys], ranks=ranks))
 
     configured = assumed.assumed_job(job, call.overrides, ranks) if assumes else of_file
-    configured(())  # mistakes are reported before PyTorch is imported
+    check_planned(configured(()))  # mistakes are reported before PyTorch is imported
 
     from shardwright.train.commands.plan import plan
 
-    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
     options = call.options
-    return plan(configured, ranks, device, options.json, unset, not options.no_edits, not options.no_cache)
+    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
+    return plan(
+        configured,
+        ranks,
+        device,
+        options.json,
+        unset,
+        names_edits=not options.no_edits,
+        caches=not options.no_cache,
+    )
 
 
 def _local_device() -> Device:

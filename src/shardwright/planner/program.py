@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -71,7 +70,8 @@ class Owner(NamedTuple):
     Attributes:
         group: ``parameters``, ``gradients``, ``optimizer``, ``slabs``, ``activations``, ``temporary`` or
             ``other``.
-        unit: the parameter or the slab, by name; empty for what a step makes.
+        unit: the parameter or the slab, by name; for what a step makes the module whose forward or backward makes it,
+            empty outside of all modules.
         what: the kind of slab, or the operation with the shape and dtype of its result.
         line: file and line of the model's code, as ``losses.py:118``; empty if there is none.
     """
@@ -91,7 +91,6 @@ class Peak:
         event: the index of the allocation that reaches it.
         phase: the phase of this event.
         owner: the owner of this allocation.
-        module: the module whose forward or backward makes it, by name; empty: none does.
         by_owner: live bytes of each owner then.
     """
 
@@ -99,7 +98,6 @@ class Peak:
     event: int
     phase: str
     owner: Owner
-    module: str
     by_owner: dict[Owner, int]
 
     def by_group(self) -> dict[str, int]:
@@ -117,12 +115,10 @@ class Program:
     Attributes:
         events: the events.
         owners: the owners that allocations name by their index.
-        places: the module whose forward or backward makes the allocations from an event on, by the event's index.
     """
 
     events: list[Event] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
-    places: list[tuple[int, str]] = field(default_factory=list)
 
     def phase_starts(self) -> Iterator[tuple[int, str]]:
         """The index and the name of each phase."""
@@ -154,9 +150,7 @@ class Program:
             owner = self.owners[alloc.owner]
             by_owner[owner] = by_owner.get(owner, 0) + alloc.nbytes
         phase = next((name for i, name in reversed(list(self.phase_starts())) if i <= at), "")
-        i = bisect.bisect_right(self.places, at, key=lambda place: place[0])
-        module = self.places[i - 1][1] if i else ""
-        return Peak(best, at, phase, self.owners[last.owner], module, by_owner)
+        return Peak(best, at, phase, self.owners[last.owner], by_owner)
 
     def live(self, stop: int | None = None) -> list[Alloc]:
         """The allocations before event ``stop`` that have not been freed there."""

@@ -40,8 +40,8 @@ def as_json(
             "peak": {
                 "text": peak_in_words(peak),
                 "phase": peak.phase,
-                "module": peak.module,
                 "owner": peak.owner.group,
+                "unit": peak.owner.unit,
                 "operation": peak.owner.what,
                 "line": peak.owner.line,
             },

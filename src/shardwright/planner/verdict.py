@@ -113,10 +113,10 @@ _ANSWERS = {
 def peak_in_words(peak: Peak) -> str:
     """The moment of a peak, in a line."""
     owner = peak.owner
-    moment = f"{peak.phase} of {peak.module}" if peak.module else peak.phase
-    return f"{moment}: {' of '.join(filter(None, (owner.what or owner.group, owner.unit)))}" + (
-        f", {owner.line}" if owner.line else ""
-    )
+    if not owner.what:  # a tensor that has a name
+        return f"{peak.phase}: {owner.group}, {owner.unit}"
+    moment = f"{peak.phase} of {owner.unit}" if owner.unit else peak.phase
+    return f"{moment}: {owner.what}" + (f", {owner.line}" if owner.line else "")
 
 
 def in_gib(nbytes: float) -> str:

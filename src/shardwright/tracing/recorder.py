@@ -58,18 +58,15 @@ class Recorder:
         self._marks = 0
         #: The line and the module of forward, by autograd's sequence number.
         self._lines: dict[int, tuple[str, str]] = {}
-        self._places: list[tuple[int, str]] = []  #: see :attr:`Program.places`
         self._module = ""
 
     # -- memory
 
-    def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "") -> int:
+    def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "", module: str = "") -> int:
         """A new block; returns its number."""
-        owner = Owner(group, "", what, line)
+        owner = Owner(group, module, what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
-        if not self._places or self._places[-1][1] != self._module:
-            self._places.append((block, self._module))
         self._events.append(Alloc(block, nbytes, self.stream, index))
         self._sizes[block] = nbytes
         self.now += nbytes
@@ -90,7 +87,7 @@ class Recorder:
         key = storage._cdata
         if key in self._blocks or not storage.nbytes():
             return
-        self._blocks[key] = self.take(storage.nbytes(), what, group, line)
+        self._blocks[key] = self.take(storage.nbytes(), what, group, line, self._module)
         self._watch(storage)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -229,7 +226,6 @@ class Recorder:
         return Program(
             [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
             [everyone[old] for old in used],
-            list(self._places),
         )
 
 

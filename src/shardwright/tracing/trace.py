@@ -65,8 +65,8 @@ def trace(
 
 @contextmanager
 def _without_accelerator() -> Iterator[None]:
-    """Inside the context a mesh that nobody names is one of the CPU, also on a machine with GPUs. Autocast of a GPU is
-    refused: it would do nothing to tensors of the CPU."""
+    """Inside the context a mesh without a named device is one of the CPU, also on a machine with GPUs. Autocast of a
+    GPU, which would do nothing to tensors of the CPU, is refused."""
     plain, plain_autocast = torch.accelerator.is_available, torch.autocast.__init__
 
     def autocast(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardwright.cli.program import main
 
@@ -49,12 +51,43 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
 
 
+class Reader(nn.Module):
+    """A model that asks its tokens."""
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.output = nn.Linear(16, vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        if (tokens == 0).any():
+            x = x * 2
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def test_a_model_that_reads_its_tokens_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "reader.toml"
+    config.write_text(f"[model]\nkind = 'python'\ntarget = '{__name__}:Reader'\n[train]\nseq_len = 8\n")
+    assert main(["plan", str(config), "--on", "2xh100"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"{Path(__file__).name}:" in error and "reads a value (item)" in error
+
+
 #: Settings with something to save, and the changes that must be among the three best of small figures.
 EDITED: dict[str, tuple[str, tuple[str, ...]]] = {
     "activations": ("--train.micro_batch 8 --train.global_batch 16", ("--activations.checkpoint full",)),
-    "state": ("--parallel.strategy ddp", ("--parallel.strategy zero3",)),
+    "state": (
+        "--parallel.strategy ddp --train.seq_len 16 --train.micro_batch 1 --train.global_batch 2",
+        ("--parallel.strategy zero3",),
+    ),
     "replicas": (
-        "--parallel.strategy hsdp --parallel.replicas 2 --activations.checkpoint full",
+        "--parallel.strategy hsdp --parallel.replicas 2 --train.seq_len 16 --train.micro_batch 1 "
+        "--train.global_batch 2",
         ("--parallel.strategy zero3 --parallel.replicas 1",),
     ),
 }
@@ -66,7 +99,7 @@ def test_an_edit_that_is_pasted_gives_its_figure(
 ) -> None:
     words, best = EDITED[name]
     small = tmp_path / "small.toml"
-    small.write_text("gib = 2.9\n")
+    small.write_text("gib = 1\n")
     arguments = [str(EXAMPLES / "llama_debug.toml"), "--on", f"2x{small}", "--json", *words.split()]
 
     def figures(*more: str) -> dict[str, Any]:

@@ -56,16 +56,15 @@ def plan(
         if not rules.expandable:
             other = judge(program, device, ranks, replace(rules, expandable=True))
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
-        del program
         groups = verdict.peak.by_group()
         for keys, touched in edits_of(config):
             if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
                 continue
             try:
-                changed = program_of(configured(keys), ranks, caches)
-                edits.append((_in_words(keys), judge(changed, device, ranks, rules)))
+                program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
+            edits.append((_in_words(keys), judge(program, device, ranks, rules)))
     edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
     edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
     if json:

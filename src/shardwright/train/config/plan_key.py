@@ -15,6 +15,8 @@ from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.schema import Config
 
 PACKAGES = ("torch", "transformers")
+#: Sections that no step of a plan follows.
+_APART = {"run", "validation", "checkpoint", "log"}
 
 
 def plan_key(config: Config, ranks: int, kind: str) -> str | None:
@@ -32,7 +34,7 @@ def plan_key(config: Config, ranks: int, kind: str) -> str | None:
     if config.model.kind == "python" or config.finetune.adapters:
         return None
     values = {
-        "config": config.resolved().model_dump(mode="json"),
+        "config": config.resolved().model_dump(mode="json", exclude=_APART),
         "model": dict(getattr(config.model.shape(), "config", {})),  # of transformers: a file of the user
         "ranks": ranks,
         "kind": kind,

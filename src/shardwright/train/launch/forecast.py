@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.train.config import Config
+from shardwright.train.config.planned import check_planned
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import writing
@@ -30,9 +31,14 @@ def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Fore
         return None
     if device == "cpu" and not config.run.plan_device:
         raise UserError(
-            f"run.plan: expected 'auto' or 'off' on the CPU, found {way!r}; or set run.plan_device to the "
-            "device of the plan"
+            f"run.plan: expected 'auto' or 'off' on the CPU, found {way!r}; or set run.plan_device"
         )
+    try:
+        check_planned(config)
+    except UserError as error:
+        if way == "refuse":
+            raise UserError(f"run.plan: there is no plan of this job: {error}; set run.plan to 'warn'") from error
+        return None
     return Forecast(config, folder, ranks)
 
 
@@ -80,8 +86,10 @@ class Forecast:
 
     def stop(self) -> None:
         """End the process, if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
     def _report(self) -> None:
         self._process.wait()
