@@ -37,7 +37,9 @@ def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Fore
         check_planned(config)
     except UserError as error:
         if way == "refuse":
-            raise UserError(f"run.plan: there is no plan of this job: {error}; set run.plan to 'warn'") from error
+            raise UserError(
+                f"run.plan: there is no plan of this job: {error}; set run.plan to 'warn'"
+            ) from error
         return None
     return Forecast(config, folder, ranks)
 
