@@ -14,7 +14,7 @@ from shardwright.memory import Slab, observe
 from shardwright.tracing.hollow import Hollow
 from shardwright.tracing.kernels import kernels_of_cuda
 from shardwright.tracing.recorder import Recorder
-from shardwright.tracing.streams import RecordedStreams
+from shardwright.tracing.streams import RecordedStreams, streams_of_torch
 
 CPU = torch.device("cpu")
 
@@ -54,6 +54,7 @@ def trace(
         stack.enter_context(_without_accelerator())
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
+            stack.enter_context(streams_of_torch(recorder))
             stack.enter_context(kernels_of_cuda())
         stack.enter_context(watch_resizes(recorder.resized))
         stack.enter_context(observe(_Slabs(recorder)))

@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from shardwright.planner.program import Alloc, Kernel, Wait
 from shardwright.train.config import Config, load_config
 from shardwright.train.planning import program_of
 from tests.train.planning.kit import compare
@@ -97,3 +98,12 @@ def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:
     assert peak.phase == "backward"
     assert re.fullmatch(r"(losses|llama|decoder)\.py:\d+", peak.owner.line)
     assert {"parameters", "optimizer", "slabs", "activations"} <= set(peak.by_group())
+
+
+def test_a_plan_of_fsdp2_for_a_gpu_has_its_streams() -> None:
+    program = program_of(config_of("parallel.engine=fsdp2"), 2)
+    kernels = {event.stream for event in program.events if isinstance(event, Kernel)}
+    allocations = {event.stream for event in program.events if isinstance(event, Alloc)}
+    waiting = {event.stream for event in program.events if isinstance(event, Wait)}
+    assert len(kernels) == 4  # computation, copies before gathers, gathers, reductions
+    assert len(allocations) >= 3 and waiting == kernels
