@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -48,6 +49,7 @@ def trace(ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Iterator[Recorde
     """
     recorder = Recorder()
     with ExitStack() as stack:
+        stack.enter_context(_without_collections())
         stack.enter_context(absent_ranks(ranks))
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
@@ -58,6 +60,19 @@ def trace(ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Iterator[Recorde
         stack.enter_context(watch_reads(hollow.check_read))
         stack.enter_context(hollow)
         yield recorder
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside the context Python does not look for cycles: a collection would free their blocks at a random event."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def claim_training(recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
