@@ -26,6 +26,7 @@ GIB = 1 << 30
 
 def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Forecast | None:
     """Begin to plan a job that computes on `device`, cpu or cuda. None: `run.plan` asks for none."""
+    plan_file(folder).unlink(missing_ok=True)  # of an earlier start
     way = config.run.plan
     if way == "off" or (way == "auto" and device == "cpu"):
         return None
