@@ -72,6 +72,11 @@ class _Result(NamedTuple):
     shapes: tuple[_Shape | None, ...]
 
 
+#: Facts of operations, and results on meta tensors, of all traces of this process.
+_FORMS: dict[Any, _Form] = {}
+_RESULTS: dict[Any, _Result | None] = {}
+
+
 class Hollow(TorchDispatchMode):
     """Inside the context, tensors on the CPU larger than ``SMALL`` have no content.
 
@@ -87,8 +92,12 @@ class Hollow(TorchDispatchMode):
     def __init__(self, recorder: Recorder, value: float | None = None) -> None:
         super().__init__()
         self._recorder, self._value = recorder, value
-        self._forms: dict[Any, _Form] = {}
-        self._results: dict[Any, _Result | None] = {}
+        self._forms = _FORMS
+        self._results = _RESULTS
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper takes time in each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -50,6 +51,7 @@ def trace(
     """
     recorder = Recorder()
     with ExitStack() as stack:
+        stack.enter_context(_without_collections())
         stack.enter_context(absent_ranks(ranks))
         stack.enter_context(_without_accelerator())
         if kind == "cuda":
@@ -62,6 +64,19 @@ def trace(
         stack.enter_context(watch_reads(hollow.check_read))
         stack.enter_context(hollow)
         yield recorder
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside the context Python does not look for cycles: a collection would free their blocks at a random event."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

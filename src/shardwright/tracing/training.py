@@ -92,7 +92,8 @@ class Training:
             self._recorder.phase("forward")
 
     def leave(self, *_: Any) -> None:
-        self._recorder.modules.pop()
+        if self._recorder.modules:  # torch also calls this if `enter` has raised an error
+            self._recorder.modules.pop()
 
     def before_step(self, *_: Any) -> None:
         if not in_backward():  # where an optimizer steps unit by unit

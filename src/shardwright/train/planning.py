@@ -6,6 +6,7 @@ and the optimizer of the run, and no second description of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,9 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwright._torch import absent_ranks
 from shardwright.planner.compose import compose
 from shardwright.planner.program import Program
 from shardwright.tracing.hollow import SMALL, UnknownValueError
@@ -102,6 +105,7 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
 
 def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
     """The same program, from a trace of the whole model."""
+    _warm_up()
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
@@ -113,6 +117,13 @@ def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "c
             return _traced(config, ranks, cast(Dataset, dataset), recorder)
     except UnknownValueError as error:
         raise UserError(str(error)) from error
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Make a first mesh, with which torch keeps a few tensors of it until Python looks for cycles."""
+    with absent_ranks(1):
+        init_device_mesh("cpu", (1,))
 
 
 def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) -> Program:

@@ -1,11 +1,12 @@
 """The plan of a job's memory beside its run, for `[run] plan`. Another process makes it, while the ranks start.
 
-Nothing here imports torch.
+Nothing here imports the planner.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 from shardwright.train.config import Config
 from shardwright.train.config.planned import check_planned
 from shardwright.train.errors import UserError
+from shardwright.train.launch.environment import path_to_ourselves
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import writing
 
@@ -26,6 +28,8 @@ GIB = 1 << 30
 
 def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Forecast | None:
     """Begin to plan a job that computes on `device`, cpu or cuda. None: `run.plan` asks for none."""
+    with writing(folder.logs):
+        plan_file(folder).unlink(missing_ok=True)  # of an earlier start
     way = config.run.plan
     if way == "off" or (way == "auto" and device == "cpu"):
         return None
@@ -58,6 +62,7 @@ class Forecast:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "shardwright", *self._arguments, "--json", "--no-edits"],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                env={**os.environ, **path_to_ourselves()},
             )  # fmt: skip
 
     @property

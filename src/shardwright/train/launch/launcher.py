@@ -21,7 +21,6 @@ import rich.progress  # noqa: F401  # every rank needs it: where it is missing, 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
-import shardwright
 from shardwright.train.config import Config
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
@@ -29,6 +28,7 @@ from shardwright.train.launch.environment import (
     LAUNCHER_VARIABLE,
     SPEAKING,
     choose_device,
+    path_to_ourselves,
 )
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.judgement import Evidence, complaints_in, conclude, judge, log_of, say_in_logs
@@ -171,20 +171,11 @@ def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, devic
     if attempt.devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.devices)
     variables |= START.variables
-    if own_path := _path_to_ourselves():
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), own_path]))
+    variables |= path_to_ourselves()
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # Each rank would claim all cores.
         variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
     return {name: str(value) for name, value in variables.items()}
-
-
-def _path_to_ourselves() -> str | None:
-    """The folder of this package, where this process found it in its working folder, in which ranks do not look."""
-    folder = str(Path(shardwright.__file__).resolve().parents[1])
-    elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
-    other_folders = {os.path.realpath(path) for path in elsewhere}
-    return None if folder in other_folders or folder != os.path.realpath(os.getcwd()) else folder
 
 
 class RankWatch:
