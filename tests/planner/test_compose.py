@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from shardwright.planner.compose import compose
-from shardwright.planner.program import Alloc, Event, Free, HostWait, Kernel, Mark, Owner, Phase, Program, Wait
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
 
 EDGE = 10_000
 LEAST = 6  #: layers of the shortest program

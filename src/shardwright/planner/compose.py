@@ -6,8 +6,9 @@ differ in one layer each, and repeats them. It knows events alone: no engine, mo
 
 The numbers of an event (bytes, shapes, layers in names, and the event that a ``Free`` or a ``Wait`` refers to) follow
 the number of layers and of the repetition by a law, ``constant + a * repetition + b * layers``. Each law is checked on
-more events than it is made from. The third program is used for checks of everything outside the repetitions. If
-anything differs there is no composed program.
+more events than it is made from. If anything differs there is no composed program.
+
+The same holds for other parts of a job that are alike, such as micro-batches. They are called layers here.
 """
 
 from __future__ import annotations
@@ -375,8 +376,7 @@ class _Laws:
         by_repetition = tuple(b - a for a, b in zip(two.values, three.values, strict=True))
         by_layers = tuple(b - a for a, b in zip(one.values, two.values, strict=True))
         constant = tuple(
-            v - r * at - n * layers[1]
-            for v, r, n in zip(one.values, by_repetition, by_layers, strict=True)
+            v - r * at - n * layers[1] for v, r, n in zip(one.values, by_repetition, by_layers, strict=True)
         )
         law = _Law(one.run, one.offset, constant, by_repetition, by_layers)
         # A repetition beside those that are added follows it, too: the one before, or the one after.
@@ -443,7 +443,8 @@ class _Writer:
         self._starts = shape.starts(layers)
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
-        self._filled: dict[tuple[int, Values], int] = {}  #: by the owner in the shortest program, and its numbers
+        #: By the number of an owner in the shortest program, and its numbers.
+        self._filled: dict[tuple[int, Values], int] = {}
         self._live: set[int] = set()
         self._marks: dict[int, int] = {}
 
@@ -503,9 +504,7 @@ class _Writer:
         key = like, numbers
         if (index := self._filled.get(key)) is None:
             owner, rest = self._short.owners[like], iter(numbers)
-            unit, what = (
-                _DIGITS.sub(lambda _: str(next(rest)), text) for text in (owner.unit, owner.what)
-            )
+            unit, what = (_DIGITS.sub(lambda _: str(next(rest)), text) for text in (owner.unit, owner.what))
             index = self._owners.setdefault(Owner(owner.group, unit, what, owner.line), len(self._owners))
             self._filled[key] = index
         return index
@@ -514,9 +513,7 @@ class _Writer:
         """The index of the event to which a law refers."""
         if law.run == NO_EVENT:
             more = self._layers - self._shape.layers
-            return law.offset + sum(
-                more * run.period for run in self._shape.runs if run.start <= law.offset
-            )
+            return law.offset + sum(more * run.period for run in self._shape.runs if run.start <= law.offset)
         run = self._shape.runs[law.run]
         if not -1 <= repetition <= run.count + self._layers - self._shape.layers:
             raise _Impossible

@@ -14,7 +14,7 @@ from shardwright._torch import absent_ranks, local_of, watch_reads, watch_resize
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
 from shardwright.tracing.hollow import Hollow
-from shardwright.tracing.kernels import kernels_of_cuda
+from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.streams import RecordedStreams
 
@@ -50,6 +50,7 @@ def trace(ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Iterator[Recorde
     recorder = Recorder()
     with ExitStack() as stack:
         stack.enter_context(_without_collections())
+        stack.enter_context(draws_one_piece())
         stack.enter_context(absent_ranks(ranks))
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
