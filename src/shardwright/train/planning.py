@@ -104,7 +104,7 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
 
 
 def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
-    """The same program, from a trace of the whole model."""
+    """The same program, from a trace of the whole job."""
     _warm_up()
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})

@@ -47,12 +47,12 @@ class Series:
 def series_of(config: Config, ranks: int) -> Iterator[Series]:
     """Series of a configuration: in its micro-batches, then in its layers.
 
-    None where the step depends on their number in other ways, or may do so.
+    One is left out if the step depends on the number in other ways, or may do so.
     """
     parallel = config.parallel
-    origins = strategies.origin(parallel.strategy), optimizers.origin(config.optimizer.name)
+    origins = [strategies.origin(parallel.strategy), optimizers.origin(config.optimizer.name)]
     if isinstance(parallel.layout, str):
-        origins += (layouts.origin(parallel.layout),)
+        origins.append(layouts.origin(parallel.layout))
     if parallel.memory in MEMORIES and all(origin == "built in" for origin in origins):
         yield _of_micro_batches(config, ranks)
         if (layers := _of_layers(config)) is not None:
@@ -79,6 +79,7 @@ def _of_layers(config: Config) -> Series | None:
     ):
         return None
     shape: Any = config.model.shape()
+    made: Callable[[list[str]], Any]
     every = config.activations.every if config.activations.checkpoint == "layers" else 1
     if type(shape) is LlamaConfig:
         layers = ["*"] * shape.n_layers
@@ -95,7 +96,7 @@ def _of_layers(config: Config) -> Series | None:
 
     def of(parts: int) -> Config:
         piece = layers[first : first + period]
-        value: Any = made([*layers[:first], *piece * parts, *layers[end:]])  # type: ignore[operator]
+        value = made([*layers[:first], *piece * parts, *layers[end:]])
         return config.model_copy(update={"model": config.model.model_copy(update={key: value})})
 
     least = -(-(2 * ENDS + 2 * max(prefetch - 1, 0)) // period)
