@@ -68,10 +68,14 @@ def run(code: str, arguments: list[str], cache: Path) -> tuple[float, float, str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="plan this model alone")
     only = parser.parse_args().only
-    print(f"torch {version('torch')}, Python {platform.python_version()}, {platform.machine()}, CPU seconds | MiB")
+    print(
+        f"torch {version('torch')}, Python {platform.python_version()}, {platform.machine()}, CPU seconds | MiB"
+    )
     head = ("model", "GPUs", "layers", "whole", "composed", "cached", "next", "events", "file")
     widths = (5, 6, 6, 13, 13, 11, 5, 7, 8)
     print("  ".join(each.rjust(width) for each, width in zip(head, widths, strict=True)))
