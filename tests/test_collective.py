@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwright.collective import OtherRankFailed, RankGroup, ranks_in_words
+from shardwright.board import ranks_in_words
+from shardwright.collective import OtherRankFailed, RankGroup
 from tests.support import multirank, world_mesh
 
 
@@ -57,7 +58,21 @@ def test_one_process_and_words() -> None:
         assert alone.gather(3) == [3] and alone.scatter([3]) == 3
         with pytest.raises(ZeroDivisionError):
             alone.run_on_all(lambda: 1 / 0)
-    assert [ranks_in_words(each, 2) for each in ([1], [1, 2], [1, 2, 5])] == [
-        "rank 1", "ranks 1, 2", "ranks 1, 2 and 1 more",
+    shown = [ranks_in_words(each) for each in ([1], [1, 2], range(8), [*range(16), 18], range(0, 40, 2))]
+    assert shown == [
+        "rank 1", "ranks 1, 2", "ranks 0, 1, 2, 3, 4, 5, 6, 7", "ranks 0-15, 18",
+        "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more",
     ]  # fmt: skip
-    assert ranks_in_words(range(4)) == "ranks 0, 1, 2, 3"
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize("last", [True, False])
+def test_equal_values_or_an_error_that_names_the_ranks(rank: int, world_size: int, last: bool) -> None:
+    ranks = RankGroup.of_mesh(world_mesh(world_size)) if last else RankGroup()
+    ranks.check_equal(ranks.all_gather("same"), lambda *found: ValueError("never", found))
+    odd = world_size - 1 if last else 0
+    values = ranks.all_gather("odd" if rank == odd else "same")
+    with pytest.raises(ValueError, match="differs") as caught:
+        ranks.check_equal(values, lambda *found: ValueError("differs", found))
+    others = [each for each in range(world_size) if (each == odd) == last]
+    assert caught.value.args[1] == (others, "odd" if last else "same", "same" if last else "odd")

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, read_description, verify
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
 
 ALONE = RankGroup(alone=True)
@@ -49,7 +49,7 @@ def save_for_ever(path: Path, log: Path, size: int) -> None:
     step = 0
     while True:
         step += 1
-        save_state(path, {"model": {"w": values(step, size)}, "step": step}, ALONE, overwrite=True)
+        write_state(path, {"model": {"w": values(step, size)}, "step": step}, ALONE, overwrite=True)
         with open(log, "a") as stream:
             stream.write(f"{step}\n")
 
@@ -72,7 +72,7 @@ def last_saved(log: Path) -> int:
 def step_found(path: Path, size: int) -> int:
     """The step of the checkpoint, whose values are right; 0 if there is none."""
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = read_description(path)
     except FileNotFoundError:
         return 0
     verify(checkpoint)

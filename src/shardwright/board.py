@@ -137,6 +137,13 @@ def group_name(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Ranks in a message: "rank 1", "ranks 1, 2". More than 8 ranks are shown in ranges, "ranks 0-15", 8 at most."""
+    parts = group_name(ranks).split(",") if len(ranks) > 8 else [*map(str, ranks)]
+    rest = len(ranks) - len(ranks_of(",".join(parts[:8])))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts[:8])}{f' and {rest} more' if rest else ''}"
+
+
 def ranks_of(name: str) -> list[int]:
     """The ranks of a group with this name."""
     ranks: list[int] = []

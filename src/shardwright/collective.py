@@ -131,6 +131,22 @@ class RankGroup:
             dist.scatter_object_list(mine, values, group=group, group_src=0)
         return mine[0]  # type: ignore[no-any-return]
 
+    # -- agreement -----------------------------------------------------------------------------------------------------
+
+    def different(self, values: Sequence[object]) -> list[int]:
+        """The numbers of the ranks whose value is not the first rank's. ``values``: of each rank, as gathered."""
+        return [rank for rank, each in zip(self.numbers, values, strict=True) if each != values[0]]
+
+    def check_equal(self, values: Sequence[T], error: Callable[[list[int], T, T], Exception]) -> None:
+        """Raise if the value of a rank is not the first rank's, on every rank the same error.
+
+        Args:
+            values: of each rank, as :meth:`all_gather` and :meth:`run_on_all` return them.
+            error: makes the error of the ranks that differ, the value of the first of them, and the first rank's.
+        """
+        if ranks := self.different(values):
+            raise error(ranks, next(each for each in values if each != values[0]), values[0])
+
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
@@ -223,13 +239,3 @@ def _text(error: BaseException) -> str:
         if _kind(error) or type(error) is RuntimeError
         else f"{type(error).__name__}: {text}".removesuffix(": ")
     )
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
-
-
-def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
-    """Ranks in a message: "rank 1", "ranks 1, 2"; of more than ``most`` the number of the others."""
-    shown = ", ".join(map(str, ranks[:most]))
-    more = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import shardwright as sw
 from shardwright.checkpoint.convert.convert import FORMS, convert
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.load.loading import load_state, read_description
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.names import Joined, Transposed
 from shardwright.collective import RankGroup
@@ -196,7 +196,7 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
         values = load_state(tmp_path / "theirs-ours", state, RankGroup(alone=True))
         assert same(plain.state_dict(), expected)
         assert values["step"] == 7 and values["optimizer"]["param_groups"][0]["lr"] == its.defaults["lr"] / 5
-        assert open_checkpoint(tmp_path / "flat-ours").shapes().keys() == {
+        assert read_description(tmp_path / "flat-ours").shapes().keys() == {
             f"model.{name}" for name in expected
         }
     torch.distributed.barrier()
@@ -206,7 +206,7 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 def test_damage_is_noticed_while_reading(saved: Path, tmp_path: Path) -> None:
-    index = open_checkpoint(saved).index
+    index = read_description(saved).index
     assert index is not None
     content = bytearray((saved / "__0_0.distcp").read_bytes())
     content[index.tensors["model.0.weight"].parts[0].data] ^= 16

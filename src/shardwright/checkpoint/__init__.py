@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.save import save_pretrained
-    from shardwright.checkpoint.storage.keeping import list_checkpoints, remove_checkpoint
+    from shardwright.checkpoint.storage.keeping import (
+        check_writable,
+        folder_or_url,
+        is_checkpoint,
+        list_checkpoints,
+        remove_checkpoint,
+        write_file,
+    )
     from shardwright.checkpoint.stream.receive import receive_weights
     from shardwright.checkpoint.stream.send import stream_weights
     from shardwright.checkpoint.training.generators import (
@@ -52,7 +59,10 @@ __all__ = [
     "StoredForm",
     "Transposed",
     "UnknownVersion",
+    "check_writable",
+    "folder_or_url",
     "generator_states",
+    "is_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
     "load_pretrained",
@@ -66,6 +76,7 @@ __all__ = [
     "seed_generators",
     "set_generator_states",
     "stream_weights",
+    "write_file",
 ]
 
 _HOMES = {
@@ -81,6 +92,9 @@ _HOMES = {
     "StoredForm": "training.opened",
     "UnknownVersion": "format.index",
     "generator_states": "training.generators",
+    "check_writable": "storage.keeping",
+    "folder_or_url": "storage.keeping",
+    "is_checkpoint": "storage.keeping",
     "list_checkpoints": "storage.keeping",
     "remove_checkpoint": "storage.keeping",
     "load_checkpoint": "training.save_load",
@@ -94,6 +108,7 @@ _HOMES = {
     "save_checkpoint": "training.save_load",
     "save_pretrained": "pretrained.save",
     "stream_weights": "stream.send",
+    "write_file": "storage.keeping",
 }
 
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwright.board import ranks_in_words
 from shardwright.comm import notices
 from shardwright.comm.hall import Missing, packed, unpacked
 from shardwright.comm.rounds import LEFT, ByGloo, Round, Way
@@ -344,7 +345,7 @@ class Meeting:
         known = self.notices(others)
         if known:
             return "; ".join(f"rank {rank} {what}" for rank, what in known.items())
-        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+        who = f"{'one of ' * (len(others) > 1)}{ranks_in_words(others)}"
         return f"{who} did not come: it has ended, waits in another collective, or is later than the group's timeout"
 
     def _own_leaving(self) -> str:

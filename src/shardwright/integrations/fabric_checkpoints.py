@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from shardwright.checkpoint import load_pretrained
+from shardwright.checkpoint import is_checkpoint, load_pretrained
 from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.integrations import named_files, named_loading
@@ -48,7 +48,7 @@ def load_state(path: Path, state: dict[str, Any], strict: bool, weights_only: bo
 
 def read_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """The complete content of a file."""
-    if named_files.is_sharded(path):
+    if is_checkpoint(path):
         raise ValueError(
             f"{path} is a sharded checkpoint, which is loaded into a model. Pass "
             "fabric.load(path, state={'model': model, ...})."
@@ -64,7 +64,7 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
             f"load_raw got a {type(model).__name__} on the meta device, which has no memory to load into. Set it up "
             "first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
         )
-    if named_files.is_sharded(path):
+    if is_checkpoint(path):
         raise ValueError(
             f"{path} is a sharded checkpoint, not a file of weights. Use fabric.load(path, {{'model': model}})."
         )

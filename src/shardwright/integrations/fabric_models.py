@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.collective import RankGroup, ranks_in_words
+from shardwright.board import ranks_in_words
+from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
 from shardwright.engine.front.wrap import as_policy
 
@@ -150,14 +151,15 @@ class GeneratorStates:
             ValueError: ranks began from different states.
         """
         mine, self._states = b"".join(self._states), []
-        states = RankGroup().all_gather(mine, "states")
-        different = [rank for rank, state in enumerate(states) if state != states[0]]
-        if different:
-            raise ValueError(
-                f"{ranks_in_words(different).capitalize()} began to initialise the model "
-                "from another state of the random generators than rank 0, so the ranks build different models. Call "
-                "fabric.seed_everything(seed), with one seed for all ranks, before you build the model."
-            )
+        ranks = RankGroup()
+        ranks.check_equal(
+            ranks.all_gather(mine, "states"),
+            lambda others, *_: ValueError(
+                f"{ranks_in_words(others).capitalize()} began to initialise the model from another state of the random "
+                "generators than rank 0, so the ranks build different models. Call fabric.seed_everything(seed), with "
+                "one seed for all ranks, before you build the model."
+            ),
+        )
 
 
 def state_of_generators(device: torch.device) -> bytes:

@@ -1,8 +1,7 @@
 """Files of checkpoints of named states: one file by ``torch.save``, and folders of other writers than ours.
 
-A file is written beside its place and renamed, with the functions that give folders of checkpoints their names, since
-either kind may replace the other. Reading runs no code of a file. Folders with ``meta.pt`` are by Lightning's own
-strategies.
+A file may replace the folder of a checkpoint, and a folder a file. Reading runs no code of a file. Folders with
+``meta.pt`` are by Lightning's own strategies.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import Damaged
+from shardwright.checkpoint import Damaged, is_checkpoint
 from shardwright.checkpoint.dcp.folders import not_plain
 from shardwright.checkpoint.format.digests import open_regular
 from shardwright.checkpoint.format.index import INDEX, METADATA
-from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.stores import sync
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 
@@ -29,46 +26,13 @@ OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model no
 
 def check_target(path: Path) -> None:
     """Raise if a file cannot replace what is at ``path``. It may replace a checkpoint or a file."""
-    if path.is_dir() and not places.is_checkpoint(path):
+    if not is_checkpoint(path) and path.is_dir():
         raise IsADirectoryError(
             f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
         )
 
 
-def write_file(values: dict[str, Any], path: Path) -> None:
-    """Write a file of ``torch.save``. Anything at ``path`` stays until the new file is on disk.
-
-    Raises:
-        OSError: it cannot be written. The message names the file.
-    """
-    places.recover(path)
-    places.make_durable(path.parent)
-    attempt = places.new_attempt()
-    partial = places.partial_folder(path, attempt)
-    try:
-        with open(partial, "xb") as stream:
-            torch.save(values, stream)
-            stream.flush()
-            sync(stream.fileno(), path)
-        places.commit(partial, path, overwrite=True)
-    except BaseException as error:
-        places.abandon(partial)
-        reason = (
-            error.__context__ if isinstance(error, RuntimeError) else error
-        )  # torch reports another than it met
-        if isinstance(reason, OSError):
-            raise OSError(reason.errno, reason.strerror, str(path)) from error
-        raise
-    places.remove_leftovers(path, attempt)
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def is_sharded(path: Path) -> bool:
-    """Whether a folder of a checkpoint is there, after one that was being replaced got its name back."""
-    places.recover(path)
-    return path.is_dir() and places.is_checkpoint(path)
 
 
 def read_file(path: Path, weights_only: bool | None) -> Any:

@@ -17,12 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import Damaged, StoredCheckpoint, StoredForm, nested, open_checkpoint
+from shardwright.checkpoint import (
+    Damaged,
+    StoredCheckpoint,
+    StoredForm,
+    is_checkpoint,
+    nested,
+    open_checkpoint,
+)
 from shardwright.collective import RankGroup
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.integrations.named_files import dict_in, is_sharded, other_values
+from shardwright.integrations.named_files import dict_in, other_values
 from shardwright.integrations.named_state import KINDS, VALUE, StateByKind, agreed_parts, has_state
 from shardwright.optim.companion import ShardedCompanion
 from shardwright.optim.whole_state import mapped
@@ -45,7 +52,7 @@ def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | N
     ranks = RankGroup()
     parts = agreed_parts(state, ranks)
 
-    if ranks.run_on_first(lambda: is_sharded(path)):
+    if ranks.run_on_first(lambda: is_checkpoint(path)):
         return _load_sharded(path, parts, state, ranks, strict, weights_only)
     stored: dict[str, Any] = {}
 

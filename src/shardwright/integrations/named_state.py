@@ -6,6 +6,7 @@ Either appears under its name once it is whole. ``named_loading.py`` reads both.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import save_state
+from shardwright.checkpoint import save_state, write_file
 from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
-from shardwright.integrations.named_files import check_target, write_file
+from shardwright.integrations.named_files import check_target
 from shardwright.optim.whole_state import mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -111,14 +112,15 @@ def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> StateByKind:
         sorted_parts.append(StateByKind.of(state))
         return sorted_parts[0].kinds()
 
-    everyones = ranks.run_on_all(sort)
-    for rank, kinds in enumerate(everyones):
-        for key in sorted(kinds.keys() | everyones[0].keys(), key=str):
-            if kinds.get(key) != everyones[0].get(key):
-                raise ValueError(
-                    f"state[{key!r}] is {_kind_in_words(kinds, key)} on rank {rank} and "
-                    f"{_kind_in_words(everyones[0], key)} on rank 0. Pass a state with the same keys on every rank."
-                )
+    def error(others: list[int], theirs: dict[str, str], first: dict[str, str]) -> Exception:
+        keys = sorted(theirs.keys() | first.keys(), key=str)
+        key = next(key for key in keys if theirs.get(key) != first.get(key))
+        return ValueError(
+            f"state[{key!r}] is {_kind_in_words(theirs, key)} on rank {others[0]} and {_kind_in_words(first, key)} on "
+            "rank 0. Pass a state with the same keys on every rank."
+        )
+
+    ranks.check_equal(ranks.run_on_all(sort), error)
     return sorted_parts[0]
 
 
@@ -163,7 +165,7 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
     def write() -> None:
         others = parts.values_of_others()
         whole.update({key: _filtered(key, value, filter) for key, value in others.items()})
-        write_file(whole, path)
+        write_file(path, functools.partial(torch.save, whole))
 
     ranks.run_on_first(write)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -26,8 +26,6 @@ from shardwright.watching import evidence
 from shardwright.watching.hosts import Courier
 from shardwright.watching.reading import BoardReader
 from shardwright.watching.watcher import Watcher, WatchSettings
-
-T = TypeVar("T")
 
 #: The default of ``stall_seconds``: half of the time after which NCCL gives up.
 STALL_SECONDS = 300.0
@@ -84,7 +82,10 @@ def watch(
         raise TypeError(f"on_stall must be a function that takes a text, got {on_stall!r}.")
     _check_process()
     place = Path(folder) if folder is not None else _default_folder()
-    _together(lambda: evidence.check_folder(place), "sw.watch: {}".format)
+    try:
+        RankGroup().run_on_all(lambda: evidence.check_folder(place))
+    except OSError as error:
+        raise OSError(f"sw.watch: {error}") from error
     return start(WatchSettings(float(stall_seconds), place, say=on_stall))
 
 
@@ -152,12 +153,15 @@ def start(settings: WatchSettings, host: str | None = None) -> Watch:
                     raise OSError(f"the board of rank {other} has been replaced by another process")
 
     try:
-        places = _together(open_own, _no_room)
+        places = RankGroup().run_on_all(open_own)
         # After this each rank has opened the files, so one that leaves at once may remove its own.
-        _together(open_others, _no_room)
-    except OSError:
+        RankGroup().run_on_all(open_others)
+    except OSError as error:
         boards.close_board()
-        raise
+        raise OSError(
+            f"The ranks cannot share files in {boards.folder_of_boards()} ({error}). Make room there, or run without a "
+            "watch."
+        ) from error
     courier = _courier(places, mine) if settings.judges and len({each.host for each in places}) > 1 else None
     assert boards.current is not None
     job = hashlib.sha256(repr(places[0]).encode()).hexdigest()[:6]
@@ -172,30 +176,6 @@ class RankAddress(NamedTuple):
     name: str
     pid: int
     began: int
-
-
-def _no_room(problem: str) -> str:
-    return (
-        f"The ranks cannot share files in {boards.folder_of_boards()} ({problem}). Make room there, or run without a "
-        "watch."
-    )
-
-
-def _together(action: Callable[[], T], message: Callable[[str], str]) -> list[T]:
-    """Run ``action`` on every rank and return the results of all. Raises OSError on all ranks if it does on one.
-
-    ``message``: makes that error's message of the rank and the error.
-    """
-    value, error = None, ""
-    try:
-        value = action()
-    except OSError as failure:
-        error = f"rank {dist.get_rank()}: {failure}"
-    outcomes: list[Any] = RankGroup().all_gather((value, error))
-    for _, problem in outcomes:
-        if problem:
-            raise OSError(message(problem))
-    return [each for each, _ in outcomes]
 
 
 def _courier(places: Sequence[RankAddress], mine: RankAddress) -> Courier:

@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        who, several = in_ranks(self.culprits), len(self.culprits) > 1
+        who, several = boards.ranks_in_words(self.culprits), len(self.culprits) > 1
         place = f"in step {self.step}"
         if self.phase in BETWEEN_STEPS:
             place = f"in the {boards.PHASES[self.phase]} after step {self.done}"
@@ -250,7 +250,7 @@ def _state(seen: Seen) -> str:
 def _in_words(alike: Sequence[Seen], steps: bool) -> str:
     """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
     first = alike[0]
-    who, state = in_ranks([each.rank for each in alike]), _state(first)
+    who, state = boards.ranks_in_words([each.rank for each in alike]), _state(first)
     if first.process == SILENT:
         return f"{who}: host {first.host} does not answer since {max(each.age for each in alike):.0f} s"
     since = f" since {max(each.age for each in alike):.0f} s" + (
@@ -264,10 +264,3 @@ def _in_words(alike: Sequence[Seen], steps: bool) -> str:
         return does
     places = ", ".join(f"{each.pid}{f' on {each.host}' if each.host else ''}" for each in alike)
     return f"{does}, {state}, pid {places}"
-
-
-def in_ranks(numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    shown = ", ".join(map(str, numbers)) if len(numbers) <= 8 else boards.group_name(numbers)
-    return f"ranks {shown}"

@@ -27,7 +27,7 @@ from shardwright.checkpoint.dcp.foreign import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.nested import NamedTensor
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint
+from shardwright.checkpoint.load.loading import load_state, read_description
 from shardwright.collective import RankGroup
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
 
@@ -271,7 +271,7 @@ def test_metadata_of_single_ranks_is_never_read(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises((Damaged, FileNotFoundError)):
-            open_checkpoint(tmp_path)
+            read_description(tmp_path)
     assert not evidence.exists()
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
+from shardwright.checkpoint.load.loading import load_state, read_description, verify
 from shardwright.checkpoint.save import saving
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
 
 ALONE = RankGroup(alone=True)
@@ -41,7 +41,7 @@ def small_tensors_spread() -> Iterator[None]:
 def step_of(path: Path) -> int | None:
     """The step of the checkpoint at ``path``, all of whose values are right; None if there is none."""
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = read_description(path)
     except FileNotFoundError:
         return None
     verify(checkpoint)
@@ -61,6 +61,6 @@ def step_of(path: Path) -> int | None:
 def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
     """Each replaces the checkpoint of the one before."""
     return [
-        lambda step=step: save_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
+        lambda step=step: write_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
         for step in range(1, steps + 1)
     ]

@@ -35,7 +35,7 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.children import run_into
 from tests.checkpoint.kit.hostile import put_index, read_index, repair
@@ -233,7 +233,7 @@ def test_indices_that_no_save_writes(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=r"no readable index\.json"):
         parse_index(sealed_index(sound, "utf-16-be"))
     with pytest.raises(ValueError, match=r"more than 100 values deep"):
-        save_state(tmp_path / "d", {"extra": {"deep": deep}}, RankGroup(alone=True))
+        write_state(tmp_path / "d", {"extra": {"deep": deep}}, RankGroup(alone=True))
 
 
 def test_memory_is_taken_only_for_what_is_on_disk(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from shardwright.checkpoint.asynchronous import background, notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.format.nested import PART_BYTES
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint, verify
-from shardwright.checkpoint.save.saving import SavePlan, save_state
+from shardwright.checkpoint.load.loading import load_state, read_description, verify
+from shardwright.checkpoint.save.saving import SavePlan, write_state
 from shardwright.checkpoint.save.writing import write_parts
 from shardwright.checkpoint.storage.places import LocalStore, partial_folder
 from shardwright.checkpoint.storage.threads import MOST
@@ -61,7 +61,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def digests(path: Path) -> dict[str, str]:
     """Of all files, after they were compared with their digests."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = read_description(path)
     verify(checkpoint)
     assert checkpoint.index is not None
     assert {each.name for each in path.iterdir()} == {*checkpoint.index.files, "index.json"}
@@ -185,7 +185,7 @@ def test_what_appeared_at_the_place_meanwhile_stays(tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
         os.kill(pid_of_writer(checkpoints), signal.SIGSTOP)
         checkpoints.save_state(tmp_path / "c", values(1))
-        save_state(tmp_path / "c", values(2), RankGroup())
+        write_state(tmp_path / "c", values(2), RankGroup())
         os.kill(pid_of_writer(checkpoints), signal.SIGCONT)
         # The other save has taken the unfinished folder for a leftover.
         with pytest.raises(OSError, match="c: what this save had written was removed, by another program"):
@@ -228,7 +228,7 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     wait_for_the_end_of(int(done.stdout))
     assert number_in(place) == 1
     assert len(list(tmp_path.iterdir())) == 2  # with what it has begun
-    save_state(place, values(3), RankGroup(), overwrite=True)
+    write_state(place, values(3), RankGroup(), overwrite=True)
     assert number_in(place) == 3 and [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
@@ -349,7 +349,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
         import json
         from shardwright.checkpoint.load.loading import load_state
         from shardwright.collective import RankGroup
-        from shardwright.checkpoint.save.saving import save_state
+        from shardwright.checkpoint.save.saving import write_state
         from tests.checkpoint.kit.background import pid_of_writer
 
         def field(pid, name):
@@ -366,10 +366,10 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
         folder = Path(sys.argv[1])
         columns = torch.ones(5_000, 5_000).t()  # not contiguous, so a copy is needed
         state = {"large": torch.ones(25_000_000), "columns": columns, "small": torch.ones(1000, 25_000)}
-        save_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
+        write_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
         load_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
         figures = {
-            "save": peak("self", lambda: save_state(folder / "c", state, RankGroup())),
+            "save": peak("self", lambda: write_state(folder / "c", state, RankGroup())),
             "load": peak("self", lambda: load_state(folder / "c", state, RankGroup())),
         }
         with sw.AsyncCheckpoint() as checkpoints:

@@ -24,8 +24,8 @@ from shardwright.checkpoint.format.archive import ALIGNMENT, container
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, UnknownVersion, check_coverage, parse_index
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.collective import RankGroup
 from tests.support.pool import multirank, world_mesh
@@ -237,16 +237,16 @@ def test_states_that_cannot_be_stored_name_their_tensor(tmp_path: Path) -> None:
         (torch.eye(2).to_sparse(), "a.b is sparse"),
     ):
         with pytest.raises(ValueError, match=problem):
-            save_state(tmp_path / "c", {"a": {"b": tensor}}, RankGroup())
+            write_state(tmp_path / "c", {"a": {"b": tensor}}, RankGroup())
     with pytest.raises(ValueError, match=r"two entries of the state have the name 'a\.b'"):
-        save_state(tmp_path / "c", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, RankGroup())
+        write_state(tmp_path / "c", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, RankGroup())
 
 
 def test_a_large_tensor_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 100)
     state = {"wide": torch.randn(1, 3, 40), "tall": torch.randn(90, 2), "view": torch.randn(8, 9).t()}
-    save_state(tmp_path / "c", state, RankGroup())
-    index = open_checkpoint(tmp_path / "c").index
+    write_state(tmp_path / "c", state, RankGroup())
+    index = read_description(tmp_path / "c").index
     assert index is not None
     assert all(math.prod(part.sizes) * 4 <= 100 for each in index.tensors.values() for part in each.parts)
     read = {name: torch.zeros(each.shape) for name, each in state.items()}
@@ -317,7 +317,7 @@ def test_ranks_raise_the_same_error(rank: int, world_size: int, tmp_path: Path) 
     with pytest.raises(
         ValueError, match=r"t has dtype torch.float32 and shape \(3,\) on rank 1, and .* \(2,\)"
     ):
-        save_state(tmp_path / "c", {"t": torch.ones(2 + rank)}, RankGroup())
+        write_state(tmp_path / "c", {"t": torch.ones(2 + rank)}, RankGroup())
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         sw.load_checkpoint(tmp_path / "none", model)
     assert not (tmp_path / "c").exists()

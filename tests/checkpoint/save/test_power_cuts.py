@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.calls import recorded
@@ -55,7 +55,7 @@ def test_a_save_after_a_cut_removes_what_is_left(tmp_path: Path) -> None:
         place = tmp_path / f"{length}"
         place.mkdir()
         materialise(disk.tree(length, []), place)
-        save_state(place / "run" / "c", state(3), ALONE, overwrite=True)
+        write_state(place / "run" / "c", state(3), ALONE, overwrite=True)
         assert [each.name for each in (place / "run").iterdir()] == ["c"]
         assert step_of(place / "run" / "c") == 3
 
@@ -64,7 +64,7 @@ def test_cuts_while_an_older_checkpoint_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
 
     def next_one(step: int) -> None:
-        save_state(folder / f"step-{step}", state(step), ALONE)
+        write_state(folder / f"step-{step}", state(step), ALONE)
         if step > 1:
             places.remove(folder / f"step-{step - 1}")
 
@@ -84,7 +84,7 @@ def test_every_cut_of_a_save_of_two_ranks(rank: int, world_size: int, tmp_path: 
     ends = []
     with small_tensors_spread(), recorded(tmp_path / "saved") as calls:
         for step in (1, 2):
-            save_state(path, state(step), RankGroup(), overwrite=True)
+            write_state(path, state(step), RankGroup(), overwrite=True)
             dist.barrier()
             ends.append(len(calls))
     everyones: list[Any] = [None] * world_size

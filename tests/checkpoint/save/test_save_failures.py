@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.calls import Call, recorded
@@ -42,7 +42,7 @@ def older(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 def prepare(folder: Path, older: bool) -> Path:
     folder.mkdir()
     if older:
-        save_state(folder / "c", state(1), ALONE)
+        write_state(folder / "c", state(1), ALONE)
     return folder / "c"
 
 
@@ -62,7 +62,7 @@ class Fault:
 
 
 def check_the_next_save(path: Path) -> None:
-    save_state(path, state(3), ALONE, overwrite=True)
+    write_state(path, state(3), ALONE, overwrite=True)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert step_of(path) == 3
 
@@ -77,7 +77,7 @@ def test_any_call_may_fail(tmp_path: Path, older: bool, reason: int) -> None:
         failed = False
         with recorded(path.parent, before=fault):
             try:
-                save_state(path, state(2), ALONE, overwrite=True)
+                write_state(path, state(2), ALONE, overwrite=True)
             except OSError as error:
                 failed = True
                 assert error.errno == reason and error.filename
@@ -98,7 +98,7 @@ def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> Non
         fault = Fault(number, KeyboardInterrupt())
         with recorded(path.parent, **{when: fault}):
             try:
-                save_state(path, state(2), ALONE, overwrite=True)
+                write_state(path, state(2), ALONE, overwrite=True)
                 assert not fault.happened
             except KeyboardInterrupt:
                 assert fault.happened
@@ -121,10 +121,10 @@ def test_a_cut_of_power_after_a_failure(tmp_path: Path, older: bool, onwards: bo
         path = folder / "c"
         with recorded(folder) as begin:
             if older:
-                save_state(path, state(1), ALONE)
+                write_state(path, state(1), ALONE)
         fault = Fault(number, OSError(errno.EIO, "EIO"), onwards)
         with recorded(folder, before=fault) as calls, contextlib.suppress(OSError):
-            save_state(path, state(2), ALONE, overwrite=True)
+            write_state(path, state(2), ALONE, overwrite=True)
 
         def check(place: Path, done: int) -> None:
             steps = (1, 2) if older and done else (None, 1, 2)
@@ -146,7 +146,7 @@ def test_limits_of_the_size_of_files(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
             with pytest.raises(OSError, match=r"File too large: .*\.partial") as caught:
-                save_state(path, state(2), ALONE, overwrite=True)
+                write_state(path, state(2), ALONE, overwrite=True)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert caught.value.errno == errno.EFBIG
@@ -182,10 +182,10 @@ def test_disks_of_every_size(tmp_path: Path, replacing: bool) -> None:
             path = place / "c"
             with contextlib.suppress(OSError):
                 if replacing:
-                    save_state(path, state(1), ALONE)
+                    write_state(path, state(1), ALONE)
             older = step_of(path)
             try:
-                save_state(path, state(2), ALONE, overwrite=True)
+                write_state(path, state(2), ALONE, overwrite=True)
                 saved = not replacing or older == 1
             except OSError as error:
                 assert error.errno == errno.ENOSPC and "c" in str(error.filename)
@@ -198,10 +198,10 @@ def test_disks_of_every_size(tmp_path: Path, replacing: bool) -> None:
 def test_a_file_system_that_cannot_be_written(tmp_path: Path) -> None:
     place = tmp_path / "place"
     with mounted(place, "size=1m"):
-        save_state(place / "c", state(1), ALONE)
+        write_state(place / "c", state(1), ALONE)
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         with pytest.raises(OSError, match=r"Read-only file system: '.*place/\.c\.\w+\.partial'"):
-            save_state(place / "c", state(2), ALONE, overwrite=True)
+            write_state(place / "c", state(2), ALONE, overwrite=True)
         assert step_of(place / "c") == 1
 
 
@@ -218,12 +218,12 @@ def test_ranks_raise_one_error(rank: int, world_size: int, tmp_path: Path, error
         number, happened = 0, True
         while happened:
             path = tmp_path / f"{failing}-{number}" / "c"
-            save_state(path, state(1), RankGroup())
+            write_state(path, state(1), RankGroup())
             fault = Fault(number if rank == failing else -1, error)
             message: str | None = None
             with small_tensors_spread(), recorded(path.parent, before=fault):
                 try:
-                    save_state(path, state(2), RankGroup(), overwrite=True)
+                    write_state(path, state(2), RankGroup(), overwrite=True)
                 except KeyboardInterrupt:
                     assert rank == failing and isinstance(error, KeyboardInterrupt)
                     message = f"rank {failing}: KeyboardInterrupt"
@@ -263,7 +263,7 @@ def save_and_die(rank: int, folder: Path, dying: int, number: int) -> None:
     )
     with small_tensors_spread(), recorded(folder / "saved", before=die):
         try:
-            save_state(folder / "saved" / "c", state(2), RankGroup(), overwrite=True)
+            write_state(folder / "saved" / "c", state(2), RankGroup(), overwrite=True)
         except Exception as error:
             (folder / f"error-of-{rank}").write_text(str(error))
             os._exit(3)

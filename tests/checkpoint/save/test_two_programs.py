@@ -12,6 +12,7 @@ import torch
 
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
 
 
@@ -88,7 +89,7 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
     """As on file systems that number files when they are looked up."""
     path = tmp_path / "c"
     save(path, 1)
-    checkpoint = loading.open_checkpoint(path)
+    checkpoint = loading.read_description(path)
     (tmp_path / "copy").write_bytes((path / "index.json").read_bytes())
     os.replace(tmp_path / "copy", path / "index.json")
     assert checkpoint.origin is not None
@@ -120,7 +121,7 @@ def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal goes on in a folder that gets another name meanwhile. So it never begins in one that may get it."""
-    path, attempt = tmp_path / "c", places.new_attempt()
+    path, attempt = tmp_path / "c", new_attempt()
     save(path, 1)
     save(tmp_path / "other", 2)
     other = places.partial_folder(path, attempt)
@@ -135,7 +136,7 @@ def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch:
         os.close(descriptor)
 
     monkeypatch.setattr("shutil.rmtree", rmtree)
-    places.remove_leftovers(path, places.new_attempt())
+    places.remove_leftovers(path, new_attempt())
     check_holds(path, 1)
 
 

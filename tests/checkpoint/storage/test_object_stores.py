@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.models import trained
 from tests.support.pool import multirank
@@ -79,7 +82,7 @@ def test_a_url_holds_the_checkpoint_and_nothing_else() -> None:
     model = nn.Linear(3, 4)
     sw.save_checkpoint(url, model, extra={"step": 3})
     stored = [each["name"].rsplit("/", 1)[1] for each in fsspec.filesystem("memory").ls("/runs/one/step-3")]
-    attempt = open_checkpoint(url).index.attempt  # type: ignore[union-attr]
+    attempt = read_description(url).index.attempt  # type: ignore[union-attr]
     assert sorted(stored) == [".metadata", f"__0_0.{attempt}.distcp", f"__values.{attempt}.distcp", INDEX]
     other = nn.Linear(3, 4)
     assert sw.load_checkpoint(url, other) == {"step": 3}
@@ -91,7 +94,7 @@ def test_torch_reads_it() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    save_state("memory://runs/dcp", state(), RankGroup(alone=True))
+    write_state("memory://runs/dcp", state(), RankGroup(alone=True))
     read = {**zeros(), "step": -1}
     dcp.load(read, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
     assert torch.equal(read["a"], state()["a"]) and read["step"] == 0
@@ -101,6 +104,29 @@ def test_a_local_url_is_the_folder(tmp_path: Path) -> None:
     assert isinstance(store_of(f"file://{tmp_path}/c"), LocalStore)
     sw.save_checkpoint(f"file://{tmp_path}/c", nn.Linear(2, 2))
     sw.load_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+
+
+def test_any_store_of_the_protocol_is_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer process opens it again by its address."""
+    inner = ObjectStore(f"fake://{tmp_path}/c")
+
+    def passed_on(name: str) -> Any:
+        return lambda self, *args, **kwargs: getattr(inner, name)(*args, **kwargs)
+
+    names = [name for name in dir(Store) if not name.startswith("_") and name != "path"]
+    kind = type("Own", (), {"path": None, **{name: passed_on(name) for name in (*names, "__str__")}})
+    own: Any = kind()
+    assert store_of(own) is own
+    known_to_children(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    saved, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with sw.AsyncCheckpoint() as background:
+        background.save(own, saved)
+        background.wait()
+    sw.load_checkpoint(own, other)
+    assert torch.equal(saved.weight, other.weight)
+    remove_checkpoint(own)
+    assert list_checkpoints(own) == []
 
 
 @pytest.mark.parametrize("failure", ["once", "down", "lost"])
@@ -116,7 +142,7 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
         FakeStore.restart(number, failure)
         problem = None
         try:
-            save_state(url, state(), RankGroup(alone=True))
+            write_state(url, state(), RankGroup(alone=True))
         except OSError as error:
             problem = str(error)
         reached = FakeStore.changes >= number
@@ -130,7 +156,7 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
             assert url in problem and "the store has failed" in problem and "\n" not in problem
             if failure == "once":
                 assert names(folder) == uploads(folder) == []
-            save_state(url, state(1), RankGroup(alone=True), overwrite=True)
+            write_state(url, state(1), RankGroup(alone=True), overwrite=True)
             assert loads(url, 1)
     assert number > 8 and not all(outcomes)
 
@@ -138,10 +164,10 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
 def test_an_answer_that_is_lost_does_not_undo_the_commit(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
-    save_state(url, state(), RankGroup(alone=True))
+    write_state(url, state(), RankGroup(alone=True))
     commit = FakeStore.changes - 2  # the two after it remove what is no longer needed
     FakeStore.restart(commit, "lost")
-    save_state(f"fake://{tmp_path}/d", state(), RankGroup(alone=True))
+    write_state(f"fake://{tmp_path}/d", state(), RankGroup(alone=True))
     assert FakeStore.calls["pipe_file"] == 5 and loads(f"fake://{tmp_path}/d")
 
 
@@ -149,17 +175,17 @@ def test_an_answer_that_is_lost_does_not_undo_the_commit(tmp_path: Path) -> None
 def test_a_load_and_a_save_do_not_need_a_list(tmp_path: Path, late: bool) -> None:
     url = f"fake://{tmp_path}/c"
     FakeStore.restart(late=late)
-    save_state(url, state(), RankGroup(alone=True), verified=True)
+    write_state(url, state(), RankGroup(alone=True), verified=True)
     assert loads(url) and FakeStore.calls["ls"] == 2
 
 
 def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
     FakeStore.restart(late=True)
-    save_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True))
+    write_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True))
     for number in range(2, FakeStore.changes - 2):
         FakeStore.restart(number, late=True)
         with pytest.raises(OSError, match="the store has failed"):
-            save_state(f"fake://{tmp_path}/{number}", state(), RankGroup(alone=True))
+            write_state(f"fake://{tmp_path}/{number}", state(), RankGroup(alone=True))
         assert names(tmp_path / str(number)) == []
         FakeStore.restart()
         assert not loads(f"fake://{tmp_path}/{number}")
@@ -167,18 +193,18 @@ def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
-    save_state(url, state(), RankGroup(alone=True))
+    write_state(url, state(), RankGroup(alone=True))
     before = names(tmp_path / "c")
     for overwrite in (False, True):
         with pytest.raises(FileExistsError, match=r"holds a whole checkpoint.*cannot be renamed"):
-            save_state(url, state(1), RankGroup(alone=True), overwrite=overwrite)
+            write_state(url, state(1), RankGroup(alone=True), overwrite=overwrite)
     assert names(tmp_path / "c") == before and loads(url)
 
 
 @pytest.mark.parametrize("damage", ["index", "short", "missing", "uncommitted"])
 def test_what_is_not_whole_is_replaced_if_asked(tmp_path: Path, damage: str) -> None:
     url, folder = f"fake://{tmp_path}/c", tmp_path / "c"
-    save_state(url, state(), RankGroup(alone=True))
+    write_state(url, state(), RankGroup(alone=True))
     (data,) = folder.glob("__0_0.*")
     if damage == "index":
         (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-9])
@@ -191,8 +217,8 @@ def test_what_is_not_whole_is_replaced_if_asked(tmp_path: Path, damage: str) -> 
     with pytest.raises(FileNotFoundError if damage == "uncommitted" else Damaged):
         load_state(url, zeros(), RankGroup(alone=True))
     with pytest.raises(FileExistsError, match="Pass overwrite=True to delete it"):
-        save_state(url, state(1), RankGroup(alone=True))
-    save_state(url, state(1), RankGroup(alone=True), overwrite=True)
+        write_state(url, state(1), RankGroup(alone=True))
+    write_state(url, state(1), RankGroup(alone=True), overwrite=True)
     assert loads(url, 1) and len(names(folder)) == 4
 
 
@@ -201,7 +227,7 @@ def test_other_objects_are_never_removed(tmp_path: Path, foreign: str) -> None:
     (tmp_path / "c" / foreign).parent.mkdir(parents=True)
     (tmp_path / "c" / foreign).write_text("mine")
     with pytest.raises(FileExistsError, match="which no save has written"):
-        save_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True), overwrite=True)
+        write_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True), overwrite=True)
     assert (tmp_path / "c" / foreign).read_text() == "mine" and len(names(tmp_path / "c")) == 1
 
 
@@ -213,18 +239,18 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
     def second(nbytes: int) -> None:
         if not begun:
             begun.append(nbytes)
-            save_state(url, state(1), alone, overwrite=True)
+            write_state(url, state(1), alone, overwrite=True)
 
     begun: list[int] = []
     with pytest.raises(OSError, match="one program at a time"):
-        save_state(url, state(), alone, progress=second)
+        write_state(url, state(), alone, progress=second)
     assert begun and loads(url, 1)
     assert place.description() == INDEX
 
 
 def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
     url, folder = f"fake://{tmp_path}/c", tmp_path / "c"
-    save_state(url, state(), RankGroup(alone=True))
+    write_state(url, state(), RankGroup(alone=True))
     for name in names(folder):
         content = bytearray((folder / name).read_bytes())
         content[len(content) // 2] ^= 8
@@ -240,7 +266,7 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
 
 def test_each_failure_of_a_load_is_one_error(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
-    save_state(url, state(), RankGroup(alone=True))
+    write_state(url, state(), RankGroup(alone=True))
     for number in range(1, 100):
         FakeStore.restart(number, "answer")
         try:
@@ -260,7 +286,7 @@ def test_only_needed_bytes_are_read_in_small_requests(
     monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 1 << 13)
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
-    save_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, RankGroup(alone=True))
+    write_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, RankGroup(alone=True))
     stored = sum((tmp_path / "c" / name).stat().st_size for name in names(tmp_path / "c"))
     index = (tmp_path / "c" / INDEX).stat().st_size
     assert FakeStore.largest_request <= max(1 << 13, index)
@@ -390,11 +416,11 @@ def test_a_failure_on_one_rank_is_one_error_on_every_rank(
     with pytest.raises(
         OSError, match=rf"^rank 1: {url}/__1_0\.[0-9a-f]+\.distcp cannot be written: the store has fai"
     ):
-        save_state(url, mine, RankGroup())
+        write_state(url, mine, RankGroup())
     FakeStore.restart()
     dist.barrier()
     assert names(tmp_path / "c") == uploads(tmp_path / "c") == []
-    save_state(url, mine, RankGroup())
+    write_state(url, mine, RankGroup())
     read = {f"t{rank}": torch.zeros(5)}
     load_state(url, read, RankGroup())
     assert torch.equal(read[f"t{rank}"], mine[f"t{rank}"])
@@ -403,7 +429,7 @@ def test_a_failure_on_one_rank_is_one_error_on_every_rank(
 @multirank(2)
 def test_a_store_that_the_ranks_do_not_share_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^rank 1: memory://c/__begun.* is not there.*store that they share"):
-        save_state("memory://c", {"t": torch.ones(3)}, RankGroup())
+        write_state("memory://c", {"t": torch.ones(3)}, RankGroup())
     assert not fsspec.filesystem("memory").find("/c")
 
 
@@ -424,8 +450,8 @@ def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int,
             assert outcome is not None and outcome.committed and outcome.path == f"fake://{tmp_path}/a"
             with pytest.raises(FileExistsError, match="holds a whole checkpoint"):
                 checkpoints.save_state(f"fake://{tmp_path}/a", mine, overwrite=True)
-    save_state(f"fake://{tmp_path}/b", mine, RankGroup())
-    attempts = [open_checkpoint(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
+    write_state(f"fake://{tmp_path}/b", mine, RankGroup())
+    attempts = [read_description(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
     stored = [
         {
             name.replace(attempt, ""): (tmp_path / place / name).read_bytes()

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.load.loading import load_state, open_checkpoint
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.models import trained
@@ -79,7 +79,7 @@ def test_a_checkpoint_returns_and_torch_reads_it(s3: Any) -> None:
 
     url, model = "s3://runs/one/step-3", nn.Linear(30, 4)
     sw.save_checkpoint(url, model, extra={"step": 3})
-    attempt = open_checkpoint(url).index.attempt  # type: ignore[union-attr]
+    attempt = read_description(url).index.attempt  # type: ignore[union-attr]
     stored = sorted(name.rsplit("/", 1)[1] for name in s3.ls("runs/one/step-3", refresh=True))
     assert stored == [".metadata", f"__0_0.{attempt}.distcp", f"__values.{attempt}.distcp", "index.json"]
     other = nn.Linear(30, 4)
@@ -113,9 +113,9 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
         with pytest.raises(
             OSError, match=r"__0_0\..*cannot be written: Access Denied\. Set AWS_PROFILE, or AWS_ACC"
         ):
-            save_state("s3://runs/big", {"t": tensor}, ALONE)
+            write_state("s3://runs/big", {"t": tensor}, ALONE)
     assert asked == [1, 2] and not uploads(s3) and not s3.find("runs", refresh=True)
-    save_state("s3://runs/big", {"t": tensor}, ALONE, verified=True)
+    write_state("s3://runs/big", {"t": tensor}, ALONE, verified=True)
     read = {"t": torch.zeros_like(tensor)}
     load_state("s3://runs/big", read, ALONE)
     assert torch.equal(read["t"], tensor) and not uploads(s3)
@@ -125,7 +125,7 @@ _KILLED = """
 import os, signal, torch, fsspec
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.saving import write_state
 
 objects.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")
@@ -137,7 +137,7 @@ def dies_at_the_second_part(self, method, *args, **options):
     return original(self, method, *args, **options)
 
 kind.call_s3 = dies_at_the_second_part
-save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, RankGroup(alone=True))
+write_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, RankGroup(alone=True))
 """
 
 
@@ -151,8 +151,8 @@ def test_a_killed_save_leaves_no_checkpoint_and_is_replaced_if_asked(s3: Any) ->
     with pytest.raises(FileNotFoundError, match="holds no whole checkpoint: a save was interrupted"):
         load_state(url, {"t": tensor}, ALONE)
     with pytest.raises(FileExistsError, match=r"what an interrupted save has left \(1 object\)"):
-        save_state(url, {"t": tensor}, ALONE)
-    save_state(url, {"t": tensor}, ALONE, overwrite=True)
+        write_state(url, {"t": tensor}, ALONE)
+    write_state(url, {"t": tensor}, ALONE, overwrite=True)
     read = {"t": torch.zeros(5)}
     load_state(url, read, ALONE)
     assert torch.equal(read["t"], tensor)

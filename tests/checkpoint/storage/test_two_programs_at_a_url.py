@@ -14,7 +14,7 @@ import torch
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import save_state
+from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
 
@@ -56,7 +56,7 @@ class Save(threading.Thread):
 
     def run(self) -> None:
         try:
-            save_state(self.url, state(self.value), ALONE, overwrite=self.overwrite)
+            write_state(self.url, state(self.value), ALONE, overwrite=self.overwrite)
         except Exception as error:
             self.error = error
         self.is_waiting.set()
@@ -126,7 +126,7 @@ def test_at_most_one_of_two_saves_succeeds_and_it_is_whole(
 
 def replace(url: str, value: float) -> None:
     objects.ObjectStore(url).clear()
-    save_state(url, state(value), ALONE)
+    write_state(url, state(value), ALONE)
 
 
 @pytest.mark.parametrize("when", ["before the comparison", "after the comparison", "while it is read"])
@@ -134,7 +134,7 @@ def test_a_checkpoint_at_a_url_is_replaced_during_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     url = f"fake://{tmp_path}/c"
-    save_state(url, state(1), ALONE)
+    write_state(url, state(1), ALONE)
     verify, read_tensors = loading.verify, loading._read_tensors
 
     def verify_slowly(*args: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_step
 from shardwright.train.step.saving.saves import Saves
 from tests.train.kit.damage import flipped
 from tests.train.kit.faults import environment
+from tests.train.kit.hooks import EXAMPLES
 from tests.train.kit.jobs import config_file, losses, ranks, read_exit, tiny, train_here
 from tests.train.launch.kit.forked import launch
 
@@ -34,17 +37,46 @@ def _whole_store() -> None:
 
 
 def place(folder: Path, kind: str) -> str:
-    return {"url": f"fake://{folder}/store", "folder": str(folder / "store")}[kind]
+    return {
+        "url": f"fake://{folder}/store",
+        "folder": str(folder / "store"),
+        "file": f"file://{folder}/store",
+        "user's": f"my_store:Shelf://{folder}/store",  # of docs/extending.md
+    }[kind]
 
 
-@pytest.mark.extensive("each place")
-@pytest.mark.parametrize("kind", ["url", "folder"])
+@pytest.fixture
+def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_store.py").write_text(EXAMPLES["my_store.py"])
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield
+    sys.modules.pop("my_store", None)
+    sys.path[:] = path
+
+
+@pytest.mark.extensive("each place", but=("user's-True",))
+@pytest.mark.usefixtures("_own_store")
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", ["url", "folder", "file", "user's"])
 def test_a_run_saves_goes_on_and_is_read_there(
-    tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path,
+    plain_run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    background: bool,
 ) -> None:
+    known_to_children(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     config, run = config_file(tmp_path), tmp_path / "run"
     there = checkpoints_of(RunFolder(run), tiny(checkpoint={"folder": place(tmp_path, kind)}))
-    where = ("--checkpoint.folder", place(tmp_path, kind))
+    where = (
+        "--checkpoint.folder",
+        place(tmp_path, kind),
+        "--checkpoint.asynchronous",
+        str(background).lower(),
+    )
     assert train_here(config, "--run.dir", run, *where, "--train.steps", "5") == 0
     assert saved_steps(there) == [5, 3]
     assert not (run / "checkpoints").exists()
@@ -61,7 +93,7 @@ def test_a_run_saves_goes_on_and_is_read_there(
     # Nothing that would lose it.
     assert cli.main(["train", str(config), "--resume", str(run)]) != 0
     assert "expected checkpoint.folder = " in capsys.readouterr().err
-    again = ["train", str(config), "--run.dir", str(tmp_path / "other" / "run"), *where]
+    again = ["train", str(config), "--run.dir", str(tmp_path / "other" / "run"), *where[:2]]
     assert cli.main(again) != 0
     err = capsys.readouterr().err
     assert "expected no checkpoint of another run in " in err and err.count("\n") == 1
@@ -91,10 +123,12 @@ def test_a_place_that_cannot_be_used_is_an_error_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_file(tmp_path)
+    (tmp_path / "file").touch()
     for folder, problem in {
         "absent://bucket/runs": "no file system for absent://",
         "fake://": "names no place for a checkpoint",
         "memory://a/../b": "names no place for a checkpoint",
+        str(tmp_path / "file" / "runs"): f"{tmp_path / 'file'} is no folder",
     }.items():
         run = tmp_path / "run"
         assert cli.main(["train", str(config), "--run.dir", str(run), "--checkpoint.folder", folder]) != 0

@@ -318,7 +318,7 @@ def test_any_number_of_ranks_gets_the_same_bits(
         source = run / "checkpoints" / "step-8"
         loaded = checkpoint.load(source, job.model, job.optimizer, job.facts.shapes)
         assert loaded.position == Position(8, 64)
-        assert (loaded.generators is None) == (world_size != (1 if run == plain_run else 2))
+        assert loaded.ranks == (1 if run == plain_run else 2) and loaded.generators
         copies = tmp_path / run.parent.name
         copy = checkpoint.save(copies, job.model, job.optimizer, loaded.position)
         assert _digests(copy) == _digests(source)
@@ -359,7 +359,7 @@ def test_generators_go_on_at_the_same_number_of_ranks(rank: int, world_size: int
     assert checkpoint.continue_generators(loaded, 5, RankGroup()) is None
     assert _draws() == expected
     # As of another number of ranks: a seed of each rank, the same whenever it is loaded.
-    other = replace(loaded, ranks=3, generators=None)
+    other = replace(loaded, ranks=3)
     line = checkpoint.continue_generators(other, 5, RankGroup())
     assert line == (
         "the checkpoint of step 1 was saved by 3 ranks and is loaded by 2 ranks: random generators do not go on where "

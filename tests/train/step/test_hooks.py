@@ -16,6 +16,7 @@ import pytest
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
+from tests.train.kit.damage import DAMAGES
 from tests.train.kit.hooks import EXAMPLES, JOB, documents
 from tests.train.kit.jobs import config_file, ranks, train_here
 
@@ -318,6 +319,27 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
     assert "run.hooks: expected each name once, found the hook 'Ranks' twice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            "zeros",
+            "expected another name for the metric 'zeros' of hook 'Gradients', which is also a loss of a",
+        ),
+        ("norm", "expected another name for the loss 'norm' of a"),
+        ("validation_loss", "expected another name for the loss 'validation_loss' of a"),
+    ],
+)
+def test_a_loss_of_the_model_has_a_name_of_its_own(folder: Path, loss: str, message: str) -> None:
+    code = EXAMPLES["my_models.py"].replace("forward(self, tokens)", "forward(self, tokens, extras=False)")
+    head = "class RunningMeans(Decoder):\n"
+    (folder / "my_models.py").write_text(code.replace(head, f"{head}    auxiliary = {{{loss!r}: 0.1}}\n"))
+    job = config_file(folder, re.sub(r"\[model\].*?\[train\]", "[train]", JOB, flags=re.DOTALL))
+    kind = ["--model.kind", "my_models:MEANS", "--run.hooks", '["my_gradients:Gradients"]']
+    ((status, error),) = ranks(1, "train", job, "--run.dir", "run", *kind, folders=[folder])
+    assert status == 2 and message in error and "Traceback" not in error, error
+
+
 # -- epochs and the best checkpoint ------------------------------------------------------------------------------------
 
 
@@ -429,6 +451,48 @@ def test_the_best_checkpoint_stays(folder: Path, capsys: pytest.CaptureFixture[s
     kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
     assert kept == sorted({f"step-{best}", "step-12"})
     assert f"step-{best} (validation_loss {losses[best]:.4f})" in (folder / "run" / "summary.txt").read_text()
+
+
+def _without_index(file: Path, other: Path) -> None:
+    file.with_name("index.json").unlink()
+
+
+@pytest.mark.extensive("runs with many checkpoints", but=("False-missing",))
+@pytest.mark.parametrize("damage", ["missing", "flipped", "cut off", "without index"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_damaged_best_checkpoint_is_none(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: str, background: bool
+) -> None:
+    """A resume reports it in a line, and the next best becomes the best."""
+    options = ["--checkpoint.keep", "2", "--checkpoint.keep_best", "validation_loss", "--optimizer.lr", "0.3",
+               "--optimizer.warmup_steps", "0", "--checkpoint.asynchronous", str(background).lower()]  # fmt: skip
+    assert train(folder, 1, *options, hooks=[])[0][0] == 0
+    losses = {
+        each["step"]: each["validation_loss"] for each in records(folder / "run") if each["validation_loss"]
+    }
+    best = min(losses, key=losses.__getitem__)
+    checkpoints = folder / "run" / "checkpoints"
+    kept = {best, 6, 8}
+    assert best < 6 and {path.name for path in checkpoints.iterdir()} == {f"step-{step}" for step in kept}
+    (file,) = (checkpoints / f"step-{best}").glob("__0_0*")
+    {**DAMAGES, "without index": _without_index}[damage](file, file)
+    capsys.readouterr()
+    assert train_here(folder / "tiny.toml", "--resume", "run", "--train.steps", "12", *options) == 0
+    out = capsys.readouterr().out
+    losses |= {
+        each["step"]: each["validation_loss"] for each in records(folder / "run") if each["validation_loss"]
+    }
+    (line,) = [line for line in out.splitlines() if "is damaged" in line]
+    kept -= {best}
+    then = min({*kept, 10}, key=losses.__getitem__)
+    assert f"step-{best}, the best (validation_loss {losses[best]:.4f}), is damaged (" in line
+    assert line.endswith(f"; the best is now step-{then} ({losses[then]:.4f})")
+    for step in (10, 12):
+        kept |= {step}
+        then = min(kept, key=losses.__getitem__)
+        kept = {*sorted(kept)[-2:], then}
+    assert {path.name for path in checkpoints.iterdir()} == {f"step-{step}" for step in kept}
+    assert f"step-{then} (validation_loss {losses[then]:.4f})" in (folder / "run" / "summary.txt").read_text()
 
 
 def test_the_best_of_a_metric(folder: Path) -> None:

@@ -16,7 +16,6 @@ from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
 from shardwright.checkpoint.save.saving import commit_parts, read_back, unless_removed
 from shardwright.checkpoint.save.writing import Written, file_of_rank, write_parts
-from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.collective import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
@@ -98,7 +97,7 @@ class BackgroundWriter:
             OSError and others: a rank has failed, or the trainer wants the save to end.
         """
         ranks, attempt, folder = job.contents.ranks, job.contents.attempt, job.unfinished
-        is_local = isinstance(folder, LocalStore)
+        is_local = folder.path is not None
         patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
         longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
         names = {rank: folder.stored_name(notes.name_of(rank)) for rank in range(ranks)}

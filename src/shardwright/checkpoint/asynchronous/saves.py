@@ -28,9 +28,8 @@ from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import open_checkpoint
+from shardwright.checkpoint.load.loading import read_description
 from shardwright.checkpoint.save.saving import SavePlan, names_of_files, open_save
-from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_load import state_to_save
@@ -71,7 +70,7 @@ class _Save:
 
     @property
     def path(self) -> Path | str:
-        return self.place.path if isinstance(self.place, LocalStore) else str(self.place)
+        return self.place.path or self.place.address()
 
     @property
     def is_over(self) -> bool:
@@ -331,7 +330,7 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        index = open_checkpoint(save.place).index
+        index = read_description(save.place).index
     except (OSError, Damaged):
         return False
     return index is not None and index.attempt == save.attempt

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.index import StoredValue
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.save.writing import Contents, PartToWrite
-from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.checkpoint.storage.places import store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 
@@ -164,7 +164,7 @@ def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
     tensors = contents.tensors if job.is_first else {}
     values = contents.values if job.is_first else {}
     content = {
-        "place": str(job.place.path.absolute() if isinstance(job.place, LocalStore) else job.place),
+        "place": job.place.address(),
         "rank": job.rank,
         "overwrite": job.overwrite,
         "verified": job.verified,

@@ -46,8 +46,8 @@ from shardwright.checkpoint.save.writing import (
 )
 from shardwright.checkpoint.save.written_in_order import write_parts_in_order, write_torch_file
 from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.places import LocalStore, store_of
-from shardwright.checkpoint.storage.stores import Store, sync_folder
+from shardwright.checkpoint.storage.places import store_of
+from shardwright.checkpoint.storage.stores import Store, new_attempt, sync_folder
 from shardwright.checkpoint.training.save_load import MODEL
 
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
@@ -133,7 +133,7 @@ def convert(
     Nothing is left in any of these cases.
     """
     place, target = store_of(source), store_of(destination)
-    path = target.path if isinstance(target, LocalStore) else None
+    path = target.path
     if path is not None:
         _check_place(place, path)
     if to not in FORMS:
@@ -175,7 +175,7 @@ def _check_place(source: Store, destination: Path) -> None:
     folder = destination.resolve().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder for {destination.name}. Make it first")
-    if isinstance(source, LocalStore) and source.path.resolve() in (folder, *folder.parents):
+    if source.path is not None and source.path.resolve() in (folder, *folder.parents):
         raise ValueError(f"{destination} is inside {source}. Choose a place outside it")
 
 
@@ -250,7 +250,7 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 
 
 def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
-    attempt = places.new_attempt()
+    attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
     unfinished = place.unfinished(attempt)
     try:
@@ -259,7 +259,7 @@ def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
         if not written.parts:
             unfinished.remove(written.file)
         write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
-        if isinstance(place, LocalStore):
+        if place.path is not None:
             _check_free(place.path)
         place.commit(unfinished, overwrite=False)
     except BaseException:
@@ -294,7 +294,7 @@ def _to_torch(destination: Path, chosen: _Chosen) -> None:
 @contextlib.contextmanager
 def _new_file(destination: Path, nbytes: int) -> Iterator[Path]:
     """The name under which a file or its folder is written. Nothing of that name is left."""
-    attempt = places.new_attempt()
+    attempt = new_attempt()
     partial = places.partial_folder(destination, attempt)
     free = shutil.disk_usage(destination.resolve().parent).free
     if free < nbytes:

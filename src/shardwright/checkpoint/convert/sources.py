@@ -32,10 +32,10 @@ from shardwright.checkpoint.format.digests import Damaged, open_regular
 from shardwright.checkpoint.format.index import Index, Part, StoredTensor, StoredValue
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import NestedState, nested
-from shardwright.checkpoint.load.loading import check_lengths, fill, open_checkpoint
+from shardwright.checkpoint.load.loading import check_lengths, fill, read_description
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch, open_stored
 from shardwright.checkpoint.save.writing import bytes_of
-from shardwright.checkpoint.storage.places import LocalStore, is_checkpoint
+from shardwright.checkpoint.storage.places import is_checkpoint
 from shardwright.checkpoint.storage.stores import Files, Store
 
 SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
@@ -95,10 +95,10 @@ def open_source(location: Path | Store) -> InputCheckpoint:
         ValueError: it has another form.
         OSError: the store behind a URL does not answer.
     """
-    path = location.path if isinstance(location, LocalStore) else location
+    path = location if isinstance(location, Path) else location.path or location
     if not isinstance(path, Path) or (path.is_dir() and is_checkpoint(path)):
         try:
-            checkpoint = open_checkpoint(path)
+            checkpoint = read_description(path)
             if checkpoint.index is not None:
                 check_lengths(checkpoint)
                 return _ours(path, checkpoint.place, checkpoint.index)

@@ -29,7 +29,7 @@ from shardwright.checkpoint.format.digests import Damaged, share
 from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore, meet, nested
 from shardwright.checkpoint.load.unreplaced import DescriptionFile, OpenFiles, unless_replaced
-from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
+from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.collective import RankGroup, keep_kind
@@ -52,7 +52,7 @@ class Checkpoint:
     @property
     def folder(self) -> Path:
         """The local folder. Raises ValueError for a checkpoint behind a URL."""
-        if not isinstance(self.place, LocalFiles):
+        if self.place.path is None:
             raise ValueError(f"{self.place} is not a local folder; copy the checkpoint to one")
         return self.place.path
 
@@ -82,7 +82,7 @@ class Checkpoint:
         return folders.files_of(self.metadata)
 
 
-def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
+def read_description(path: Location, *, links: bool = False) -> Checkpoint:
     """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
 
     Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
@@ -97,7 +97,7 @@ def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
     store = store_of(path)
     name = store.description()
     follows = links and name == METADATA  # ours have no links
-    described: Files = LocalFiles(store.path, follows) if isinstance(store, LocalStore) else store
+    described: Files = store if store.path is None else LocalFiles(store.path, follows)
     if name == METADATA:
         data, origin = _description(described, name, b".")
         metadata = parse_metadata(data)
@@ -212,24 +212,24 @@ def open_together(
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
     Raises:
-        FileNotFoundError, Damaged: on every rank, as :func:`open_checkpoint` and :func:`verify`; and what ``check``
+        FileNotFoundError, Damaged: on every rank, as :func:`read_description` and :func:`verify`; and what ``check``
             raises.
     """
     opened: list[Checkpoint] = []
 
     def look() -> tuple[str, str]:
-        opened.append(open_checkpoint(path))
+        opened.append(read_description(path))
         check(opened[0])
         return opened[0].fingerprint, str(path)
 
-    check_same_description(ranks.run_on_all(look))
+    check_same_description(ranks.run_on_all(look), ranks)
     _compare_shares(opened[0], ranks, progress)
     return opened[0]
 
 
 def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
     """Compare a checkpoint that every rank has opened: that it is the same, and then all files. Raises as above."""
-    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))))
+    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))), ranks)
     _compare_shares(checkpoint, ranks, progress)
 
 
@@ -241,25 +241,27 @@ def _compare_shares(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     ranks.run_on_all(compare)
 
 
-def check_same_description(found: Sequence[tuple[str, str]]) -> None:
+def check_same_description(found: Sequence[tuple[str, str]], ranks: RankGroup) -> None:
     """Compare what the ranks have opened: fingerprint and place of each rank.
 
     Raises:
         ValueError: two ranks have opened different checkpoints at different places.
         OSError: at the same place.
     """
-    for rank, (fingerprint, place) in enumerate(found):
-        if fingerprint == found[0][0]:
-            continue
-        if place != found[0][1]:
-            raise ValueError(
-                f"rank {rank} loads {place}, and rank 0 {found[0][1]}, which is another checkpoint. Pass the same path "
-                "on every rank"
+
+    def error(others: list[int], *_: str) -> Exception:
+        rank, first = others[0], found[0][1]
+        if (place := found[rank][1]) != first:
+            return ValueError(
+                f"rank {rank} loads {place}, and rank 0 {first}, which is another checkpoint. Pass the same path on "
+                "every rank"
             )
-        raise OSError(
+        return OSError(
             f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just "
             "replaced it: load it again. Or the ranks do not share this file system"
         )
+
+    ranks.check_equal([fingerprint for fingerprint, _ in found], error)
 
 
 @boards.during(boards.LOAD)

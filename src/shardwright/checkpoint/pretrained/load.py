@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import board as boards
+from shardwright.board import ranks_in_words
 from shardwright.checkpoint.format.nested import Box
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory, open_stored
@@ -139,16 +140,14 @@ def _refuse_different_files(mesh: DeviceMesh | None, plan: _LoadPlan) -> None:
         return
     stored = plan.loads[0].stored.values() if plan.loads else ()
     forms = sorted((s.key, tuple(s.shape), str(s.dtype)) for s in stored)
-    hashes = RankGroup.of_mesh(mesh).all_gather(hash_of((forms, plan.missing)), "states")
-    ranks = [
-        rank for rank, each in zip(mesh.mesh.flatten().tolist(), hashes, strict=True) if each != hashes[0]
-    ]
-    if ranks:
-        raise ValueError(
-            f"Rank{'s' * (len(ranks) > 1)} {abbreviated(ranks)} found other tensors in its files than rank "
-            f"{mesh.mesh.flatten()[0].item()}: names, shapes or dtypes differ. Nothing was changed. Give every rank "
-            "the same files."
-        )
+    ranks = RankGroup.of_mesh(mesh)
+    ranks.check_equal(
+        ranks.all_gather(hash_of((forms, plan.missing)), "states"),
+        lambda others, *_: ValueError(
+            f"{ranks_in_words(others).capitalize()} found other tensors in its files than rank {ranks.numbers[0]}: "
+            "names, shapes or dtypes differ. Nothing was changed. Give every rank the same files."
+        ),
+    )
 
 
 def _patterns(allowed: bool | Iterable[str]) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, 
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.load.loading import (
     check_parts,
-    open_checkpoint,
     open_together,
+    read_description,
     verify_descriptions,
 )
 from shardwright.checkpoint.save.writing import (
@@ -38,9 +38,8 @@ from shardwright.checkpoint.save.writing import (
     write_descriptions,
     write_parts,
 )
-from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.places import Location, store_of
-from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.collective import RankGroup
 
 TensorForm = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
@@ -49,7 +48,7 @@ BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, o
 
 
 @boards.during(boards.SAVE)
-def save_state(
+def write_state(
     path: Location,
     state: Mapping[str, Any],
     ranks: RankGroup,
@@ -142,7 +141,7 @@ class SavePlan:
 
         ranks.run_on_first(divide)
         mine = ranks.scatter(shares)
-        attempt = ranks.broadcast(places.new_attempt())
+        attempt = ranks.broadcast(new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
         texts = {**(notes or {}), **about()}
         return cls(own, Contents(attempt, ranks.size, whole or forms, values, texts))
@@ -218,7 +217,7 @@ def open_save(path: Location, plan: SavePlan, ranks: RankGroup, overwrite: bool)
     """The unfinished store into which the ranks write. Every rank sees it. It is removed if anything fails.
 
     Raises:
-        FileExistsError, OSError: as :func:`save_state`.
+        FileExistsError, OSError: as :func:`write_state`.
     """
     attempt, place = plan.contents.attempt, store_of(path)
     unfinished = place.unfinished(attempt)
@@ -302,7 +301,7 @@ def commit_parts(
         index = describe_parts(unfinished, contents, writes)
         if verified:
             with _other_bytes(folder):
-                verify_descriptions(open_checkpoint(unfinished))
+                verify_descriptions(read_description(unfinished))
     _commit(path, unfinished, contents.attempt, overwrite)
     return index
 

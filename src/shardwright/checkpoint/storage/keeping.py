@@ -1,12 +1,27 @@
-"""The checkpoints of one parent folder or URL: which there are, and the removal of one. Nothing here reads them."""
+"""Checkpoints as things in a folder or behind a URL: which there are, where, and the removal of one.
+
+For programs that keep checkpoints, such as the trainer. Nothing here reads what a checkpoint holds.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.objects import ObjectStore, promptly
+from shardwright.checkpoint.storage.stores import new_attempt, sync
+
+
+def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
+    """The folder of a location as a path, or its URL. A URL of a folder here, such as ``file:///runs``, is a folder.
+
+    Raises:
+        ValueError: a URL that names no place.
+    """
+    place = places.store_of(location)
+    return place.path or place.address()
 
 
 def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -> list[str]:
@@ -19,15 +34,12 @@ def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -
     Raises:
         OSError: the store behind a URL does not answer.
     """
-    if "://" in str(parent):
-        return list(promptly(ObjectStore(str(parent)).sizes, str(parent)))
-    folder = Path(parent)
-    for old in folder.glob(".*.old") if recover else ():
-        try:
-            places.recover(folder / old.name.removeprefix(".").removesuffix(".old"))
-        except OSError:  # of a file system that cannot be written; then the name is not there
-            pass
-    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return places.store_of(parent).children(recover)
+
+
+def check_writable(parent: str | os.PathLike[str]) -> None:
+    """Raise OSError if checkpoints cannot be written into a folder or behind a URL. Nothing stays there."""
+    places.store_of(parent).check_writable()
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -36,7 +48,43 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    if "://" in str(path):
-        ObjectStore(str(path)).clear()
-    else:
-        places.remove(Path(path))
+    places.store_of(path).clear()
+
+
+# -- folders, and files that take their place --------------------------------------------------------------------------
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder of a checkpoint is there, which may be damaged. One that was being replaced when a process
+    ended gets its name back before."""
+    places.recover(path)
+    return path.is_dir() and places.is_checkpoint(path)
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write one file in the place of a checkpoint: ``write`` gets the new file, open for writing in binary mode.
+
+    A file or checkpoint at ``path`` stays until the new file is whole and on disk.
+
+    Raises:
+        OSError: it cannot be written. The message names ``path``, and anything there is unchanged.
+    """
+    places.recover(path)
+    places.make_durable(path.parent)
+    attempt = new_attempt()
+    partial = places.partial_folder(path, attempt)
+    try:
+        with open(partial, "xb") as stream:
+            write(stream)
+            stream.flush()
+            sync(stream.fileno(), path)
+        places.commit(partial, path, overwrite=True)
+    except BaseException as error:
+        places.abandon(partial)
+        reason = (
+            error.__context__ if isinstance(error, RuntimeError) else error
+        )  # torch.save reports another error
+        if isinstance(reason, OSError):
+            raise OSError(reason.errno, reason.strerror, str(path)) from error
+        raise
+    places.remove_leftovers(path, attempt)

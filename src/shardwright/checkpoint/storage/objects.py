@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, METADATA, UnknownVersion, parse_index
-from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.extend.registry import import_value
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
@@ -122,6 +122,8 @@ class _Objects:
 class ObjectStore:
     """The objects below a URL; with ``attempt`` those of a save that is not committed."""
 
+    path = None  #: no folder of this machine
+
     def __init__(self, url: str, attempt: str | None = None) -> None:
         """Raises ValueError if the URL names no place for a checkpoint."""
         self._objects, self._attempt = _Objects(url), attempt
@@ -190,6 +192,9 @@ class ObjectStore:
         pass
 
     # -- the place of one checkpoint --
+
+    def address(self) -> str:
+        return self._url
 
     def description(self) -> str:
         name = INDEX if self._attempt is None else self.stored_name(INDEX)
@@ -300,15 +305,17 @@ class ObjectStore:
     def sizes(self) -> dict[str, int]:
         return self._objects.sizes()
 
-    def check_writable(self, attempt: str) -> None:
-        """Write an object and remove it. Raises OSError if that is not possible."""
-        unfinished = self.unfinished(attempt)
+    def children(self, recovers: bool) -> list[str]:
+        return list(promptly(self.sizes, self._url))
+
+    def check_writable(self) -> None:
+        unfinished = self.unfinished(new_attempt())
         mark = unfinished.stored_name(_MARK)
         promptly(lambda: unfinished.write(mark, b"a check\n"), self._url)
         unfinished.remove(mark)
 
     def clear(self) -> None:
-        """Remove what saves have written here. Other objects stay. Raises OSError."""
+        """Other objects than those of saves stay."""
         self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
         if self._objects.protocol in _WITH_FOLDERS:
             with (

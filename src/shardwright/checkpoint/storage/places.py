@@ -13,7 +13,6 @@ import errno
 import os
 import re
 import shutil
-import uuid
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, METADATA, VALUES
 from shardwright.checkpoint.storage.objects import ObjectStore
-from shardwright.checkpoint.storage.stores import LocalFiles, Store, sync_folder
+from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, sync_folder
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 _LOCAL_URLS = ("file://", "local://")
@@ -37,7 +36,7 @@ def store_of(location: Location) -> Store:
     Raises:
         ValueError: a URL that names no place.
     """
-    if isinstance(location, (LocalStore, ObjectStore)):
+    if isinstance(location, Store):
         return location
     if not isinstance(location, (str, os.PathLike)) or isinstance(os.fspath(location), bytes):
         raise TypeError(
@@ -60,6 +59,28 @@ def store_of(location: Location) -> Store:
 
 class LocalStore(LocalFiles):
     """A folder that is renamed when it is whole."""
+
+    def address(self) -> str:
+        return str(self.path.absolute())
+
+    def children(self, recovers: bool) -> list[str]:
+        for old in self.path.glob(".*.old") if recovers else ():
+            with contextlib.suppress(
+                OSError
+            ):  # of a file system that cannot be written; then the name is not there
+                recover(self.path / old.name.removeprefix(".").removesuffix(".old"))
+        return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
+
+    def check_writable(self) -> None:
+        whole = self.path.absolute()
+        there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+        if not there.is_dir():
+            raise NotADirectoryError(f"{self.path} cannot be written: {there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(f"{self.path} cannot be written: this process may not write in {there}")
+
+    def clear(self) -> None:
+        remove(self.path)
 
     def description(self) -> str:
         recover(self.path)
@@ -142,11 +163,6 @@ class LocalStore(LocalFiles):
 
     def remove_leftovers(self, attempt: str) -> None:
         remove_leftovers(self.path, attempt)
-
-
-def new_attempt() -> str:
-    """The identity of one save: no two saves have the same."""
-    return uuid.uuid4().hex[:16]
 
 
 def partial_folder(path: Path, attempt: str) -> Path:

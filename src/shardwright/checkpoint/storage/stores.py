@@ -7,9 +7,10 @@ checkpoint, whole or none. Nothing here communicates, and nothing here knows wha
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shardwright.checkpoint.format.digests import Damaged, open_regular, read_regular, size_of
 
@@ -48,6 +49,10 @@ class Reader(Protocol):
 class Files(Protocol):
     """The files of one checkpoint. ``str()`` of it is a path or a URL, for messages."""
 
+    @property
+    def path(self) -> Path | None:
+        """The folder, in a file system of this machine; None if the place is no such folder."""
+
     def stored_name(self, name: str) -> str:
         """The name under which a file of a save is stored: other saves to the same place never write it."""
 
@@ -79,8 +84,25 @@ class Files(Protocol):
         """Let the next read of a file come from the store itself, as far as that is possible."""
 
 
+@runtime_checkable
 class Store(Files, Protocol):
-    """A place that holds one checkpoint, whole or none."""
+    """A place that holds one checkpoint, whole or none, or the parent of such places."""
+
+    def address(self) -> str:
+        """A path or URL of which :func:`store_of` makes this store again, also in another process of this machine."""
+
+    def children(self, recovers: bool) -> list[str]:
+        """The names of what is here and may be a checkpoint, whole or not, in no order.
+
+        If it ``recovers``, a checkpoint that was being replaced when a process ended gets its name back, where that is
+        possible. Raises OSError if the store does not answer.
+        """
+
+    def check_writable(self) -> None:
+        """Raise OSError if checkpoints cannot be written below this place. Nothing stays there."""
+
+    def clear(self) -> None:
+        """Remove the checkpoint, whole or not. A name that is gone has no part of it. Raises OSError."""
 
     def description(self) -> str:
         """The name of the file that describes the checkpoint.
@@ -127,6 +149,11 @@ class Store(Files, Protocol):
 
     def remove_leftovers(self, attempt: str) -> None:
         """Remove what killed saves to this place have left, except for ``attempt``'s."""
+
+
+def new_attempt() -> str:
+    """The identity of one save: no two saves have the same."""
+    return uuid.uuid4().hex[:16]
 
 
 # -- a local folder ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import in_backward, local_of, storage_key
+from shardwright.board import ranks_in_words
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import (
     ModelTensor,
@@ -116,14 +117,17 @@ def stream_weights(
         lambda: _plan(model, patterns, limit, dtype, key_map, share is not None)
     )
     if mesh is not None:
-        agreed = RankGroup.of_mesh(mesh).all_gather(
-            hash_of((plan.buckets_in_words(), str(dtype), to, group is None, share)), "states"
+        ranks = RankGroup.of_mesh(mesh)
+        ranks.check_equal(
+            ranks.all_gather(
+                hash_of((plan.buckets_in_words(), str(dtype), to, group is None, share)), "states"
+            ),
+            lambda others, *_: ValueError(
+                f"The ranks called stream_weights with different models or arguments: {ranks_in_words(others)} with "
+                f"others than rank {ranks.numbers[0]} (names, bucket_bytes, dtype, key_map, to, group, share). Pass "
+                "the same on every rank."
+            ),
         )
-        if len(set(agreed)) > 1:
-            raise ValueError(
-                "The ranks called stream_weights with different models or arguments (names, bucket_bytes, dtype, "
-                "key_map, to, group, share). Pass the same on every rank."
-            )
     first = first_rank(mesh)
 
     def make_sink() -> BucketSink:

@@ -77,11 +77,14 @@ def summary(optimizers: Sequence[Optimizer], extra: Mapping[str, Any], generator
     return [type(each).__name__ for each in optimizers], sorted(map(str, extra)), generators
 
 
-def check_same(summaries: Sequence[tuple[Any, ...]]) -> None:
+def check_same(summaries: Sequence[tuple[Any, ...]], ranks: RankGroup) -> None:
     """Raise ValueError if a rank has passed other arguments than the first one."""
-    for rank, theirs in enumerate(summaries):
-        for what, one, other in zip(("optimizer", "extra", "generators"), summaries[0], theirs, strict=True):
-            if one != other:
-                raise ValueError(
-                    f"{what}: rank {rank} has passed {other}, and rank 0 {one}. Pass the same on every rank"
-                )
+    names = "optimizer", "extra", "generators"
+
+    def error(others: list[int], theirs: tuple[Any, ...], first: tuple[Any, ...]) -> Exception:
+        what, other, one = next(each for each in zip(names, theirs, first, strict=True) if each[1] != each[2])
+        return ValueError(
+            f"{what}: rank {others[0]} has passed {other}, and rank 0 {one}. Pass the same on every rank"
+        )
+
+    ranks.check_equal(summaries, error)

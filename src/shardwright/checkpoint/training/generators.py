@@ -10,20 +10,31 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.digests import Damaged
+from shardwright.collective import RankGroup
+
+GENERATORS = "generators"  #: the part of a checkpoint
+
+
+def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
+    """How many ranks have stored their generators, and the key of those that this rank takes.
+
+    They are its own at the stored number of ranks, else the first rank's. ``names``: of the tensors of a checkpoint.
+    """
+    saved = sum(name.startswith(f"{GENERATORS}.rank") and name.endswith(".torch") for name in names)
+    return saved, f"rank{ranks.rank if saved == ranks.size else 0}"
 
 
 def generator_states() -> dict[str, Tensor]:
     """The states of this process's generators: 1-d tensors on the host, uint8 or int64."""
     states = {"torch": torch.get_rng_state()}
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and device.type != "cpu":
+    if (device := _accelerator()) is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     version, numbers, gauss = random.getstate()
     states["python"] = _integers([version, *numbers], gauss)
@@ -36,54 +47,62 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
-    """Let this process's generators go on from these states. Generators without a stored state stay as they are."""
-    torch.set_rng_state(states["torch"])
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type])
-    if "python" in states:
-        (version, *numbers), gauss = _from_integers(states["python"])
-        random.setstate((version, tuple(numbers), gauss))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        (*keys, position), gauss = _from_integers(states["numpy"])
-        cached = 0.0 if gauss is None else gauss
-        numpy.random.set_state(("MT19937", keys, position, int(gauss is not None), cached))
+    """Let this process's generators go on from these states. Generators without a stored state stay as they are.
+
+    Raises:
+        Damaged: a state is none of a generator's. No generator has changed.
+    """
+    check_generator_states(states)
+    numpy, device = sys.modules.get("numpy"), _accelerator()
+    of_device = device and torch.get_device_module(device).set_rng_state
+    _give(states, torch.set_rng_state, of_device, random.setstate, numpy and numpy.random.set_state)
 
 
 def check_generator_states(states: Mapping[str, Tensor]) -> None:
     """Raise Damaged if a state is none of a generator's. No generator of this process changes."""
     if not isinstance(states, Mapping) or not all(isinstance(each, Tensor) for each in states.values()):
         raise Damaged("generators: expected a tensor for each generator")
+    numpy, device = sys.modules.get("numpy"), _accelerator()
+    of_device = device and (lambda state: torch.Generator(device).set_state(state))
+    of_numpy = numpy and numpy.random.RandomState().set_state
     try:
-        torch.Generator().set_state(states["torch"])
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if device is not None and device.type != "cpu" and device.type in states:
-            torch.Generator(device).set_state(states[device.type])
-        if "python" in states:
-            (version, *numbers), gauss = _from_integers(states["python"])
-            random.Random().setstate((version, tuple(numbers), gauss))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "numpy" in states:
-            (*keys, position), gauss = _from_integers(states["numpy"])
-            cached = 0.0 if gauss is None else gauss
-            if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond its numbers
-                raise ValueError(f"position {position} of numpy's generator")
-            numpy.random.RandomState().set_state(("MT19937", keys, position, int(gauss is not None), cached))
+        _give(states, torch.Generator().set_state, of_device, random.Random().setstate, of_numpy)
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise Damaged(f"generators: the state of a random generator cannot be restored ({reason})") from None
 
 
-def derived_seed(first_ranks: Mapping[str, Tensor], rank: int, ranks: int) -> int:
-    """A seed for a rank, from the stored states of the first rank."""
-    text = f"{rank} of {ranks}".encode()
-    digest = hashlib.sha256(bytes(first_ranks["torch"].tolist()) + text).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+def _give(
+    states: Mapping[str, Tensor],
+    host: Callable[[Tensor], object],
+    accelerator: Callable[[Tensor], object] | None,
+    python: Callable[[tuple[Any, ...]], object],
+    numpy: Callable[[tuple[Any, ...]], object] | None,
+) -> None:
+    """Give stored states to generators, by the functions that set their states."""
+    host(states["torch"])
+    device = _accelerator()
+    if accelerator is not None and device is not None and device.type in states:
+        accelerator(states[device.type])
+    if "python" in states:
+        (version, *numbers), gauss = _from_integers(states["python"])
+        python((version, tuple(numbers), gauss))
+    if numpy is not None and "numpy" in states:
+        (*keys, position), gauss = _from_integers(states["numpy"])
+        if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond its numbers
+            raise ValueError(f"position {position} of numpy's generator")
+        numpy(("MT19937", keys, position, int(gauss is not None), 0.0 if gauss is None else gauss))
 
 
-def seed_generators(seed: int) -> None:
-    """Seed all generators of this process."""
+def _accelerator() -> torch.device | None:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device if device is not None and device.type != "cpu" else None
+
+
+def seed_generators(seed: int | bytes) -> None:
+    """Seed all generators of this process, with an integer or with the digest of bytes."""
+    if isinstance(seed, bytes):
+        seed = int.from_bytes(hashlib.sha256(seed).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")

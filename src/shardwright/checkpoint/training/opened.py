@@ -24,7 +24,7 @@ from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import ignore, nested
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.load.loading import Checkpoint
-from shardwright.checkpoint.storage.stores import LocalFiles
+from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
 
 
@@ -141,6 +141,19 @@ class StoredCheckpoint:
         """
         loading.verify_together(self._opened, RankGroup(self._group), progress)
 
+    def generators(self) -> tuple[int, dict[str, Tensor]]:
+        """How many ranks have stored their random generators, and the states for :func:`set_generator_states`.
+
+        They are this rank's at the stored number of ranks, else the first rank's. Collective. Raises as :meth:`read`.
+        """
+        saved, key = stored_by(self.tensors, RankGroup(self._group))
+        start = f"{GENERATORS}.{key}."
+        forms = {name: form for name, form in self.tensors.items() if name.startswith(start)}
+        states = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
+        if states:
+            self.read(states)
+        return saved, {name.removeprefix(start): state for name, state in states.items()}
+
     def read(self, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = ignore) -> None:
         """Read single tensors, by name, in place. Collective. Digests are not compared: call :meth:`verify` before.
 
@@ -174,7 +187,6 @@ def open_checkpoint(
         UnknownVersion: a later version of shardwright has saved it.
         OSError: the store behind a URL does not answer.
     """
-    opened = loading.open_checkpoint(path, links=links)
+    opened = loading.read_description(path, links=links)
     place = opened.place
-    text = str(place.path) if isinstance(place, LocalFiles) else str(place)
-    return StoredCheckpoint(text, opened.fingerprint, opened, process_group)
+    return StoredCheckpoint(str(place), opened.fingerprint, opened, process_group)

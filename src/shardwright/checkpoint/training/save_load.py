@@ -32,7 +32,7 @@ from shardwright.checkpoint.load.loading import (
     check_same_description,
     check_tensors,
     load_state,
-    open_checkpoint,
+    read_description,
 )
 from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
 from shardwright.checkpoint.save import saving
@@ -48,11 +48,12 @@ from shardwright.checkpoint.training.arguments import (
     with_states,
 )
 from shardwright.checkpoint.training.generators import (
+    GENERATORS,
     check_generator_states,
-    derived_seed,
     generator_states,
     seed_generators,
     set_generator_states,
+    stored_by,
 )
 from shardwright.checkpoint.training.gradient_hooks import HOOKS, HooksToLoad, hook_states
 from shardwright.checkpoint.training.opened import StoredCheckpoint
@@ -72,7 +73,7 @@ from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
-MODEL, EXTRA, GENERATORS = "model", "extra", "generators"
+MODEL, EXTRA = "model", "extra"
 GROUPS = f"{OPTIMIZER}.param_groups"
 #: Name parts of wrapper modules, which the plain model does not have.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -119,7 +120,7 @@ def save_checkpoint(
     ranks = RankGroup(process_group)
     place = place_of(path, ranks)
     state = state_to_save(model, optimizer, extra, generators, frozen, ranks)
-    saving.save_state(place, state, ranks, overwrite=overwrite, verified=verified)
+    saving.write_state(place, state, ranks, overwrite=overwrite, verified=verified)
 
 
 def save_state(
@@ -145,7 +146,7 @@ def save_state(
         ValueError, FileExistsError, OSError: as :func:`save_checkpoint`.
     """
     ranks = RankGroup(process_group)
-    saving.save_state(
+    saving.write_state(
         place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes
     )
 
@@ -185,7 +186,7 @@ def state_to_save(
             state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
         return summary(optimizers, more, generators)
 
-    check_same(ranks.run_on_all(take))
+    check_same(ranks.run_on_all(take), ranks)
     return state
 
 
@@ -290,44 +291,12 @@ def _load(
     undo: ExitStack,
 ) -> dict[str, Any]:
     """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
-    opened: list[Checkpoint] = []
-    state: dict[str, Any] = {}
-    own: dict[str, Tensor] = {}
-
-    optimizers: list[Optimizer] = []
-
-    def look() -> tuple[Any, ...]:
-        check_model_and_extra(model, extra)
-        optimizers.extend(as_optimizers(optimizer))
-        refuse_sharded_optimizers(extra)
-        _refuse_in_a_step(model)
-        opened.append(open_checkpoint(folder))
-        if known is not None and known.fingerprint != opened[0].fingerprint:
-            raise replaced(opened[0].place)
-        with unless_replaced(opened[0].origin, opened[0].fingerprint):
-            check_lengths(opened[0])  # before there is memory for what it says
-        state[MODEL] = _model_state(model, options.frozen)
-        return summary(optimizers, extra, options.generators), (opened[0].fingerprint, str(folder))
-
-    looks = ranks.run_on_all(look)
-    check_same([arguments for arguments, _ in looks])
-    check_same_description([found for _, found in looks])
-    stored = StoredNames(folder, opened[0])
+    checkpoint, optimizers, values = _examine(folder, known, model, optimizer, extra, options, ranks)
+    state: dict[str, Any] = {MODEL: values}
+    stored = StoredNames(folder, checkpoint)
     hooks = HooksToLoad(model, stored)
-    saved_ranks = _saved_ranks(stored.tensors) if options.generators else 0
-    mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
-
-    def make_room() -> None:
-        if optimizers and not stored.has_part(OPTIMIZER):
-            raise ValueError(
-                f"{folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
-            )
-        own.update(_own_tensors(stored, with_states(extra), extra))
-        state[EXTRA] = stored.room(EXTRA, own)
-        state[HOOKS] = hooks.tensors()
-        state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
-
-    ranks.run_on_all(make_room)
+    saved_ranks, mine = stored_by(stored.tensors if options.generators else (), ranks)
+    own = _make_room(state, stored, extra, hooks, mine if saved_ranks else None, bool(optimizers), ranks)
     new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
     new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
     objects = {key: each for key, each in extra.items() if is_stateful(each)}
@@ -341,7 +310,7 @@ def _load(
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
         def fits(again: Checkpoint) -> None:
-            if again.fingerprint != opened[0].fingerprint:
+            if again.fingerprint != checkpoint.fingerprint:
                 raise replaced(folder)
             # it explains what follows
             check_tensors(folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, options.convert)
@@ -383,6 +352,72 @@ def _load(
     if saved_ranks:
         _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
     return result
+
+
+def _examine(
+    folder: Store,
+    known: StoredCheckpoint | None,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any],
+    options: _LoadOptions,
+    ranks: RankGroup,
+) -> tuple[Checkpoint, tuple[Optimizer, ...], dict[str, Any]]:
+    """Check the arguments and open the checkpoint, the same on every rank.
+
+    Returns:
+        The checkpoint, the optimizers, and the state of the model to read into.
+    """
+    found: list[tuple[Checkpoint, tuple[Optimizer, ...], dict[str, Any]]] = []
+
+    def look() -> tuple[Any, ...]:
+        check_model_and_extra(model, extra)
+        optimizers = as_optimizers(optimizer)
+        refuse_sharded_optimizers(extra)
+        _refuse_in_a_step(model)
+        opened = read_description(folder)
+        if known is not None and known.fingerprint != opened.fingerprint:
+            raise replaced(opened.place)
+        with unless_replaced(opened.origin, opened.fingerprint):
+            check_lengths(opened)  # before there is memory for what it says
+        found.append((opened, optimizers, _model_state(model, options.frozen)))
+        return summary(optimizers, extra, options.generators), (opened.fingerprint, str(folder))
+
+    looks = ranks.run_on_all(look)
+    check_same([arguments for arguments, _ in looks], ranks)
+    check_same_description([description for _, description in looks], ranks)
+    return found[0]
+
+
+def _make_room(
+    state: dict[str, Any],
+    stored: StoredNames,
+    extra: Mapping[str, Any],
+    hooks: HooksToLoad,
+    generators: str | None,
+    has_optimizers: bool,
+    ranks: RankGroup,
+) -> dict[str, Tensor]:
+    """Add tensors for all parts but model and optimizer to the state to read into. Every rank must call it.
+
+    ``generators``: the key of the random generators to read. Returns the tensors of ``extra`` that are read in place.
+    """
+    own: dict[str, Tensor] = {}
+
+    def make() -> None:
+        if has_optimizers and not stored.has_part(OPTIMIZER):
+            raise ValueError(
+                f"{stored.folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
+            )
+        own.update(_own_tensors(stored, with_states(extra), extra))
+        state[EXTRA] = stored.room(EXTRA, own)
+        state[HOOKS] = hooks.tensors()
+        state[GENERATORS] = (
+            {} if generators is None else {generators: stored.room(f"{GENERATORS}.{generators}", {})}
+        )
+
+    ranks.run_on_all(make)
+    return own
 
 
 def _restore_objects(
@@ -447,15 +482,11 @@ def _keys(stored: StoredNames) -> str:
     return ", ".join(map(repr, sorted(keys, key=repr)))[:200] or "none"
 
 
-def _saved_ranks(stored: Mapping[str, Any]) -> int:
-    return sum(name.startswith(f"{GENERATORS}.rank") and name.endswith(".torch") for name in stored)
-
-
 def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: RankGroup) -> None:
     if saved_ranks == ranks.size:
         set_generator_states(states)
         return
-    seed_generators(derived_seed(states, ranks.rank, ranks.size))
+    seed_generators(bytes(states["torch"].tolist()) + f"{ranks.rank} of {ranks.size}".encode())
     if ranks.is_first:
         warnings.warn(
             f"The checkpoint was saved by {saved_ranks} ranks and is loaded by {ranks.size}, so random generators do "

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.collective import RankGroup, ranks_in_words
+from shardwright.board import ranks_in_words
+from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.engine.assembly.find import UnitParameters, is_cut, own_modules
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
@@ -65,15 +66,16 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[TakenTensor
         ValueError: a tensor has no values, or the ranks have different tensors.
     """
     empty = [state.name for state in states if has_no_values(state.tensor)]
-    forms = RankGroup.of_mesh(mesh).all_gather(([state.form for state in states], empty), "states")
-    for rank, (_, without) in zip(mesh.mesh.flatten().tolist(), forms, strict=True):
+    ranks = RankGroup.of_mesh(mesh)
+    forms = ranks.all_gather(([state.form for state in states], empty), "states")
+    for rank, (_, without) in zip(ranks.numbers, forms, strict=True):
         if without:
             raise ValueError(
                 f"sync_module_states broadcasts values, but on rank {rank} {without[0]!r} of {owner} has no values. "
                 "Build the model with values on every rank, or omit sync_module_states and load or materialise the "
                 "model after sharding."
             )
-    _refuse_different_forms(mesh, [form for form, _ in forms], owner)
+    _refuse_different_forms(ranks, [form for form, _ in forms], owner)
     for state in states:
         for tensor in (t for t in plain_tensors(state.tensor.detach()) if t.numel()):
             flat = tensor.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -100,17 +102,15 @@ def check_states(
     states = [state for state in states if not state.tensor.is_meta]
     forms = [state.form for state in states]
     hashes = _hashes(states)
-    if len(set(RankGroup.of_mesh(mesh).all_gather(hash_of((forms, hashes)), "states"))) == 1:
+    ranks = RankGroup.of_mesh(mesh)
+    if not ranks.different(ranks.all_gather(hash_of((forms, hashes)), "states")):
         return
-    of_all_ranks = RankGroup.of_mesh(mesh).all_gather((forms, hashes), "states")
-    _refuse_different_forms(mesh, [form for form, _ in of_all_ranks], owner)
-    ranks = mesh.mesh.flatten().tolist()
+    of_all_ranks = ranks.all_gather((forms, hashes), "states")
+    _refuse_different_forms(ranks, [form for form, _ in of_all_ranks], owner)
     differences: list[str] = []
     only_real = True
     for number, state in enumerate(states):
-        of_ranks = [theirs[number] for _, theirs in of_all_ranks]
-        others = [rank for rank, each in zip(ranks, of_ranks, strict=True) if each != of_ranks[0]]
-        if others:
+        if others := ranks.different([theirs[number] for _, theirs in of_all_ranks]):
             differences.append(f"{state.name!r} on {ranks_in_words(others)}")
             only_real = only_real and not has_no_values(state.tensor)
     more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
@@ -123,7 +123,7 @@ def check_states(
         )
     )
     raise ValueError(
-        f"The ranks start with different values of {owner}; these tensors differ from rank {ranks[0]}: "
+        f"The ranks start with different values of {owner}; these tensors differ from rank {ranks.numbers[0]}: "
         f"{'; '.join(differences[:10])}{more}. {way_out}"
     )
 
@@ -184,15 +184,15 @@ def _hashes(states: list[TakenTensor]) -> list[list[int]]:
     ]
 
 
-def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]], owner: str) -> None:
-    ranks = mesh.mesh.flatten().tolist()
-    for rank, form in zip(ranks, forms, strict=True):
-        if form != forms[0]:
-            mine, theirs = ([f for f in a if f not in b] for a, b in ((forms[0], form), (form, forms[0])))
-            raise ValueError(
-                f"The ranks have different tensors in {owner}, or in another order: rank {ranks[0]} has "
-                f"{mine[:3] or 'no other'}, rank {rank} {theirs[:3] or 'no other'}. Build the same model on every rank."
-            )
+def _refuse_different_forms(ranks: RankGroup, forms: list[list[tuple[Any, ...]]], owner: str) -> None:
+    def error(others: list[int], theirs: list[tuple[Any, ...]], first: list[tuple[Any, ...]]) -> Exception:
+        mine, other = [f for f in first if f not in theirs], [f for f in theirs if f not in first]
+        return ValueError(
+            f"The ranks have different tensors in {owner}, or in another order: rank {ranks.numbers[0]} has "
+            f"{mine[:3] or 'no other'}, rank {others[0]} {other[:3] or 'no other'}. Build the same model on every rank."
+        )
+
+    ranks.check_equal(forms, error)
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.collective import RankGroup, ranks_in_words
+from shardwright.board import ranks_in_words
+from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.engine.assembly.states import digest, hash_of, plain_tensors
 from shardwright.engine.gradients.stepping import SteppedGradient

@@ -93,13 +93,13 @@ def _parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 def _refuse_different_sizes(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     numbers = [each for each in (*args, *kwargs.values()) if each is None or isinstance(each, int)]
     ranks = RankGroup.of_mesh(unit.mesh)
-    sizes = ranks.all_gather(numbers, "states")
-    for rank, theirs in zip(ranks.numbers, sizes, strict=True):
-        if theirs != sizes[0]:
-            raise ValueError(
-                f"{_METHOD} of {unit.name!r} was called with {sizes[0]} on rank {ranks.numbers[0]} and with "
-                f"{theirs} on rank {rank}. Give the same arguments on every rank."
-            )
+    ranks.check_equal(
+        ranks.all_gather(numbers, "states"),
+        lambda others, theirs, first: ValueError(
+            f"{_METHOD} of {unit.name!r} was called with {first} on rank {ranks.numbers[0]} and with {theirs} on rank "
+            f"{others[0]}. Give the same arguments on every rank."
+        ),
+    )
 
 
 def _raise_everywhere(unit: Unit, failure: Exception | None) -> None:

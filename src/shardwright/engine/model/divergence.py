@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
-from shardwright.collective import ranks_in_words
+from shardwright.board import ranks_in_words
 from shardwright.comm import LEFT, Communicator, notices
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.reading import KINDS, READ, refuse_divergence

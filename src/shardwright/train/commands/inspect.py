@@ -10,10 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, open_checkpoint
+from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, folder_or_url, open_checkpoint
 from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION
-from shardwright.checkpoint.storage.places import LocalStore, Location, store_of
-from shardwright.checkpoint.storage.stores import Store
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
 from shardwright.train.launch.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -27,7 +25,9 @@ LONGEST_VALUE = 100
 """Characters of a value."""
 
 
-def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+def inspect(
+    location: str | os.PathLike[str], *, quick: bool, tensors: bool, show: Say, say: Say
+) -> str | None:
     """Show what a place holds. Returns what is damaged, in a line, or None.
 
     Args:
@@ -40,13 +40,12 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
         UserError: there is no checkpoint, or a later version has saved it.
     """
     with as_user_errors(ValueError, prefix="inspect: "):
-        store = store_of(location)
-    if not isinstance(store, LocalStore):
+        path = folder_or_url(location)
+    if isinstance(path, str):
         with as_user_errors(OSError, prefix="inspect: "):
-            if saved_steps(str(store)):
-                return _inspect_run(str(store), str(store), quick, tensors, show, say)
-            return _inspect_one(store, quick, tensors, show, say)
-    path = store.path
+            if saved_steps(path):
+                return _inspect_run(path, path, quick, tensors, show, say)
+            return _inspect_one(path, quick, tensors, show, say)
     if not os.path.lexists(path):
         raise UserError(f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}")
     if not path.is_dir():
@@ -59,7 +58,7 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
         return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
     if _is_checkpoint(path) or not (checkpoints.is_dir() or steps):
-        return _inspect_one(store, quick, tensors, show, say)
+        return _inspect_one(path, quick, tensors, show, say)
     return _inspect_run(path, checkpoints if checkpoints.is_dir() else path, quick, tensors, show, say)
 
 
@@ -82,7 +81,7 @@ def _inspect_run(
     newest: RunCheckpoint | None = None
     for step in steps:
         try:
-            stored = _opened(store_of(step_folder(checkpoints, step)))
+            stored = _opened(step_folder(checkpoints, step))
             _compare(stored, quick, say)
         except Damaged as problem:
             damaged.append(f"step-{step} is damaged: {printable(str(problem))}")
@@ -101,7 +100,7 @@ def _inspect_run(
     return f"{path}: {damaged[0]}{more}"
 
 
-def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+def _inspect_one(place: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
     try:
         stored = _opened(place)
         for line in _lines(stored, tensors):
@@ -113,10 +112,10 @@ def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) 
     return None
 
 
-def _opened(place: Store) -> RunCheckpoint:
+def _opened(place: FolderOrUrl) -> RunCheckpoint:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
-        checkpoint = open_checkpoint(place.path if isinstance(place, LocalStore) else str(place))
+        checkpoint = open_checkpoint(place)
     except UnknownVersion as error:
         raise UserError(f"{place}: {error}") from error
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from shardwright.board import ranks_in_words
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint, stopped_by
 from shardwright.train.launch.resume import to_continue
@@ -170,8 +171,8 @@ def _warn_of_end(ending: Ending) -> None:
     """Warn of ranks that did not end by themselves after all was done."""
     ranks = [rank for rank, status in ending.statuses.items() if status != DONE]
     if ranks:
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        text = f"warning: the run is done; {which} of {len(ending.statuses)} did not end by itself after that"
+        who = f"{ranks_in_words(ranks)} of {len(ending.statuses)}"
+        text = f"warning: the run is done; {who} did not end by itself after that"
         print(text if len(ranks) == 1 else text.replace("itself", "themselves"), file=sys.stderr, flush=True)
 
 

@@ -134,12 +134,6 @@ def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
     return loss_parallel() if config.tensor > 1 else nullcontext()
 
 
-def _keeps_parameters(config: ParallelConfig) -> bool:
-    """Whether parameters stay whole until the optimizer's step, and their gradients do not."""
-    strategy = strategies.get(config.strategy)
-    return strategy.keeps_parameters and any(strategy.stages)
-
-
 def parallelize(
     model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, reads_weights: bool = True
 ) -> nn.Module:
@@ -147,68 +141,69 @@ def parallelize(
 
     With the engine shardwright it may be a deferred one, which gets its values here: stored ones if it has any and
     `reads_weights`, else drawn ones.
-
-    For the two engines with per-parameter sharding the units are: each block, the head with the final norm (and the
-    embedding, where it is the same matrix), and the root with what is left.
     """
     deferred = _is_deferred(model)
     device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
-    expert_mesh = make_expert_mesh(config, mesh) if config.expert > 1 else None
-    if expert_mesh is not None:
-        divide_experts(model.to(device), config, expert_mesh)
+    experts = make_expert_mesh(config, mesh) if config.expert > 1 else None
+    if experts is not None:
+        divide_experts(model.to(device), config, experts)
     if config.tensor > 1:
-        mesh = cut_layers(model.to(device), mesh, expert_mesh and expert_mesh["expert"])
+        mesh = cut_layers(model.to(device), mesh, experts and experts["expert"])
     if config.engine == "none":
         return model.to(device)
-
     if config.engine == "ddp":
-        # The only buffers are rotary tables, equal everywhere: no need to broadcast them in every forward pass.
-        # torch 2.13 renamed the option.
-        parameters_of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-        no_broadcast = (
-            "forward_sync_buffers" if "forward_sync_buffers" in parameters_of_ddp else "broadcast_buffers"
-        )
-        buffers: dict[str, Any] = {no_broadcast: False}
-        return DistributedDataParallel(
-            model.to(device), device_mesh=mesh, gradient_as_bucket_view=True, **buffers
-        )
-
-    param_dtype, reduce_dtype = dtype_of(config.param_dtype), dtype_of(config.reduce_dtype)
+        return _with_ddp(model.to(device), mesh)
     if config.engine == "fsdp1":
-        keep = config.reshard_after_forward == "never"
-        return FSDP1(
-            model.to(device),
-            device_mesh=mesh,
-            auto_wrap_policy=ModuleWrapPolicy({type(block) for block in model.blocks()}),
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
-            mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-            device_id=device,
-            use_orig_params=True,
-        )
+        return _with_fsdp1(model.to(device), config, mesh, device)
+    _shard_units(model, config, mesh, experts)
+    if isinstance(model, sw.FSDPModule):
+        _check_memory(model, config)
+        _give_values(model, device, reads_weights and deferred)
+    return model
 
-    fully_shard: Any = sw.fully_shard if config.engine == "shardwright" else torch_fully_shard
-    policy: TorchPolicy = TorchPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+
+def _with_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    # The only buffers are rotary tables, equal everywhere: no need to broadcast them in every forward pass.
+    # torch 2.13 renamed the option.
+    parameters_of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+    no_broadcast = (
+        "forward_sync_buffers" if "forward_sync_buffers" in parameters_of_ddp else "broadcast_buffers"
     )
-    if config.engine == "shardwright":
-        policy = engine_policy(model, config)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    if expert_mesh is not None:
-        same = expert_mesh["replicate", "edp"] if config.replicas > 1 else expert_mesh["edp"]
-        options["shard_placement_fn"] = lambda p: (
-            sw.ShardPlacementResult(None, same) if "expert" in axes_of(p) else None
-        )
-    if config.engine == "shardwright":
-        layout = config.layout if isinstance(config.layout, str) else sw.Ragged(config.layout)
-        options |= {"strategy": config.strategy, "layout": layout, "check_module_states": True}
-        if config.offload != "none":
-            with_weights = config.offload == "cpu"
-            options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
+    buffers: dict[str, Any] = {no_broadcast: False}
+    return DistributedDataParallel(model, device_mesh=mesh, gradient_as_bucket_view=True, **buffers)
+
+
+def _with_fsdp1(
+    model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
+    keep = config.reshard_after_forward == "never"
+    dtypes = {key: dtype_of(getattr(config, key)) for key in ("param_dtype", "reduce_dtype")}
+    return FSDP1(
+        model,
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in model.blocks()}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
+        mixed_precision=MixedPrecision(**dtypes),
+        device_id=device,
+        use_orig_params=True,
+    )
+
+
+def _shard_units(
+    model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, experts: DeviceMesh | None
+) -> None:
+    """Shard each parameter, with our engine or FSDP2.
+
+    The units are: each block, the head with the final norm (and the embedding, where it is the same matrix), and the
+    root with what is left.
+    """
+    ours = config.engine == "shardwright"
+    fully_shard: Any = sw.fully_shard if ours else torch_fully_shard
+    options = _sharding_options(model, config, mesh, experts)
     # Backward first needs the unit that forward used last: by default it stays gathered.
-    keeps = config.reshard_after_forward == "never" or _keeps_parameters(config)
     reshard = config.reshard_after_forward
-    reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not keeps
-    reshard_last = config.reshard_after_forward == "always"
+    reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not _keeps_parameters(config)
+    reshard_last = reshard == "always"
 
     *blocks, last_block = model.blocks()
     for block in blocks:
@@ -218,33 +213,65 @@ def parallelize(
     if head := model.head():
         fully_shard(head, reshard_after_forward=reshard_last, **options)
 
-    if expert_mesh is not None:
+    if experts is not None:
         for block in model.blocks():
             # The gradient of an expert is the sum over the ranks whose tokens reach it before anything is reduced. So
             # all units divide by the ranks that have data of their own.
             cast(sw.FSDPModule, block).set_gradient_divide_factor(mesh.size())
 
-    if config.engine == "shardwright":
+    if ours:
         options |= {"memory": config.memory, "prefetch": config.prefetch}
     try:
         fully_shard(model, reshard_after_forward=reshard_last, **options)
     except MissingCompilerError as error:
         raise UserError(f"parallel.memory: found {config.memory!r}. {error}") from error
-    if isinstance(model, sw.FSDPModule):
-        try:
-            model.set_is_last_backward(True)  # the first call that looks at all units together
-        except ValueError as error:
-            if keeps:  # the engine's advice is about arguments that have no key here
-                key = "strategy" if _keeps_parameters(config) else "reshard_after_forward"
-                raise UserError(
-                    f"parallel.memory: expected 'arena' or 'dynamic' with parallel.{key} {getattr(config, key)!r}, "
-                    f"found {config.memory!r}; all units keep their full parameters, so no slot ever becomes free"
-                ) from error
+
+
+def _sharding_options(
+    model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, experts: DeviceMesh | None
+) -> dict[str, Any]:
+    """Arguments of `fully_shard` for every unit."""
+    options: dict[str, Any] = {"mesh": mesh}
+    if experts is not None:
+        same = experts["replicate", "edp"] if config.replicas > 1 else experts["edp"]
+        options["shard_placement_fn"] = lambda p: (
+            sw.ShardPlacementResult(None, same) if "expert" in axes_of(p) else None
+        )
+    if config.engine != "shardwright":
+        dtypes = {key: dtype_of(getattr(config, key)) for key in ("param_dtype", "reduce_dtype")}
+        return options | {"mp_policy": TorchPolicy(**dtypes, cast_forward_inputs=False)}
+    layout = config.layout if isinstance(config.layout, str) else sw.Ragged(config.layout)
+    options |= {"mp_policy": engine_policy(model, config), "strategy": config.strategy, "layout": layout}
+    if config.offload != "none":
+        with_weights = config.offload == "cpu"
+        options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
+    return options | {"check_module_states": True}
+
+
+def _strategy_keeps_parameters(config: ParallelConfig) -> bool:
+    """Whether parameters stay whole until the optimizer's step, and their gradients do not."""
+    strategy = strategies.get(config.strategy)
+    return strategy.keeps_parameters and any(strategy.stages)
+
+
+def _keeps_parameters(config: ParallelConfig) -> bool:
+    return config.reshard_after_forward == "never" or _strategy_keeps_parameters(config)
+
+
+def _check_memory(model: sw.FSDPModule, config: ParallelConfig) -> None:
+    """Raise UserError if the units do not fit the memory of `config`."""
+    try:
+        model.set_is_last_backward(True)  # the first call that looks at all units together
+    except ValueError as error:
+        if _keeps_parameters(config):  # the engine's advice is about arguments that have no key here
+            key = "strategy" if _strategy_keeps_parameters(config) else "reshard_after_forward"
             raise UserError(
-                f"parallel.memory: found {config.memory!r}, which does not work with this model. {error}"
+                f"parallel.memory: expected 'arena' or 'dynamic' with parallel.{key} {getattr(config, key)!r}, "
+                f"found {config.memory!r}; all units keep their full parameters, so no slot ever becomes free"
             ) from error
-        _give_values(model, device, reads_weights and deferred)
-    return model
+        raise UserError(
+            f"parallel.memory: found {config.memory!r}, which does not work with this model. {error}"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright
+from shardwright.board import ranks_in_words
 from shardwright.checkpoint import Damaged
-from shardwright.collective import ranks_in_words
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
@@ -216,11 +216,11 @@ def _verdict(statements: Sequence[Statement | None]) -> str:
     if len(mistakes) == 1 and len(next(iter(mistakes.values()))) == len(statements):
         return next(iter(mistakes))
     if mistakes:
-        return ". ".join(f"{ranks_in_words(ranks, 8)}: {mistake}" for mistake, ranks in mistakes.items())
+        return ". ".join(f"{ranks_in_words(ranks)}: {mistake}" for mistake, ranks in mistakes.items())
     missing = [rank for rank, statement in enumerate(statements) if statement is None]
     if missing:
         return (
-            f"expected {len(statements)} ranks to start, got no answer from {ranks_in_words(missing, 8)}; look at the "
+            f"expected {len(statements)} ranks to start, got no answer from {ranks_in_words(missing)}; look at the "
             "output or the log of these ranks and hosts"
         )
     return _difference([statement.facts for statement in statements if statement is not None])
@@ -246,7 +246,7 @@ def difference(facts: Sequence[Mapping[str, str]]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, each in enumerate(facts):
         holders.setdefault(each.get(key, "not known"), []).append(rank)
-    values = ", ".join(f"{value} on {ranks_in_words(ranks, 8)}" for value, ranks in holders.items())
+    values = ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items())
     more = f" ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''} too)" if others else ""
     return f"{key}: {values}{more}"
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.checkpoint.storage.objects import ObjectStore
-from shardwright.checkpoint.storage.places import LocalStore, new_attempt, store_of
+from shardwright.checkpoint import check_writable, folder_or_url
 from shardwright.train.config import Config, stored_config, with_special_tokens
 from shardwright.train.config.catalog.kinds import kind_named
 from shardwright.train.errors import UserError, as_user_errors
@@ -121,9 +120,8 @@ def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
     if not parent:
         return folder.checkpoints
     with as_user_errors(ValueError, prefix="checkpoint.folder: "):
-        store_of(parent)
-        place = store_of(f"{parent.rstrip('/')}/{folder.path.resolve().name}")
-    return place.path if isinstance(place, LocalStore) else str(place)
+        folder_or_url(parent)
+        return folder_or_url(f"{parent.rstrip('/')}/{folder.path.resolve().name}")
 
 
 def newest_saved(folder: RunFolder) -> int | None:
@@ -426,8 +424,8 @@ def _check_unused(checkpoints: FolderOrUrl) -> None:
     """Raise UserError if a new run must not write its checkpoints there. Finds a store that cannot be used, too."""
     with as_user_errors(OSError, prefix="checkpoint.folder: "):
         steps = saved_steps(checkpoints)
-        if isinstance(checkpoints, str) and not steps:
-            ObjectStore(checkpoints).check_writable(new_attempt())
+        if not steps:
+            check_writable(checkpoints)
     if steps:
         raise UserError(
             f"checkpoint.folder: expected no checkpoint of another run in {checkpoints}, found step-{steps[0]}; choose "

@@ -23,7 +23,7 @@ from shardwright.train.config.catalog.hooks import hooks as named_hooks
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.models.outputs import called
-from shardwright.train.report.console import FIGURES
+from shardwright.train.report.console import COMMON_LOSSES, FIGURES
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
 """Actions that a hook may ask for, the strongest first."""
@@ -64,11 +64,24 @@ class Hooks:
         ):
             if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
                 raise UserError(f"run.hooks: expected each name once, found the {what} {twice!r} twice")
-        taken = {*FIGURES, *(each.name for each in fields(StepRecord))}
         for name in (*self.step_metrics, *self.validation_metrics):
-            if name in taken or name.startswith("validation"):
+            if _is_taken(name):
                 raise UserError(
                     f"run.hooks: expected another name for the metric {name!r}, which each step has"
+                )
+
+    def check_losses(self, auxiliary: Iterable[str], model: str) -> None:
+        """Raise UserError if a loss of a model, beside the cross-entropy, has the name of another figure of a step."""
+        for name in auxiliary:
+            if _is_taken(name) and name not in COMMON_LOSSES:
+                raise UserError(
+                    f"model: expected another name for the loss {name!r} of {model}, which each step has; change it in "
+                    "`auxiliary`"
+                )
+            if (hook := next((each for each in self.users if name in each.step_metrics), None)) is not None:
+                raise UserError(
+                    f"run.hooks: expected another name for the metric {name!r} of hook {hook.name!r}, which is also "
+                    f"a loss of {model}"
                 )
 
     def in_words(self, validates: bool) -> dict[str, str]:
@@ -164,6 +177,11 @@ class Hooks:
         for hook in self.users:
             if hook.name in states:
                 self._call(hook, "load_state_dict", states[hook.name])
+
+
+def _is_taken(name: str) -> bool:
+    """Whether the line of each step has a figure of this name, or a record a value."""
+    return name.startswith("validation") or name in {*FIGURES, *(each.name for each in fields(StepRecord))}
 
 
 def _has_tensors_in_dicts_alone(value: Any) -> bool:

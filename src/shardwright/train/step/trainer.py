@@ -122,6 +122,7 @@ class Trainer:
         plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
         self.facts = ModelFacts.of(plain, config)
+        self.hooks.check_losses(plain.auxiliary, self.facts.in_words)
         check_same_model(plain, world.mesh, self.facts.in_words)
         matrices = recipe.matrix_names(plain)
         float8.convert(plain, config)

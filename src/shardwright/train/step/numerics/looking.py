@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from shardwright.collective import RankGroup, ranks_in_words
+from shardwright.board import ranks_in_words
+from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault

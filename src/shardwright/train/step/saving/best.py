@@ -69,6 +69,11 @@ class BestCheckpoint(TrainerHook):
         sign = -1 if self._higher else 1
         return min(found, key=lambda best: (sign * best.value, best.step), default=None)
 
+    def forget(self, step: int) -> None:
+        """Do not count the checkpoint of this step, which is damaged, unless the step is done again."""
+        if self._values is not None:
+            self._values[step] = math.nan
+
     def _value(self, record: Mapping[str, Any]) -> float:
         """The value of the figure; nan if the step has none."""
         value = record.get(self.figure) if self.figure in LOSSES else None

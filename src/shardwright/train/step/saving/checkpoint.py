@@ -8,7 +8,6 @@ parameters are neither saved nor loaded. Which checkpoints stay is decided in `s
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -180,14 +179,14 @@ class LoadedRun:
 
     Attributes:
         position: of the run.
-        ranks: that saved it; None if it has no states of random generators.
-        generators: the states of this rank's, if as many ranks saved as load.
+        ranks: that have stored their random generators.
+        generators: the stored states: this rank's, or the first rank's if another number of ranks saved.
         checkpoint: it, for the states of hooks.
     """
 
     position: Position
-    ranks: int | None
-    generators: Mapping[str, Tensor] | None
+    ranks: int
+    generators: Mapping[str, Tensor]
     checkpoint: StoredCheckpoint
 
 
@@ -232,23 +231,17 @@ def continue_generators(loaded: LoadedRun, seed: int, ranks: RankGroup) -> str |
     They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
     """
     step, reason = loaded.position.step, "has no states of random generators"
-    if loaded.generators is not None:
+    if loaded.ranks == ranks.size:
         try:
             set_generator_states(loaded.generators)
             return None
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            LookupError,
-        ) as error:  # of another version of torch or Python
-            reason = f"has states of random generators that cannot be restored ({error})"
-    elif loaded.ranks is not None:
+        except Damaged as problem:  # of another version of torch or Python
+            reason = f"has states of random generators that cannot be restored ({problem})"
+    elif loaded.ranks:
         reason = (
             f"was saved by {counted(loaded.ranks, 'rank')} and is loaded by {counted(ranks.size, 'rank')}"
         )
-    digest = hashlib.sha256(f"{seed} {step} {ranks.rank}".encode()).digest()
-    seed_generators(int.from_bytes(digest[:8], "little") >> 1)
+    seed_generators(f"{seed} {step} {ranks.rank}".encode())
     return (
         f"the checkpoint of step {step} {reason}: random generators do not go on where they were; each rank has a "
         "seed derived from run.seed, the step and the rank"
@@ -319,7 +312,7 @@ def load(
 
     stored = opened(folder, fits)
     _load(stored, model, optimizer, say)
-    return LoadedRun(stored.position, *_generators(stored.checkpoint, RankGroup()), stored.checkpoint)
+    return LoadedRun(stored.position, *stored.checkpoint.generators(), stored.checkpoint)
 
 
 def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
@@ -347,24 +340,6 @@ def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimi
         raise Damaged(str(problem).removeprefix(f"{stored.folder}: ")) from problem
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def _generators(
-    checkpoint: StoredCheckpoint, ranks: RankGroup
-) -> tuple[int | None, dict[str, Tensor] | None]:
-    """Number of ranks that have stored random generators, and the states of this rank's.
-
-    None without stored generators; None in place of the states if another number of ranks saved them.
-    """
-    names = [name.split(".") for name in checkpoint.tensors if name.startswith("generators.")]
-    saved = len({name[1] for name in names})
-    if not saved or saved != ranks.size:
-        return saved or None, None
-    own = {name[2]: ".".join(name) for name in names if name[1] == f"rank{ranks.rank}" and len(name) == 3}
-    forms = {key: checkpoint.tensors[name] for key, name in own.items()}
-    states = {key: torch.empty(form.shape, dtype=form.dtype) for key, form in forms.items()}
-    checkpoint.read({own[key]: state for key, state in states.items()})
-    return saved, states or None
 
 
 def load_weights(folder: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
@@ -428,14 +403,18 @@ def opened(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing
         return found[0].checkpoint.fingerprint
 
     try:
-        prints = RankGroup().run_on_all(look)
+        ranks = RankGroup()
+        prints = ranks.run_on_all(look)
     except Damaged:
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
-    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
-    if other is not None:
-        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
+    ranks.check_equal(
+        prints,
+        lambda others, *_: Damaged(
+            f"rank {others[0]} reads another description of the checkpoint than rank 0"
+        ),
+    )
     return found[0]
 
 

@@ -9,6 +9,7 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,9 +58,9 @@ class Saves:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared. `saved` is called
         with the step of each checkpoint that was written. `best`: finds one that stays, too."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
-        #: By step, whether the files are those that were saved, of checkpoints that were compared in this session.
-        #: None: a later version of shardwright has saved it, so this one cannot know.
-        self._whole: dict[int, bool | None] = {} if loaded is None else {loaded: True}
+        #: By step the damage, "" if the files are those that were saved, of checkpoints that were compared in this
+        #: session. None: a later version of shardwright has saved it, so this one cannot know.
+        self._damages: dict[int, str | None] = {} if loaded is None else {loaded: ""}
         self._note, self._best = saved, best
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
@@ -139,7 +140,7 @@ class Saves:
             raise UserError(
                 f"{self.checkpoints}: cannot delete checkpoints after step {step}: {error}"
             ) from error
-        self._whole = {known: whole for known, whole in self._whole.items() if known <= step}
+        self._damages = {known: damage for known, damage in self._damages.items() if known <= step}
 
     @contextmanager
     def _failing(self, step: int, raises: bool) -> Iterator[None]:
@@ -152,7 +153,7 @@ class Saves:
             self.reporter.save_failed(step, str(error))
 
     def _saved(self, step: int) -> None:
-        self._whole[step] = True
+        self._damages[step] = ""
         if self._note is not None:
             with boards.during(boards.SAVE):
                 self._note(step)
@@ -168,10 +169,7 @@ class Saves:
             return
         try:
             # No rename replaces it there, and without its digests a save cannot see that it is damaged.
-            if (
-                step in ranks.run_on_first(lambda: saved_steps(self.checkpoints))
-                and self._is_whole(step) is False
-            ):
+            if step in ranks.run_on_first(lambda: saved_steps(self.checkpoints)) and self._damage(step):
                 ranks.run_on_first(lambda: remove_step(self.checkpoints, step))
         except OSError as error:
             message = f"{step_folder(self.checkpoints, step)}: cannot write: {error}"
@@ -180,22 +178,37 @@ class Saves:
     def _delete_old(self, newest: int) -> None:
         ranks = RankGroup()
 
-        def look() -> tuple[list[int], int | None]:
-            steps = saved_steps(self.checkpoints)
-            best = None if self._best is None else self._best.among(steps)
-            return steps, None if best is None else best.step
-
         def delete(steps: list[int]) -> None:
             for step in steps:
                 remove_step(self.checkpoints, step)
 
         try:
-            steps, best = ranks.run_on_first(look)
+            steps = ranks.run_on_first(lambda: saved_steps(self.checkpoints))
+            best = self._best_step(steps)
             doomed = [step for step in self._doomed(steps, newest) if step != best]
             ranks.run_on_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
             raise SaveFailedError(message, may_pass(error)) from error
+
+    def _best_step(self, steps: list[int]) -> int | None:
+        """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
+        count as best any more."""
+        best = self._best
+        if best is None:
+            return None
+        ranks = RankGroup()
+        found = ranks.run_on_first(lambda: best.among(steps))
+        while found is not None and (damage := self._damage(found.step)):
+            step, value = found
+            ranks.run_on_first(functools.partial(best.forget, step))
+            found = ranks.run_on_first(lambda: best.among(steps))
+            now = (
+                "none is left" if found is None else f"the best is now step-{found.step} ({found.value:.4f})"
+            )
+            what = f"{step_folder(self.checkpoints, step)}, the best ({best.figure} {value:.4f}), is damaged"
+            self.reporter.say(f"{what} ({damage}); {now}")
+        return None if found is None else found.step
 
     def _doomed(self, steps: list[int], newest: int) -> list[int]:
         """The steps to delete, of those that have a folder, newest first.
@@ -205,27 +218,27 @@ class Saves:
         whole, doomed = 0, []
         for number, step in enumerate(steps):
             if step > newest:
-                if self._is_whole(step) is False:
+                if self._damage(step):
                     doomed.append(step)
             elif whole == self.settings.keep:
                 doomed += [] if self._is_permanent(step) else [step]
             elif all(map(self._is_permanent, steps[number + self.settings.keep - whole :])):
                 break  # nothing to delete, whether the rest is whole or not
             else:
-                whole += self._is_whole(step) is True
+                whole += self._damage(step) == ""
         return doomed
 
     def _is_permanent(self, step: int) -> bool:
         return self.settings.keep_every > 0 and step % self.settings.keep_every == 0
 
-    def _is_whole(self, step: int) -> bool | None:
-        """Whether the files of a checkpoint are those that were saved. Every rank compares a share of them, once."""
-        if step not in self._whole:
+    def _damage(self, step: int) -> str | None:
+        """The damage of a checkpoint, as in `_damages`. Every rank compares a share of its files, once."""
+        if step not in self._damages:
             try:
                 checkpoint.verified(step_folder(self.checkpoints, step), self.reporter.say)
-                self._whole[step] = True
-            except Damaged:
-                self._whole[step] = False
+                self._damages[step] = ""
+            except Damaged as problem:
+                self._damages[step] = str(problem)
             except UserError:
-                self._whole[step] = None
-        return self._whole[step]
+                self._damages[step] = None
+        return self._damages[step]
