@@ -32,10 +32,7 @@ from shardwright.checkpoint.load.unreplaced import DescriptionFile, OpenFiles, u
 from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
-from shardwright.collective import RankGroup, keep_kind
-
-# Where a rank could not work at all, damage is not reported. So these are the last but ValueError.
-keep_kind(Damaged)
+from shardwright.collective import RankGroup
 
 
 @dataclass(frozen=True)
