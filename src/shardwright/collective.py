@@ -25,9 +25,9 @@ from shardwright.errors import Damaged
 
 T = TypeVar("T")
 
-#: Errors that keep their kind on every rank; every other error arrives as a RuntimeError. If ranks raise different kinds,
-#: all ranks raise the first one of this table. So a rank that could do no work (a missing file, no right to write) wins
-#: over a rank that did its work and found a wrong value or damage. Writer processes exchange places in this table.
+#: Errors that keep their kind on every rank; every other error arrives as a RuntimeError. If ranks raise different
+#: kinds, all ranks raise the first one of this table. So a rank that could do no work (a missing file, no right to
+#: write) wins over a rank that did its work and found damage or a wrong value.
 _KINDS: tuple[type[Exception], ...] = (
     RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, Damaged, ValueError,
 )  # fmt: skip

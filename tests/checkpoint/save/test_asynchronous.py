@@ -24,7 +24,8 @@ from shardwright.checkpoint.asynchronous import background, notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.format.nested import PART_BYTES
-from shardwright.checkpoint.load.loading import load_state, read_description, verify
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import SavePlan, write_state
 from shardwright.checkpoint.save.writing import write_parts
 from shardwright.checkpoint.storage.places import LocalStore, partial_folder
@@ -62,8 +63,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def digests(path: Path) -> dict[str, str]:
     """Of all files, after they were compared with their digests."""
     checkpoint = read_description(path)
-    verify(checkpoint)
-    assert checkpoint.index is not None
+    checkpoint.verify()
+    assert isinstance(checkpoint, OwnCheckpoint)
     assert {each.name for each in path.iterdir()} == {*checkpoint.index.files, "index.json"}
     return {name: file.sha256 for name, file in checkpoint.index.files.items()}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
@@ -44,7 +45,7 @@ def test_a_checkpoint_is_replaced_before_it_is_read(
 ) -> None:
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
-    real = loading.verify
+    real = OwnCheckpoint.verify
 
     def verify(*args: Any) -> None:
         if when == "after the description":
@@ -53,14 +54,14 @@ def test_a_checkpoint_is_replaced_before_it_is_read(
         if when == "after the comparison":
             save(path, 2)
 
-    monkeypatch.setattr(loading, "verify", verify)
+    monkeypatch.setattr(OwnCheckpoint, "verify", verify)
     with pytest.raises(
         OSError,
         match=r"c: another program has replaced or removed the checkpoint while it was read\. Load it again",
     ):
         load_checkpoint(path, read, generators=False)
     assert values(read) == {-1}
-    monkeypatch.setattr(loading, "verify", real)
+    monkeypatch.setattr(OwnCheckpoint, "verify", real)
     check_holds(path, 2)
 
 
@@ -71,7 +72,7 @@ def test_a_checkpoint_is_replaced_while_it_is_read(
     """What was compared is read to the end."""
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
-    real = loading._read_tensors
+    real = loading.read_boxes
 
     def read_tensors(*args: Any) -> None:
         if removed:
@@ -80,7 +81,7 @@ def test_a_checkpoint_is_replaced_while_it_is_read(
             save(path, 2)
         real(*args)
 
-    monkeypatch.setattr(loading, "_read_tensors", read_tensors)
+    monkeypatch.setattr(loading, "read_boxes", read_tensors)
     assert load_checkpoint(path, read, generators=False)["value"] == 1
     assert values(read) == {1}
 
@@ -89,10 +90,9 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
     """As on file systems that number files when they are looked up."""
     path = tmp_path / "c"
     save(path, 1)
-    checkpoint = loading.read_description(path)
+    checkpoint = read_description(path)
     (tmp_path / "copy").write_bytes((path / "index.json").read_bytes())
     os.replace(tmp_path / "copy", path / "index.json")
-    assert checkpoint.origin is not None
     assert checkpoint.origin.is_replaced(None) and not checkpoint.origin.is_replaced(checkpoint.fingerprint)
     check_holds(path, 1)
 
@@ -103,14 +103,14 @@ def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     check_holds(path, 1)
-    real = loading._read_tensors
+    real = loading.read_boxes
 
     def read_tensors(*args: Any) -> None:
         save(path, 2)
         real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loading, "_read_tensors", read_tensors)
+        patched.setattr(loading, "read_boxes", read_tensors)
         with pytest.raises(
             OSError, match=r"Some values were read before that, and others were not\. Load it again"
         ):

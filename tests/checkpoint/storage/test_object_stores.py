@@ -17,7 +17,8 @@ import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX
-from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.checkpoint.storage.objects import ObjectStore
@@ -82,7 +83,7 @@ def test_a_url_holds_the_checkpoint_and_nothing_else() -> None:
     model = nn.Linear(3, 4)
     sw.save_checkpoint(url, model, extra={"step": 3})
     stored = [each["name"].rsplit("/", 1)[1] for each in fsspec.filesystem("memory").ls("/runs/one/step-3")]
-    attempt = read_description(url).index.attempt  # type: ignore[union-attr]
+    attempt = read_description(url).index.attempt  # type: ignore[attr-defined]
     assert sorted(stored) == [".metadata", f"__0_0.{attempt}.distcp", f"__values.{attempt}.distcp", INDEX]
     other = nn.Linear(3, 4)
     assert sw.load_checkpoint(url, other) == {"step": 3}

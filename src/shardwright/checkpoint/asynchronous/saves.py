@@ -28,7 +28,7 @@ from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.save.saving import SavePlan, names_of_files, open_save
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
@@ -330,10 +330,10 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        index = read_description(save.place).index
+        opened = read_description(save.place)
     except (OSError, Damaged):
         return False
-    return index is not None and index.attempt == save.attempt
+    return isinstance(opened, OwnCheckpoint) and opened.index.attempt == save.attempt
 
 
 #: Those with a save under way, which the end of the interpreter finishes.

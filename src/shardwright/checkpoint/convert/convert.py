@@ -37,14 +37,15 @@ from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save import write_stored_form
 from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
 from shardwright.checkpoint.save.saving import names_of_files
+from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
     about,
     file_of_rank,
     write_descriptions,
+    write_parts_in_order,
 )
-from shardwright.checkpoint.save.written_in_order import write_parts_in_order, write_torch_file
 from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.places import store_of
 from shardwright.checkpoint.storage.stores import Store, new_attempt, sync_folder

@@ -22,12 +22,9 @@ from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, VALUES, Index, StoredValue, check_coverage
 from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.load.loading import (
-    check_parts,
-    open_together,
-    read_description,
-    verify_descriptions,
-)
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.loading import open_together
+from shardwright.checkpoint.load.reading import check_parts
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
@@ -301,7 +298,9 @@ def commit_parts(
         index = describe_parts(unfinished, contents, writes)
         if verified:
             with _other_bytes(folder):
-                verify_descriptions(read_description(unfinished))
+                opened = read_description(unfinished)
+                assert isinstance(opened, OwnCheckpoint)
+                opened.verify_descriptions()
     _commit(path, unfinished, contents.attempt, overwrite)
     return index
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,14 +27,8 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.nested import NestedState, ignore
-from shardwright.checkpoint.load.loading import (
-    Checkpoint,
-    check_lengths,
-    check_same_description,
-    check_tensors,
-    load_state,
-    read_description,
-)
+from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
+from shardwright.checkpoint.load.loading import check_same_description, check_tensors, load_state
 from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage.stores import Store
@@ -313,7 +308,9 @@ def _load(
             if again.fingerprint != checkpoint.fingerprint:
                 raise replaced(folder)
             # it explains what follows
-            check_tensors(folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, options.convert)
+            check_tensors(
+                folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, options.convert, _advice
+            )
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
@@ -339,6 +336,7 @@ def _load(
             first=lambda each: id(each.tensor) in new,
             accept=accept,
             convert=options.convert,
+            advice=_advice,
             progress=options.progress,
         )
         read = content.get(MODEL, {})
@@ -352,6 +350,12 @@ def _load(
     if saved_ranks:
         _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
     return result
+
+
+def _advice(name: str, dtype: torch.dtype) -> str:
+    if name.startswith(f"{OPTIMIZER}."):  # which torch makes in the gradients' dtype
+        return "Use the precision policy of the save (grad_dtype), or load the model alone"
+    return f"Make the model in {dtype}"
 
 
 def _examine(
@@ -379,7 +383,7 @@ def _examine(
         if known is not None and known.fingerprint != opened.fingerprint:
             raise replaced(opened.place)
         with unless_replaced(opened.origin, opened.fingerprint):
-            check_lengths(opened)  # before there is memory for what it says
+            opened.check_lengths()  # before there is memory for what it says
         found.append((opened, optimizers, _model_state(model, options.frozen)))
         return summary(optimizers, extra, options.generators), (opened.fingerprint, str(folder))
 
