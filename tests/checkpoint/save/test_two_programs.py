@@ -13,6 +13,7 @@ import torch
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
 
@@ -76,7 +77,7 @@ def test_a_checkpoint_is_replaced_while_it_is_read(
 
     def read_tensors(*args: Any) -> None:
         if removed:
-            places.remove(path)
+            LocalStore(path).clear()
         else:
             save(path, 2)
         real(*args)
@@ -136,7 +137,7 @@ def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch:
         os.close(descriptor)
 
     monkeypatch.setattr("shutil.rmtree", rmtree)
-    places.remove_leftovers(path, new_attempt())
+    LocalStore(path).remove_leftovers(new_attempt())
     check_holds(path, 1)
 
 
@@ -145,24 +146,24 @@ def test_two_first_saves_end_together(tmp_path: Path) -> None:
     path = tmp_path / "c"
     for value in (1, 2):
         save(tmp_path / f"new-{value}", value)
-    places.commit(tmp_path / "new-1", path, overwrite=False)
+    new = [LocalStore(tmp_path / f"new-{value}") for value in (1, 2)]
+    LocalStore(path).commit(new[0], overwrite=False)
     with pytest.raises(FileExistsError, match="another save has just written it"):
-        places.commit(tmp_path / "new-2", path, overwrite=False)
+        LocalStore(path).commit(new[1], overwrite=False)
     check_holds(path, 1)
-    places.commit(tmp_path / "new-2", path, overwrite=True)
+    LocalStore(path).commit(new[1], overwrite=True)
     check_holds(path, 2)
 
 
 def test_something_appears_at_the_place_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "c", places.begin
+    path, real = tmp_path / "c", LocalStore.begin
 
-    def begin(*args: Any) -> Path:
-        folder = real(*args)
+    def begin(*args: Any) -> None:
+        real(*args)
         path.mkdir()
         (path / "mine.txt").write_text("kept")
-        return folder
 
-    monkeypatch.setattr(places, "begin", begin)
+    monkeypatch.setattr(LocalStore, "begin", begin)
     with pytest.raises(FileExistsError, match="is no checkpoint"):
         save(path, 1)
     assert [each.name for each in tmp_path.iterdir()] == ["c"] and (path / "mine.txt").read_text() == "kept"

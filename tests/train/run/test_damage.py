@@ -198,7 +198,8 @@ def _dies_at(moment: int, action: Any) -> bool:
         for name in ("rename", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
         patch.setattr(places, "_exchange", counted(places._exchange))
-        patch.setattr(places, "abandon", lambda folder: None)  # a process that was killed tidies nothing
+        # A process that was killed tidies nothing.
+        patch.setattr(places.LocalStore, "abandon", lambda store, names: None)
         try:
             action()
         except Killed:

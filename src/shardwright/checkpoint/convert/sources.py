@@ -21,7 +21,8 @@ from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.index import StoredValue
 from shardwright.checkpoint.format.nested import NestedState, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
-from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch, open_stored
+from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
+from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.storage.places import is_checkpoint
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.errors import Damaged
@@ -97,7 +98,7 @@ def open_source(location: Path | Store) -> InputCheckpoint:
         )
         example = newest if newest is not None else path / "checkpoints" / "step-N"
         raise ValueError(f"{path} is a run. Give one of its checkpoints, such as {example}")
-    stored = open_stored(path)
+    stored = open_model(path)
     form = SAFETENSORS if all(each.file.suffix == ".safetensors" for each in stored.values()) else TORCH
     ordered = sorted(stored.items(), key=lambda item: (str(item[1].file), item[1].position))
     return InputCheckpoint(

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.archive import ALIGNMENT, described, pickled
+from shardwright.checkpoint.format.archive import ALIGNMENT, bytes_of, described, pickled
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.save.writing import bytes_of
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright._torch import flatten_state_dict, storage_info
 from shardwright._version import __version__
-from shardwright.checkpoint.format.archive import container, lengths, memory_of
+from shardwright.checkpoint.format.archive import bytes_of, container, lengths
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import (
     INDEX,
@@ -72,12 +72,6 @@ class Written(NamedTuple):
 def file_of_rank(rank: int) -> str:
     """The name of a rank's file, as torch's distributed checkpoint names it."""
     return f"__{rank}_0.distcp"
-
-
-def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
-    """The bytes of a tensor on the host in its order, and what owns them: a copy if the tensor is not contiguous."""
-    held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memory_of(held), held
 
 
 def write_parts(

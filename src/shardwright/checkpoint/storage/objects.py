@@ -11,7 +11,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import INDEX, METADATA, UnknownVersion, parse_index
@@ -227,8 +227,8 @@ class ObjectStore:
             f"{self._url}: another save to this URL is under way. Let one save at a time write to a URL"
         )
 
-    def unfinished(self, attempt: str) -> ObjectStore:
-        return ObjectStore(self._url, attempt)
+    def unfinished(self, attempt: str) -> Self:
+        return type(self)(self._url, attempt)
 
     def check_free(self, overwrite: bool) -> None:
         pass  # the commit writes only where nothing is
