@@ -24,7 +24,6 @@ from shardwright.checkpoint.dcp.containers import Container, value_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import (
-    INDEX,
     Index,
     Part,
     StoredFile,
@@ -34,6 +33,7 @@ from shardwright.checkpoint.format.index import (
     index_text,
     parse_index,
 )
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import shardwright as sw
 from shardwright.checkpoint.format.archive import ALIGNMENT, container
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, UnknownVersion, check_coverage, parse_index
+from shardwright.checkpoint.format.index import UnknownVersion, check_coverage, parse_index
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.load.loading import load_state

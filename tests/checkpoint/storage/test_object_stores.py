@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.checkpoints import read_description
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
@@ -200,6 +201,19 @@ def test_a_whole_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match=r"holds a whole checkpoint.*cannot be renamed"):
             write_state(url, state(1), RankGroup(alone=True), overwrite=overwrite)
     assert names(tmp_path / "c") == before and loads(url)
+
+
+def test_a_folder_that_was_copied_is_read_and_removed(tmp_path: Path) -> None:
+    """Its files have no attempt in their names."""
+    write_state(tmp_path / "saved", state(), RankGroup(alone=True))
+    shutil.copytree(tmp_path / "saved", tmp_path / "c")
+    url = f"fake://{tmp_path}/c"
+    assert loads(url)
+    with pytest.raises(FileExistsError, match="which no save has written"):
+        write_state(url, state(1), RankGroup(alone=True), overwrite=True)
+    (tmp_path / "c" / "thesis.txt").write_text("mine")
+    remove_checkpoint(url)
+    assert names(tmp_path / "c") == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("damage", ["index", "short", "missing", "uncommitted"])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage import places

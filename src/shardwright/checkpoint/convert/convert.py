@@ -25,6 +25,7 @@ from shardwright.checkpoint.convert.sources import (
     open_source,
 )
 from shardwright.checkpoint.format.index import StoredValue, name_of
+from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import NamedTensor
 from shardwright.checkpoint.format.values import encoded
 from shardwright.checkpoint.pretrained.files import abbreviated
@@ -33,13 +34,11 @@ from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save import write_stored_file, write_stored_form
 from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
-from shardwright.checkpoint.save.saving import names_of_files
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
     about,
-    file_of_rank,
     write_descriptions,
     write_parts_in_order,
 )
@@ -249,7 +248,7 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
-    with publish(place, chosen.nbytes, attempt=attempt, names=names_of_files(1)) as unfinished:
+    with publish(place, chosen.nbytes, attempt=attempt, names=files_of_save(1)) as unfinished:
         written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
         if not written.parts:
             unfinished.remove(written.file)

@@ -21,13 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
 
-INDEX = "index.json"
-METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
-VALUES = (
-    "__values.distcp"  #: plain values as ``torch.save`` writes them, for torch's reader; ours reads the index
-)
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read

@@ -23,8 +23,9 @@ from shardwright.checkpoint.dcp import folders, foreign
 from shardwright.checkpoint.dcp.foreign import Strides
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import share
-from shardwright.checkpoint.format.index import LARGEST, METADATA, Index, StoredTensor, parse_index
+from shardwright.checkpoint.format.index import LARGEST, Index, StoredTensor, parse_index
 from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.names import METADATA
 from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.unreplaced import DescriptionFile, unless_replaced

@@ -25,9 +25,6 @@ from shardwright._version import __version__
 from shardwright.checkpoint.format.archive import bytes_of, container, lengths
 from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import (
-    INDEX,
-    METADATA,
-    VALUES,
     Index,
     Part,
     StoredFile,
@@ -37,12 +34,10 @@ from shardwright.checkpoint.format.index import (
     index_text,
     parse_index,
 )
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
 from shardwright.checkpoint.format.nested import Progress, ignore
 from shardwright.checkpoint.storage.stores import Files, Writer, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
-
-#: Takes the place of VALUES where no index is meant to be: a folder with VALUES and without index is damaged.
-VALUES_FOR_TORCH = "__0_1.distcp"
 
 
 class PartToWrite(NamedTuple):
@@ -67,11 +62,6 @@ class Written(NamedTuple):
     @property
     def sha256(self) -> str:
         return digest_of_parts(part.sha256 for _, part in self.parts)
-
-
-def file_of_rank(rank: int) -> str:
-    """The name of a rank's file, as torch's distributed checkpoint names it."""
-    return f"__{rank}_0.distcp"
 
 
 def write_parts(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, METADATA, VALUES
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES
 from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, sync_folder
 

@@ -70,6 +70,7 @@ from shardwright.engine.unit.owning import units_of
 
 MODEL, EXTRA = "model", "extra"
 GROUPS = f"{OPTIMIZER}.param_groups"
+SHARED = (MODEL, OPTIMIZER)  #: large plain tensors below these keys are equal on all ranks
 #: Name parts of wrapper modules, which the plain model does not have.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -115,7 +116,7 @@ def save_checkpoint(
     ranks = RankGroup(process_group)
     place = place_of(path, ranks)
     state = state_to_save(model, optimizer, extra, generators, frozen, ranks)
-    saving.write_state(place, state, ranks, overwrite=overwrite, verified=verified)
+    saving.write_state(place, state, ranks, overwrite=overwrite, verified=verified, shared=SHARED)
 
 
 def save_state(
@@ -141,8 +142,9 @@ def save_state(
         ValueError, FileExistsError, OSError: as :func:`save_checkpoint`.
     """
     ranks = RankGroup(process_group)
+    place = place_of(path, ranks)
     saving.write_state(
-        place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes
+        place, state, ranks, overwrite=overwrite, verified=verified, notes=notes, shared=SHARED
     )
 
 
