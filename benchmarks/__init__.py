@@ -1,1 +1,1 @@
-"""What is measured; README.md has the list."""
+"""Measurements of time, memory and bytes; README.md lists them."""

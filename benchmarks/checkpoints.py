@@ -175,7 +175,7 @@ def digest(file: Path) -> str:
 
 
 def digests(folder: Path) -> list[str]:
-    """Of this rank's files; of the metadata on the first rank."""
+    """Digests of this rank's files; on the first rank also of the metadata."""
     rank = dist.get_rank()
     names = [each.name for each in folder.iterdir() if each.name.startswith(f"__{rank}_")]
     return [digest(folder / name) for name in sorted([*names, *([] if rank else [".metadata"])])]
@@ -186,7 +186,7 @@ def digests(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a run measures."""
+    """The settings of a measured run."""
 
     folder: str
     ranks: int

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What compressed gradients and encoded gathers save and cost: bytes per step, error, loss after some training.
+"""Savings and costs of compressed gradients and encoded gathers: bytes per step, error, loss after some training.
 
     python benchmarks/compression.py [--ranks 2] [--steps 100] [--strategy zero3] [--only TEXT] [CONFIG.toml]
 
@@ -37,7 +37,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"
 
 
 class Way(NamedTuple):
-    """What carries gradients, what encodes weights for gathers, and the trainer's ``parallel.layout``."""
+    """A hook for gradients, a codec of weights for gathers, and the trainer's ``parallel.layout``."""
 
     hook: Callable[[], Any] = lambda: None
     codec: Any = None

@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LOSS = re.compile(r"\bloss:?\s+\d")
 ALONE = re.compile(r"\bon 1 ranks")
-"""What a script prints that was to train on two ranks and does not."""
+"""The output of a script that was to train on two ranks and does not."""
 PATIENCE = 900.0
 """Seconds for one command."""
 Figures = dict[str, Any]
@@ -98,7 +98,7 @@ class Way:
     commands: tuple[str, ...]
     """Shell commands; the last one trains."""
     package: str
-    """Whose version is printed."""
+    """The package whose version is printed."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Name -> text of what the user writes."""
     note: str = ""

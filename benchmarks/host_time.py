@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a unit costs the host in a step: this engine and torch's FSDP2, in turn in one process.
+"""The host time of a unit in a step: this engine and torch's FSDP2, in turn in one process.
 
     python benchmarks/host_time.py [--units 24] [--ranks 2] [--bf16] [--rounds 40]
 

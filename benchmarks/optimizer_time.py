@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What an optimizer's step on a sharded model costs the host, beside the same optimizer on plain tensors.
+"""The host time of an optimizer's step on a sharded model, beside the same optimizer on plain tensors.
 
     python benchmarks/optimizer_time.py [--ranks 8] [--layers 12] [--dim 64] [--rounds 60] [--only clip,muon]
 

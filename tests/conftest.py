@@ -60,6 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What importing the tests left behind stays: no later collection of garbage looks through it."""
+    """Objects of imported tests stay for good: no later collection of garbage looks through them."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What ``help()`` shows of the public names: every one is described, with what it raises and what tensors look like.
+"""The texts of ``help()`` for the public names: every one is described, with its errors and shapes of tensors.
 
 Public are the names of ``shardwright.__all__``, those of its modules there, and the methods of its classes.
 """
@@ -128,10 +128,17 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_open_with_a_subject() -> None:
+    root = Path(__file__).parents[1]
+    others = [
+        path for name in ("tests", "tools", "benchmarks", "examples") for path in root.glob(f"{name}/**/*.py")
+    ]
+    words = dict.fromkeys(others, r"(What|Of|Which|Whose)\b") | dict.fromkeys(
+        SOURCE, r"(What|Of|That|How|Which)\b"
+    )
     wrong = [
         f"{path}:{line}: {text.splitlines()[0]}"
-        for path in SOURCE
+        for path, word in words.items()
         for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
-        if re.match(r"(What|Of|That|How)\b", text)
+        if re.match(word, text)
     ]
     assert not wrong, "docstrings without a subject:\n" + "\n".join(wrong)

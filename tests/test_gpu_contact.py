@@ -197,7 +197,7 @@ def gpu_tests() -> set[tuple[str, str]]:
 
 
 def test_each_gpu_test_is_in_a_group() -> None:
-    """Of a file with several groups, -k of one of them chooses the test. Parameters choose among memory's kinds."""
+    """In a file with several groups, -k of one of them chooses the test. Parameters choose among memory's kinds."""
     tests = gpu_tests()
     assert len(tests) >= 12
     for file, name in tests:

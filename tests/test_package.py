@@ -1,4 +1,4 @@
-"""What is built and installed: the wheel, the sdist, and the command in an environment that has nothing but them.
+"""The built and installed package: the wheel, the sdist, and the command in an environment that has nothing else.
 
 Nothing is fetched: setuptools builds without isolation, and the new environment sees the packages of this one.
 """

@@ -1,4 +1,4 @@
-"""What the repository promises as a whole: its opening words, one version, an engine that needs torch only.
+"""The promises of the repository as a whole: its opening words, one version, an engine that needs torch only.
 
 Nothing here starts the trainer; the README's own example is the one thing that runs.
 """
@@ -122,7 +122,7 @@ def _project_files() -> list[Path]:
 
 
 def test_tests_import_no_tests() -> None:
-    """What several files of tests need stands in a ``kit`` or in ``tests/support``."""
+    """Code that several files of tests need is in a ``kit`` or in ``tests/support``."""
     imports = re.compile(
         r"^\s*from tests\.(?:\w+\.)*test_\w+ import|^\s*from tests[\w.]* import .*\btest_", re.M
     )

@@ -1,4 +1,4 @@
-"""What is imported when: nothing that a program does not use yet. Each program runs in a process of its own.
+"""The modules that a program imports: none that it does not use yet. Each program runs in a process of its own.
 
 Seconds are measured by ``benchmarks/start.py``; here are the imports that cost them.
 """

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What the project and this extra ask for, and the extras that it names."""
+    """The requirements of the project and of this extra, and the extras that it names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines: list[str] = [*project["dependencies"]]
     extras = [extra]

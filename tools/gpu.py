@@ -278,7 +278,7 @@ class Run:
         return f"{each.name:{self.width}} {each.seconds:6.1f} s  {words}"
 
     def details(self) -> str:
-        """Of each part that did not end well, or that fails on purpose, all that is known."""
+        """All known details of each part that did not end well, or that fails on purpose."""
         lines = []
         for each in self.parts:
             if not each.details or (each.is_well and not each.expected):

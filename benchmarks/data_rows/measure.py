@@ -97,7 +97,7 @@ def run(order: Order, *, memory: bool) -> dict[str, Any]:
 
 
 def work(text: str) -> None:
-    """What a process does with its order."""
+    """The work of a process on its order."""
     order = Order(**json.loads(text))
     figures = getattr(importlib.import_module(f"benchmarks.data_rows.{order.engine}"), order.task)(order)
     print(json.dumps(figures), flush=True)

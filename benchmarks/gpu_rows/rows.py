@@ -141,7 +141,7 @@ class Need:
 
 
 def need(row: Row, variant: Variant, ranks: int) -> Need:
-    """What a variant needs on each of so many devices.
+    """The memory that a variant needs on each of so many devices.
 
     A parameter has 4 bytes of master weight, 8 of AdamW's moments, and at the end of backward 4 of gradient: 16. Plain
     torch has 2 more of the weight in bfloat16 that it computes with, and 2 of that weight's gradient. The engines have

@@ -37,7 +37,7 @@ def _ratio(found: Found, key: str) -> str:
 
 
 def notes(result: Found) -> list[str]:
-    """What a row's table does not say: failures, what was left out, numbers that disagree, memory that was left."""
+    """Notes beside a row's table: failures, omissions, numbers that disagree, memory that was left."""
     lines = []
     for name, found in result["variants"].items():
         reason = reason_of(found)

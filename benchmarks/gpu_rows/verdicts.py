@@ -1,4 +1,4 @@
-"""What the measured figures say: medians and ratios, losses that disagree, and each target with its verdict."""
+"""Verdicts on the measured figures: medians and ratios, losses that disagree, and each target."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def reason_of(found: Found) -> str:
 
 
 def problems(results: dict[str, Found]) -> list[str]:
-    """What gives the program status 1: rows and variants that failed, and numbers that disagree."""
+    """Problems that give the program status 1: rows and variants that failed, and numbers that disagree."""
     found = []
     for name, result in results.items():
         failed = [variant for variant, each in result["variants"].items() if "error" in each]

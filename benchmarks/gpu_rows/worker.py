@@ -1,4 +1,4 @@
-"""What one process of a row does: each variant in its turn, every result written at once, the memory given back.
+"""One process of a row: it runs each variant in turn, writes every result at once, and gives the memory back.
 
 It reads ``order.json`` of its folder and appends lines of JSON to ``rank<R>.jsonl``, so that a row which is ended early
 still has the turns that it finished.

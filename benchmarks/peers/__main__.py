@@ -164,7 +164,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace, folder: Path) -> Found
 
 
 def measure_host(names: list[str], args: argparse.Namespace, folder: Path) -> Found:
-    """Of contenders whose numbers were right on gloo: on the fake group they mean nothing."""
+    """Measure contenders whose numbers were right on gloo: on the fake group they mean nothing."""
     found: dict[str, Found] = {name: {} for name in names}
     crews = {name: start(name, HOST_SHAPE, args, folder, "fake") for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}

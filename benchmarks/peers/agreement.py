@@ -14,8 +14,8 @@ from benchmarks.peers.shapes import Shape, loss_of
 from benchmarks.peers.step import CLIP, adamw_options
 
 WEIGHTS = (1.0, 30.0, 0.1, 3.0, 100.0, 1.0)
-"""Of the loss, step by step. AdamW forgets a constant factor of all gradients. Where the norms jump, it does not, so an
-engine that does not clip, or clips by another norm, is far away."""
+"""Factors of the loss, step by step. AdamW forgets a constant factor of all gradients. Where the norms jump, it does
+not, so an engine that does not clip, or clips by another norm, is far away."""
 TOLERANCE = 2e-5
 """Relative, for losses and norms. In float32 engines sum gradients in other orders. This changes the last bits (6e-8)
 of gradients and of the coefficient of clipping. AdamW divides by the root of squares, which makes such a change of a
@@ -24,7 +24,7 @@ small gradient larger, and six steps add up. A rate that is 1% too large is thre
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of some steps: the loss of every rank [step][rank], and the norm of the averaged gradients [step]."""
+    """Numbers of some steps: the loss of every rank [step][rank], and the norm of the averaged gradients [step]."""
 
     losses: list[list[float]]
     norms: list[float]

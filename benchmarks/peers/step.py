@@ -1,4 +1,4 @@
-"""What every engine's builder returns and what all of them share: the optimizer's settings and the clipping."""
+"""The result of every engine's builder, and the parts that all share: the optimizer's settings and the clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed from measured numbers, and how it is printed. Pure functions."""
+"""Figures that are computed from measured numbers, and their tables. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 2**20
 
 
 def rank_maximum(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of each step, the time of the rank that took longest. ``times`` is [rank][step]."""
+    """The time of the slowest rank in each step. ``times`` is [rank][step]."""
     return [max(step) for step in zip(*times, strict=True)]
 
 

@@ -29,7 +29,7 @@ from benchmarks.peers.step import Step, as_float
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes of a contender share. ``backend`` is gloo, or fake for one process of ``ranks``."""
+    """The settings of all processes of a contender. ``backend`` is gloo, or fake for one process of ``ranks``."""
 
     contender: str
     shape: Shape
@@ -101,7 +101,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def work(job: Job, rank: int, store: str, questions: Connection, log: str) -> None:
-    """What the process runs."""
+    """The program of a contender's process."""
     with open(log, "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -1,4 +1,4 @@
-"""Which units are gathered ahead is said by hand, and the first one before the step begins."""
+"""The program names the units that are gathered ahead, and gathers the first one before the step begins."""
 
 import atexit
 

@@ -1,4 +1,4 @@
-"""What the programs of this folder train: a small transformer that learns to continue counting, on any device."""
+"""The task of the programs of this folder: a small transformer learns to continue counting, on any device."""
 
 from __future__ import annotations
 

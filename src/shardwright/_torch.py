@@ -65,7 +65,7 @@ else:
 
         @dataclass(frozen=True)
         class DataParallelMeshDims:
-            """Which mesh dimensions shard and which replicate, as in torch 2.13."""
+            """The mesh dimensions that shard and those that replicate, as in torch 2.13."""
 
             shard: str | tuple[str, ...] | None = None
             replicate: str | tuple[str, ...] | None = None
@@ -437,7 +437,7 @@ def sharded_state_of(module: torch.nn.Module) -> Any:
 
 
 def sharded_or_replicated_by_torch(module: torch.nn.Module) -> str | None:
-    """Which function of torch's was applied to the module itself. The marks of this engine's modules are the same."""
+    """The name of torch's function that was applied to the module itself. This engine's modules have the same marks."""
     registry = module.__dict__.get(_REGISTRY_KEY, {})
     return next((name for name in (_sharding.__name__, "replicate") if name in registry), None)
 

@@ -36,7 +36,7 @@ HOOKS = {
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("scatters", [True, False])
 def test_nothing_is_lost_for_good(rank: int, world_size: int, name: str, scatters: bool) -> None:
-    """What came out in all steps and what the ranks keep are what was put in."""
+    """The results of all steps and the errors that ranks keep add up to the inputs."""
     hook: GradientHook = HOOKS[name]()
     site = site_of(world_size, (60, 6), (5, 1), (70, 10), (3, 1))
     hook.prepare(site, scatters)

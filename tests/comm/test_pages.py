@@ -181,7 +181,7 @@ def world_meeting() -> Meeting:
 
 
 def own_meeting() -> Meeting:
-    """That of a new group, about whose ranks no test before has left a notice."""
+    """The meeting of a new group, about whose ranks no test before has left a notice."""
     return meeting_of(dist.new_group(), CPU)
 
 
@@ -293,7 +293,7 @@ def test_many_failures_of_one_rank_alone_end_each_by_its_limit(rank: int, world_
 
 @multirank(2)
 def test_after_the_groups_timeout_a_late_rank_has_no_collective(rank: int, world_size: int) -> None:
-    """What the early rank has shown is still there, so the late one believes that both are there."""
+    """The early rank's record is still there, so the late one believes that both are there."""
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     with fresh_meetings():
         meeting = meeting_of(group, CPU)

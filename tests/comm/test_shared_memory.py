@@ -30,7 +30,7 @@ pytestmark = pytest.mark.central("a rank between others, with parts that differ 
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
-    """Whose ranks have found each other's pages."""
+    """A communicator whose ranks have found each other's pages."""
     comm = Communicator(group or dist.group.WORLD, CPU)
     for _ in range(3):
         assert comm.exchange((1,)) is None

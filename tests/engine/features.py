@@ -1,4 +1,4 @@
-"""What `fully_shard` can be asked for, as axes of a matrix, and a training that does what one row of it says.
+"""The features of `fully_shard` as axes of a matrix, and a training by the settings of one row of it.
 
 One axis is one feature; a row chooses a value of each. `train` is checked step by step against the plain model on every
 rank's data. What may not stand together is told in `REFUSED`, with the words that refuse it, and in `NOT_A_CASE`.
@@ -245,7 +245,7 @@ def excluded(one: str, value: Any, other: str, beside: Any) -> bool:
 
 
 def compute_dtype(row: Row, name: str) -> torch.dtype:
-    """What is ignored stays as it is stored."""
+    """Ignored parameters keep their stored dtype."""
     whole = (row.precision == "norms" and "norm" in name) or (row.ignored and name.startswith("norm."))
     return FP32 if whole else COMPUTE[row.precision]
 
@@ -406,7 +406,7 @@ class Reference:
 
 
 def train(row: Row, steps: int = 2) -> None:
-    """What is offloaded leaves a stand-in for an accelerator, since on the CPU there is one memory."""
+    """Offloaded tensors leave a stand-in for an accelerator, since on the CPU there is one memory."""
     with stand_in_device() if row.offload else nullcontext():
         _train(row, steps)
 
@@ -486,7 +486,7 @@ def compare(found: list[tuple[str, Any]], wanted: list[Any], tolerance: float, w
 
 
 def reduce_ignored(row: Row, model: Model) -> None:
-    """What the engine was told to leave alone is averaged by hand."""
+    """The gradients of ignored parameters are averaged by hand."""
     if row.ignored:
         for p in model.norm.parameters():
             dist.all_reduce(p.grad)
@@ -495,7 +495,7 @@ def reduce_ignored(row: Row, model: Model) -> None:
 
 @torch.no_grad()
 def meanwhile(row: Row, model: Model, optimizer: Any, plain: Model, tolerance: float) -> None:
-    """What users do between two steps."""
+    """Work of users between two steps."""
     batch = tokens(100, 0, 0)
     if row.between == "evaluation":
         for each in (model, plain):

@@ -66,7 +66,7 @@ def refuse_divergence(rank: int, world_size: int, device: torch.device) -> None:
 
 
 def on_first_gpu(rank: int, world_size: int, store: str) -> None:
-    """What a process does that is started for it."""
+    """The work of a process that is started for it."""
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")  # a mesh would choose a device by the rank where none is in use
     dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"file://{store}")

@@ -62,7 +62,7 @@ def backward(model: Any, x: torch.Tensor, y: torch.Tensor, way: str, unit: Any =
 def test_a_weight_used_after_forward_has_ways_out(
     rank: int, world_size: int, own_unit: bool, layout: str
 ) -> None:
-    """Of a unit that keeps its full parameters after forward: the root, and one that was asked to."""
+    """The unit keeps its full parameters after forward: the root, and one that was asked to."""
     for way in WAYS:
         torch.manual_seed(0)
         plain = Headed()

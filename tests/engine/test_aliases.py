@@ -67,7 +67,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
 
 
 def saved(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """What a checkpoint of torch's has, read as one of plain tensors."""
+    """The content of a checkpoint of torch's, read as one of plain tensors."""
     dcp.save(model.state_dict(), checkpoint_id=folder)
     values = {n: torch.zeros(p.shape) for n, p in model.named_parameters()}
     dcp.load(values, checkpoint_id=folder)
@@ -117,7 +117,7 @@ def train_and_check(model: nn.Module, plain: nn.Module, folder: Path, what: str)
 def test_what_trains_is_what_state_dicts_show(
     rank: int, world_size: int, strategy: str, tmp_path: Path
 ) -> None:
-    """Of strategy, layout and way every two together."""
+    """Every two values of strategy, layout and way occur together."""
     for number, layout in enumerate(("per_parameter", "ragged", sw.Ragged("element"))):
         how = ("replaced", "assigned")[(number + STRATEGIES.index(strategy)) % 2]
         plain = layers()

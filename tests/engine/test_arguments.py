@@ -1,4 +1,4 @@
-"""What ``fully_shard`` refuses, and what it says."""
+"""Arguments that ``fully_shard`` refuses, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sharded model looks like and does between and around steps: classes, state dicts, memory, gradients, modes."""
+"""A sharded model between and around steps: classes, state dicts, memory, gradients, modes."""
 
 from __future__ import annotations
 

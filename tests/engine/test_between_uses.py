@@ -1,4 +1,4 @@
-"""What a unit keeps between uses: copies of weights until they change, and sums of earlier micro-batches.
+"""State of a unit between uses: copies of weights until they change, and sums of earlier micro-batches.
 
 Each of these tests was written for a deliberate defect (tests/defects) that no other found.
 """
@@ -149,7 +149,7 @@ def test_what_a_unit_holds_that_the_last_micro_batch_leaves_out(
 def test_sums_that_a_failed_backward_had_taken_up_are_held_again(
     rank: int, world_size: int, at: On, sync: bool
 ) -> None:
-    """What the first micro-batch left comes with the next backward, whatever of the second has come."""
+    """The sums of the first micro-batch come with the next backward, whatever of the second has come."""
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt

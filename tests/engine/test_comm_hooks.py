@@ -197,7 +197,7 @@ def test_state_in_checkpoints(rank: int, world_size: int, hook: str, tmp_path: A
 
 @multirank(2)
 def test_unused_frozen_and_not_finite(rank: int, world_size: int) -> None:
-    """What says which parameters were used is never compressed; a number that is none is seen on every rank."""
+    """The flags of used parameters are never compressed; a number that is none is seen on every rank."""
 
     class Some(nn.Module):
         def __init__(self) -> None:

@@ -132,7 +132,7 @@ def model_of(row: Row, mesh: DeviceMesh, backend: str | None) -> Any:
 
 
 def trained(row: Row, mesh: DeviceMesh, backend: str | None) -> dict[str, Any]:
-    """What some steps on each data-parallel rank's own data have made, and what they took."""
+    """The results of some steps on each data-parallel rank's own data, and their graphs."""
     torch._dynamo.reset()
     model = model_of(row, mesh, backend)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=True)

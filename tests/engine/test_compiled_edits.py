@@ -91,7 +91,7 @@ USES: dict[str, Use] = {
 
 
 def trained(use: Use, compiled: Compile, rank: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    """What there is to see of a model after each of three steps."""
+    """The visible state of a model after each of three steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))

@@ -19,7 +19,7 @@ assert PROGRAMS
 
 
 def printed(source: str, name: str) -> str:
-    """What a program prints on this rank. The process group is there already, and stays."""
+    """The output of a program on this rank. The process group is there already, and stays."""
     output = io.StringIO()
     begin, end = dist.init_process_group, dist.destroy_process_group
     sys.path.insert(0, str(FOLDER))

@@ -1,4 +1,4 @@
-"""What becomes of gradients, by every input of the rule."""
+"""The fate of gradients, by every input of the rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_table(given: tuple[bool, bool, bool, Held, bool], expected: Due) -> Non
 
 
 def test_rules() -> None:
-    """What is needed is finished; nothing that is held is forgotten; without sync nothing is communicated."""
+    """Needed gradients are finished; held ones are never forgotten; without sync nothing is communicated."""
     flags = (False, True)
     for sync, completes, late, held, needed in itertools.product(flags, flags, flags, Held, flags):
         result = due(sync=sync, completes=completes, finishes_late=late, held=held, needed=needed)

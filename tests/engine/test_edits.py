@@ -1,4 +1,4 @@
-"""What users do to full weights, inside forward and between: writes, reads of ``.data``, replacements, copies.
+"""Users edit full weights, inside forward and between: writes, reads of ``.data``, replacements, copies.
 
 Everything is compared with a copy of the plain model that was made before sharding, on which the same is done. Ranks
 have different data, edits are the same on all of them.

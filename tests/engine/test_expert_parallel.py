@@ -152,7 +152,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """Of the parts that the ranks of a group have computed."""
+    """The sum of the parts that the ranks of a group have computed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

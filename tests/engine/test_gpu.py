@@ -1,4 +1,4 @@
-"""What only a GPU shows, on one of them with NCCL: the same numbers, streams in order, memory given back.
+"""Behaviour that only a GPU shows, on one of them with NCCL: the same numbers, streams in order, memory given back.
 
 Run with ``pytest -m gpu``; skipped where there is none.
 """

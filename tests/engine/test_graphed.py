@@ -187,7 +187,7 @@ def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, 
 
 @multirank(2)
 def test_another_way_of_gathering_is_captured_again(rank: int, world_size: int) -> None:
-    """What a graph is compared by: the CPU's stand-in for graphs knows no communicators made later."""
+    """The CPU's stand-in for graphs knows no communicators made later, so the test compares the key of a graph."""
     model = shard(build())
     with graphs(model):
         step = sw.GraphedStep(model, lambda batch: loss_of(model(batch), batch))

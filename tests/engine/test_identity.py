@@ -37,7 +37,7 @@ def inputs(rank: int) -> torch.Tensor:
 
 
 def expected_gradients(world_size: int) -> list[torch.Tensor]:
-    """Of the sum over the ranks."""
+    """The gradients of the sum over the ranks."""
     model = plain()
     for rank in range(world_size):
         model(inputs(rank)).sum().backward()

@@ -269,7 +269,7 @@ def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: s
 def test_freezing_between_micro_batches(
     rank: int, world_size: int, on: On, layout: str, accumulation: str
 ) -> None:
-    """What the first micro-batch gave to a parameter that is frozen since stays in its gradient, as in plain torch."""
+    """The first micro-batch's gradient of a parameter that is frozen since stays, as in plain torch."""
     plain = build()
     model = shard(copy.deepcopy(plain), on, layout)
     for step in range(2):

@@ -184,7 +184,7 @@ def test_layouts_are_equal_bit_for_bit(rank: int, world_size: int, on: On, accum
 
 
 def padding_of(model: nn.Module) -> list[torch.Tensor]:
-    """What no parameter's part covers of the shards of all units."""
+    """The elements of the shards of all units that no parameter's part covers."""
     found = []
     for unit in dict.fromkeys(
         m.__dict__["_shardwright_unit"] for m in model.modules() if isinstance(m, sw.FSDPModule)

@@ -145,7 +145,7 @@ def test_what_a_signals_handler_raises_is_not_taken_for_a_lost_rank(rank: int, w
 
 
 class Interrupt(KeyboardInterrupt):
-    """What a test raises at a line of the engine."""
+    """The exception that a test raises at a line of the engine."""
 
 
 @contextmanager

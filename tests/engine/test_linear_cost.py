@@ -63,7 +63,7 @@ def instructions(work: Callable[[], Any]) -> int:
 
 
 def counts(units: int, memory: str, dtype: torch.dtype | None) -> dict[str, int]:
-    """Of each part of three steps of training."""
+    """Counts of each part of three steps of training."""
     policy = sw.MixedPrecisionPolicy(dtype, torch.float32)
     model = nn.Sequential(*(Block(number) for number in range(units)))
     optimizer: Any = None

@@ -204,7 +204,7 @@ def at_rest(program: Program, setting: Setting) -> int:
 
 
 def bounds(program: Program, setting: Setting, memory: str) -> dict[str, int]:
-    """Of all storages: slabs; autograd's own gradients, 1 unit's and those of units that are kept; activations."""
+    """Bounds of all storages: slabs; autograd's gradients, 1 unit's and those of units that are kept; activations."""
     shapes, kept = units_in(program)
     units = [sizes(each, setting.ranks, setting.compute, ALIGN[memory]) for each in shapes]
     own = [unit.own for unit in units]
@@ -215,7 +215,7 @@ def bounds(program: Program, setting: Setting, memory: str) -> dict[str, int]:
 
 
 def activations_of(program: Program, dtype: torch.dtype) -> int:
-    """What a forward of the plain model leaves, and as much again for the gradients of it."""
+    """The bytes that a forward of the plain model leaves, and as much again for their gradients."""
     plain = program.make().to(dtype)
     with Storages(label) as seen:
         for tensor in (*plain.parameters(), *plain.buffers()):

@@ -84,7 +84,7 @@ def test_steps_inside_modes_are_those_of_a_plain_model(rank: int, world_size: in
 
 @multirank(2)
 def test_saved_tensors_may_be_mutated(rank: int, world_size: int) -> None:
-    """What the mode is for: memory is written to that was saved, here of weights in a step of the optimizer."""
+    """The mode exists for this: memory is written to that was saved, here of weights in a step of the optimizer."""
     for options in SETTINGS:
         model, plain = models(**options)
         with graph.allow_mutation_on_saved_tensors():

@@ -1,4 +1,4 @@
-"""What cannot be done with a sharded parameter raises an error that names the parameter, in every layout."""
+"""Operations that a sharded parameter does not have raise an error that names the parameter, in every layout."""
 
 from __future__ import annotations
 

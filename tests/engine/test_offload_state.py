@@ -156,7 +156,7 @@ def test_state_in_blocks(rank: int, world_size: int) -> None:
 
 
 def state_bytes(model: nn.Module, moments: int) -> list[int]:
-    """Of each unit with parameters, on this rank: moments in float32, each on 16 bytes."""
+    """The bytes of state of each unit with parameters, on this rank: moments in float32, each on 16 bytes."""
     return [
         moments * sum(-(-4 * p.local.numel() // 16) * 16 for p in unit.parameters)
         for unit in units_of(model)
@@ -293,7 +293,7 @@ def test_checkpoints_and_later_groups(
 
 @multirank(1)
 def test_loading_does_not_move_state_to_the_device(rank: int, world_size: int) -> None:
-    """Which is what torch does with all but numbers."""
+    """Torch moves all state but numbers there."""
     name = "_process_value_according_to_param_policy"
     place, moved = getattr(torch.optim.Optimizer, name), []
 
@@ -439,7 +439,7 @@ def test_copies_of_state_are_in_order(case: Case) -> None:
     ],
 )
 def test_copies_of_state_are_in_order_beside(event: str, way: str) -> None:
-    """What tests/engine/kit/simulated.py does to a training."""
+    """The simulated training of tests/engine/kit/simulated.py runs beside the copies."""
     case = simulated.Case(event=event, offload="state", steps=way, dtypes=(torch.bfloat16, torch.float32))
     with fake_ranks(2), Simulator() as simulator:
         training = simulated.training_of(case, simulator)

@@ -110,7 +110,7 @@ def thin(model: Model, optimizer: Any, rank: int, path: Path) -> Any:
 
 
 def hooked(model: Model, optimizer: Any, rank: int, hook: Any) -> Any:
-    """What is lost is fed back, also from a checkpoint."""
+    """A hook that feeds lost parts of gradients back, also from a checkpoint."""
     model.set_gradient_comm_hook(hook)
     for number in range(2):
         step(model, optimizer, rank, number)

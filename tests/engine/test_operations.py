@@ -27,7 +27,7 @@ class Counting(TorchDispatchMode):
 
 
 def calls_of_a_step(model: Any, dtype: torch.dtype) -> Counter[str]:
-    """Of a forward and backward, after two whole steps."""
+    """The calls of a forward and backward, after two whole steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 8, dtype=dtype)
     for _ in range(2):

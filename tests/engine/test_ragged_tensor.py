@@ -512,7 +512,7 @@ def test_full_state_dicts_by_torch(rank: int, world_size: int) -> None:
 
 @multirank(2)
 def test_sharded_state_dicts_by_torch(rank: int, world_size: int, tmp_path: Path) -> None:
-    """What the state dict shows is a DTensor that gathers; torch's checkpoints, also asynchronous ones, take it."""
+    """The state dict shows a DTensor that gathers; torch's checkpoints, also asynchronous ones, take it."""
     mesh = world_mesh(world_size)
     full = values(shapes(specs(mesh)))
     model = Net(full, specs(mesh))

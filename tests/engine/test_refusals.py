@@ -1,4 +1,4 @@
-"""What a sharded model cannot do is refused by name: double backward, opaque outputs, pickling, old weights."""
+"""A sharded model refuses, with names, double backward, opaque outputs, pickling and old weights."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Moves:
 
 
 class Boom(Exception):
-    """What a test raises."""
+    """The exception that a test raises."""
 
 
 @multirank(2)

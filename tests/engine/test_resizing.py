@@ -151,7 +151,7 @@ def test_training_goes_on_with_another_number_of_rows(rank: int, world_size: int
 
 @multirank(2)
 def test_inside_unsharded(rank: int, world_size: int) -> None:
-    """Of a model inside a sharded module. Weights that are tied there stay tied."""
+    """The model is inside a sharded module. Weights that are tied there stay tied."""
     for layout in ("per_parameter", "ragged"):
         torch.manual_seed(0)
         plain = nn.Sequential(Words(True, "data"))

@@ -154,7 +154,7 @@ def test_two_forwards_failures_and_evaluation(rank: int, world_size: int, at: On
 
 @on_meshes(FOUR)
 def test_evaluation_in_full_precision_between_steps(rank: int, world_size: int, at: On) -> None:
-    """Which has other memory for full weights; what is kept for backward is a part of those of training."""
+    """Evaluation has other memory for full weights; the copies kept for backward are a part of those of training."""
     os.environ["SHARDWRIGHT_POISON"] = "1"
     policy = sw.PrecisionPolicy(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     models = [sharded(at, reshard_after_forward=k, mp_policy=policy) for k in (True, 2)]

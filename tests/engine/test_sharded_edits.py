@@ -1,4 +1,4 @@
-"""What users do to sharded parameters while copies of the full ones are kept or a backward is to come.
+"""Users edit sharded parameters while copies of the full ones are kept or a backward is to come.
 
 Edits, averages, asynchronous checkpoints, copies of state dicts and weights that are borrowed.
 """

@@ -237,7 +237,7 @@ def test_a_unit_reduced_twice_in_one_backward(
 @pytest.mark.extensive("each strategy", but=("zero3@2", "hsdp@2x2", "zero2@3", "zero1@2"))
 @on_meshes(some(0))
 def test_evaluation_after_training_twice_in_a_row(rank: int, world_size: int, at: On) -> None:
-    """What a step keeps is neither stale nor of the wrong shape: between backward and the optimizer, and after it."""
+    """Copies that a step keeps are not stale and have the right shape: after backward, and after the optimizer."""
     os.environ["SHARDWRIGHT_POISON"] = "1"
     plain = build()
     seen: list[torch.Size] = []

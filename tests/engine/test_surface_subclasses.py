@@ -336,7 +336,7 @@ def test_another_signature_is_refused(rank: int, world_size: int, library: str) 
 @both
 @pytest.mark.parametrize("kind", [HalfGathered, IntGathered])
 def test_subclasses_gather_less(rank: int, world_size: int, library: str, kind: type[Stored]) -> None:
-    """What travels is what fsdp_pre_all_gather returned: the point of the protocol."""
+    """A gather carries the result of fsdp_pre_all_gather: the point of the protocol."""
     sizes = []
     for each in (kind, None):
         torch.manual_seed(0)

@@ -178,7 +178,7 @@ def same_tensors(theirs: list[Any], ours: list[Any]) -> None:
 def test_norms_count_each_element_once(
     rank: int, world_size: int, shape: Shape, plan: str, layout: str
 ) -> None:
-    """Of parameters on data-parallel ranks alone, on both axes, and replicated on one of them."""
+    """The parameters are on data-parallel ranks alone, on both axes, and replicated on one of them."""
     mesh = mesh_of(shape)
     plain = build()
     model = parallelize(copy.deepcopy(plain), mesh, plan)
@@ -204,7 +204,7 @@ def test_norms_count_each_element_once(
 
 @multirank(4)
 def test_torchs_own_clipping_is_right_or_raises(rank: int, world_size: int) -> None:
-    """Of RaggedTensors on whatever meshes; DTensors on several are torch's to refuse."""
+    """The parameters are RaggedTensors on any meshes; DTensors on several are torch's to refuse."""
     mesh = mesh_of((2, 2))
     batch = tokens(0, 0, data_rank(mesh))
     for layout in ("row", "per_parameter"):

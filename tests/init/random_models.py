@@ -105,7 +105,7 @@ class Seed(NamedTuple):
 
 
 class Built(nn.Module):
-    """What a description describes."""
+    """The model of a description."""
 
     def __init__(self, steps: tuple[Any, ...]) -> None:
         super().__init__()

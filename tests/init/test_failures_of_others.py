@@ -1,4 +1,4 @@
-"""What goes wrong silently with other tools when a model is built without memory is right here, or refused."""
+"""Models without memory that other tools build wrong in silence are right here, or refused."""
 
 from __future__ import annotations
 

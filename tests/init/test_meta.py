@@ -17,7 +17,7 @@ from tests.support import multirank
 
 
 class Model(nn.Module):
-    """What ``init_weights`` does needs whole tensors, a tie, a buffer, and one parameter replaced by another."""
+    """A model whose ``init_weights`` needs whole tensors, a tie, a buffer, and one parameter replaced by another."""
 
     def __init__(self) -> None:
         super().__init__()

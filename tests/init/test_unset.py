@@ -116,7 +116,7 @@ def test_what_overwrites_everything_gives_values(rank: int, world_size: int, beg
 @multirank(2)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 def test_edits_that_nobody_sees_give_no_values(rank: int, world_size: int, layout: str) -> None:
-    """Of local tensors, and in torch 2.11 of all: what is NaN as before was not given."""
+    """Edits of local tensors, and in torch 2.11 all edits: a value that is NaN as before was not given."""
     torch.manual_seed(0)
     plain = nn.Linear(4, 6)
     torch.manual_seed(0)

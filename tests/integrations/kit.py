@@ -1,4 +1,4 @@
-"""What tests of Fabric share without importing Lightning, which fabrics.py imports."""
+"""Code that tests of Fabric share without importing Lightning, which fabrics.py imports."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ large = st.lists(st.sampled_from([1, 3, 7, 80, 576, 1024, 4096, 4097, 11008, 716
 
 
 def arguments(shapes: st.SearchStrategy[list[int]], world_sizes: st.SearchStrategy[int]) -> Any:
-    """Of :func:`plan`, all but the layout."""
+    """All arguments of :func:`plan` except the layout."""
 
     @st.composite
     def make(draw: st.DrawFn) -> Arguments:
@@ -53,7 +53,7 @@ kinds = st.sampled_from(KINDS)
 
 
 def granule(kind: str | Ragged, shape: tuple[int, ...]) -> int:
-    """What the documentation says stays together, worked out apart from the planner."""
+    """The elements that stay together by the documentation, computed apart from the planner."""
     if math.prod(shape) == 0 or kind == Ragged("element"):
         return 1
     if kind == "per_parameter":

@@ -89,7 +89,7 @@ def test_a_number_gets_the_nearest_code(moment: str) -> None:
 def test_rounding_is_bounded_and_done_once(
     moment: str, seed: int, size: int, block: int, decade: float
 ) -> None:
-    """Of whatever magnitude, denormals too; within half the widest gap of the code, relative to the block's largest."""
+    """Any magnitude, denormals too, is within half the widest gap of the code, relative to the block's largest."""
     values = (gradient(size, seed).double() * 10**decade / 4).float()
     if moment == "exp_avg_sq":
         values.abs_()

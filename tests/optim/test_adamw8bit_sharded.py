@@ -30,7 +30,7 @@ from tests.support import WorkerPools, multirank
 
 
 class Weights(nn.Module):
-    """Of 0 to 3 dimensions; some with a short last block, some too small for codes, one unused, one frozen."""
+    """Weights of 0 to 3 dimensions: some have a short last block or are too small for codes; one unused, one frozen."""
 
     def __init__(self, row: int) -> None:
         super().__init__()

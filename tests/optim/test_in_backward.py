@@ -293,7 +293,7 @@ class Fails(torch.autograd.Function):
 
 @multirank(2)
 def test_after_an_exception_training_goes_on(rank: int, world_size: int) -> None:
-    """What backward had come through is stepped, the rest is not, and nothing is due later."""
+    """Parameters that backward had come through are stepped, the rest is not, and nothing is due later."""
     (_, _), (model, optimizer) = shared_pair()
     train_step = lambda step: run_shared(model, rank, step).backward()  # noqa: E731
     train_step(0)

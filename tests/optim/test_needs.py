@@ -1,4 +1,4 @@
-"""What optimizers need in one piece: declared, known or asked for, and refused where a layout cuts it."""
+"""Pieces that optimizers need whole: declared, known or asked for, and refused where a layout cuts them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_bits_of_torchs_muon_with_every_option(rank: int, world_size: int) -> No
 
 
 def test_parts_of_a_sum_are_the_sum_of_parts() -> None:
-    """Of lengths with and without a rest after the vector loop. For bfloat16 they are not, so values travel there."""
+    """The lengths have a rest after the vector loop, or none. In bfloat16 the sums differ, so values travel there."""
     torch.manual_seed(0)
     for dtype in (torch.float16, torch.float32, torch.float64):
         found = updates.muon_updates(torch.empty(2, 2, dtype=dtype))

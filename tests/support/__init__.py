@@ -1,4 +1,4 @@
-"""What tests share: the pool of worker processes and the helpers that run inside it.
+"""Code that tests share: the pool of worker processes and the helpers that run inside it.
 
 Nothing here knows the package under test, so a broken engine cannot break the pool that reports it.
 """

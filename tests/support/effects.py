@@ -1,4 +1,4 @@
-"""What operations of torch and collectives read and write, for the simulated accelerator (races.py)."""
+"""Reads and writes of torch's operations and of collectives, for the simulated accelerator (races.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Plan(NamedTuple):
-    """What an operation does with its arguments, by position and name."""
+    """The effects of an operation on its arguments, by position and name."""
 
     writes: tuple[tuple[int, str], ...]
     reads: tuple[tuple[int, str], ...]

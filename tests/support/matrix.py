@@ -1,4 +1,4 @@
-"""Which rows of a matrix of settings are run: few that show every pair of settings together, or more if asked for.
+"""The rows of a matrix of settings that are run: few that show every pair of settings together, or more if asked for.
 
 ``SHARDWRIGHT_MATRIX=all make test-all`` runs whole products, some hours on two cores; ``triples`` runs what shows every
 three settings together. ``pairs`` is the default, which `make test-all` uses. ``values``, which `make test` uses, runs

@@ -40,7 +40,7 @@ def plant_beside(metadata: Path, evidence: Path) -> None:
 
 
 def saved_with(value: Any) -> bytes:
-    """What torch.save makes of it."""
+    """The bytes that torch.save makes of it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

@@ -48,7 +48,7 @@ OUTPUT_TAIL = 8_000
 
 
 def forkserver() -> ForkServerContext:
-    """What starts processes in a fraction of a second: they are forked from one that has torch imported."""
+    """The context that starts processes in a fraction of a second: they are forked from one that has torch imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
     return context
@@ -141,7 +141,7 @@ class WorkerPool:
         return replies
 
     def _report(self, headline: str, replies: dict[int, Reply]) -> str:
-        """What each rank did. Failures come first: they are the likely cause of what other ranks wait for."""
+        """The outcome of each rank. Failures come first: they are the likely cause of the others' waits."""
         silent = [member for member in self.workers if member.seat.rank not in replies]
         stacks = _stacks_of(silent)
         failed = [rank for rank, reply in replies.items() if reply.outcome == "failed"]

@@ -19,7 +19,7 @@ __all__ = ["printed_by"]
 
 
 def printed_by(script: Path, *arguments: str | Path, scratch: Path) -> str:
-    """What the script prints on this rank. The process group is there before, and stays."""
+    """The output of the script on this rank. The process group is there before, and stays."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [str(script), *map(str, arguments)])

@@ -71,7 +71,7 @@ class Storages(TorchDispatchMode):
         self.peak, self.made = Peak(), Counter[str]()
 
     def settle(self) -> int:
-        """What is alive now is at rest: it does not count from here on. Returns its bytes."""
+        """Storages that are alive now are at rest: they do not count from here on. Returns their bytes."""
         alive = self._alive()
         self._rest |= {key: self._known.pop(key) for key, _ in alive}
         return _union([each for _, each in alive])

@@ -86,7 +86,7 @@ class HostStream(Stream):
 
 
 class Device:
-    """What ``torch.get_device_module`` gives for the simulated accelerator."""
+    """The module that ``torch.get_device_module`` gives for the simulated accelerator."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator

@@ -1,4 +1,4 @@
-"""Which tests `make test` runs: those that a change must pass. `make test-all` runs every test.
+"""The tests that `make test` runs: those that a change must pass. `make test-all` runs every test.
 
 A test is in both tiers unless one of these leaves it to `make test-all`, each with its reason:
 

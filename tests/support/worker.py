@@ -1,4 +1,4 @@
-"""What runs inside one rank of the pool: join the process group once, then run one test after another.
+"""One rank of the pool: it joins the process group once, then runs one test after another.
 
 The loop never issues a collective of its own, so it can never be mistaken for one of the test's: ranks meet
 between cases only because the parent waits for every reply. It must not import the package under test.
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Reply:
-    """What one rank has to say about one case. `payload` is a result, a traceback or a reason to skip."""
+    """The outcome of one case on one rank. `payload` is a result, a traceback or a reason to skip."""
 
     outcome: str  # "passed", "failed" or "skipped"
     payload: Any = None
@@ -142,7 +142,7 @@ def _run_case(case: Case, seat: Seat) -> Reply:
 
 
 def _begun() -> dict[tuple[str, tuple[int, ...]], int]:
-    """Of the package under test, if a case has imported it."""
+    """The collectives that have begun in the package under test, if a case has imported it."""
     meetings = getattr(sys.modules.get("shardwright.comm.meeting"), "_meetings", {})
     counts = {}
     for group, by_device in list(meetings.items()):

@@ -115,7 +115,7 @@ def _pair() -> Any:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the culprit does, and where. ``text``: what some rank of each host says of it."""
+    """The act of the culprit, and its place. ``text``: some rank of each host says it."""
 
     where: str
     what: Callable[[], None]

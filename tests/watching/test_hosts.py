@@ -1,4 +1,4 @@
-"""What hosts exchange: each one hears what the leader of another host sees, and nothing of an earlier watch."""
+"""Messages between hosts: each one hears what the leader of another host sees, and nothing of an earlier watch."""
 
 from __future__ import annotations
 

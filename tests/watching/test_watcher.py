@@ -1,4 +1,4 @@
-"""What a rank does with a verdict: who prints all of it, what a function of the user may do, and the files."""
+"""A rank acts on a verdict: who prints all of it, what a function of the user may do, and the files."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tools.faults.points import Fault
 FAULTS = 5  #: of a run, at most
 BLOCKS = 2
 STALL_SECONDS = 6.0
-"""Of `[fault]`: after them the ranks that wait for a stopped one end."""
+"""Seconds of `[fault]`: after them the ranks that wait for a stopped one end."""
 PATIENT_STEPS = 3
 """Steps of a session after which the watch no longer waits ten times as long."""
 

@@ -1,4 +1,4 @@
-"""What a campaign's history shows: whether each run went on rightly after each fault. Nothing here runs a job.
+"""The judgement of a campaign's history: whether each run went on rightly after each fault. Nothing here runs a job.
 
 A run that nobody disturbed is the reference of runs with the same configuration and the same number of ranks.
 
@@ -59,7 +59,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     fault: Line
     problems: tuple[str, ...]

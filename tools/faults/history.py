@@ -17,7 +17,7 @@ _write = os.write  #: a campaign counts the calls of os.write, and these are its
 
 @dataclass(frozen=True)
 class Place:
-    """Which attempt of which run writes a line."""
+    """The attempt and the run that write a line."""
 
     run: str
     attempt: int

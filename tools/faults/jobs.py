@@ -26,9 +26,9 @@ from tools.faults.points import Fault, Plan, is_writer
 GRACE_SECONDS = 15.0
 """From the first rank that failed to the killing of the others: a rank that takes longer waits without end."""
 LONGEST_SECONDS = 90.0
-"""Of an attempt. One that takes longer hangs."""
+"""The limit of an attempt. One that takes longer hangs."""
 ALONE_SECONDS = 20.0
-"""Of an attempt in which the only rank stops: nobody waits for it."""
+"""The limit of an attempt in which the only rank stops: nobody waits for it."""
 
 
 @dataclass(frozen=True)

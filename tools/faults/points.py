@@ -75,7 +75,7 @@ class Plan:
 
 
 def fail(fault: Fault) -> None:
-    """What the fault does to this process. Returns only in a process that was stopped and goes on."""
+    """The fault acts on this process. Returns only in a process that was stopped and goes on."""
     if fault.kind == "error":
         raise OSError(errno.EIO, f"planted in {fault.phase}")
     if fault.kind == "gil":

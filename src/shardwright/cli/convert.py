@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, wants_traceback
+from shardwright.train.launch.progress import to_stderr
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.pretrained.renaming import Rule
@@ -54,7 +55,7 @@ def _run(call: Call) -> int:
         raise UserError(f"convert: {error}") from error
     if converted.left_out:
         reason = "; safetensors hold the tensors of a model only" if to == "safetensors" else ""
-        _say(f"left out: {_abbreviated(sorted(converted.left_out))}{reason}")
+        to_stderr(f"left out: {_abbreviated(sorted(converted.left_out))}{reason}")
     nbytes = converted.nbytes
     size = f"{counted(converted.tensors, 'tensor')}, "
     size += f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**5 else counted(nbytes, "byte")
@@ -77,10 +78,6 @@ def _abbreviated(keys: Any) -> str:
 
     # A name in a file can hold characters that change the terminal.
     return abbreviated([key if key.isprintable() else ascii(key) for key in keys])
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _guessed(destination: Path) -> str:
@@ -146,7 +143,7 @@ def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
     if names is None:
         return None, None
     if names.reason:
-        _say(f"the tensors keep their names in the checkpoint: {names.reason}")
+        to_stderr(f"the tensors keep their names in the checkpoint: {names.reason}")
     return names.key_map, names.config
 
 

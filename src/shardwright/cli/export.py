@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
+from shardwright.train.launch.progress import to_stderr
 
 
 def _run(call: Call) -> int:
@@ -20,17 +20,18 @@ def _run(call: Call) -> int:
             "--max-shard-size: expected none with --adapters, since peft reads one file; leave it out"
         )
     if call.options.adapters:
-        exported = export_adapters(run, folder, step=step, dtype=dtype, say=_say)
+        exported = export_adapters(run, folder, step=step, dtype=dtype, say=to_stderr)
     else:
         exported = export(
-            run, folder, step=step, dtype=dtype, max_shard_size=size if size is not None else "5 GB", say=_say
+            run,
+            folder,
+            step=step,
+            dtype=dtype,
+            max_shard_size=size if size is not None else "5 GB",
+            say=to_stderr,
         )
     print(in_words(exported))
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _add_options(parser: Parser) -> None:

@@ -6,6 +6,7 @@ import sys
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
+from shardwright.train.launch.progress import to_stderr
 
 
 def _run(call: Call) -> int:
@@ -16,7 +17,7 @@ def _run(call: Call) -> int:
         quick=call.options.quick,
         tensors=call.options.tensors,
         show=lambda line: print(line),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=to_stderr,
     )
     if damage is None:
         return 0

@@ -1,4 +1,4 @@
-"""Which pieces of a parameter an optimizer needs whole: single elements, blocks of elements, or the whole tensor.
+"""The pieces of a parameter that an optimizer needs whole: single elements, blocks of elements, or the whole tensor.
 
 This file finds the need of an optimizer, and raises an error if a layout cuts such a piece. ``owners`` makes whole
 tensors. Nothing here communicates.

@@ -36,7 +36,7 @@ from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
 def metadata_of(
     chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], size: tuple[int, ...], **fields: Any
 ) -> Metadata:
-    """Of one tensor in these chunks, offsets and sizes, in one file."""
+    """The metadata of one tensor in these chunks, offsets and sizes, in one file."""
     entry = TensorStorageMetadata(
         TensorProperties(dtype=torch.bfloat16),
         torch.Size(size),

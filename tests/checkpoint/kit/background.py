@@ -1,4 +1,4 @@
-"""What tests of asynchronous saves share with the programs that they start."""
+"""Code that tests of asynchronous saves share with the programs that they start."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Disk:
         return self.changes[one][0] == self.changes[other][0]
 
     def tree(self, length: int, lost: Iterable[int], torn: dict[int, str] | None = None) -> Tree:
-        """What is there after the first ``length`` calls without ``lost`` ones. Torn writes are "half" or "zeros"."""
+        """The files after the first ``length`` calls without ``lost`` ones. Torn writes are "half" or "zeros"."""
         names: dict[int, dict[str, int]] = {}
         contents: dict[int, bytearray] = {}
         gone = set(lost)
@@ -145,8 +145,10 @@ class Disk:
                 tree[whole] = bytes(contents.get(each, b""))
 
     def cuts(self, length: int, generator: random.Random, subsets: int, ordered: bool) -> Iterator[Tree]:
-        """What a cut of power after ``length`` calls can leave: all, nothing and each one of the pending changes, each
-        write in part, and random subsets. If ``ordered``, a folder's changes survive only with those before them."""
+        """The states that a cut of power after ``length`` calls can leave: all, nothing and each one of the pending
+        changes, each write in part, and random subsets. If ``ordered``, a folder's changes survive only with
+        those before them.
+        """
         pending = self.pending(length)
         if ordered:
             names = [each for each in pending if isinstance(self.changes[each], _Names)]

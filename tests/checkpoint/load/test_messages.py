@@ -18,7 +18,7 @@ from tests.support.pool import multirank, world_mesh
 
 
 class Case:
-    """What the calls of the table use.
+    """The arguments of the calls of the table.
 
     Attributes:
         folder: holds ``ok``, a whole checkpoint; ``bare``, one without optimizer; an empty folder and two files.

@@ -1,4 +1,4 @@
-"""What training needs beside weights: every optimizer, schedules, scalers, copies of the model, gradient hooks."""
+"""States beside the weights: every optimizer, schedules, scalers, copies of the model, gradient hooks."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_folders_with_an_index_or_a_single_file_are_read(tmp_path: Path) -> None
 
 
 class Unknown:
-    """What no file of weights may bring."""
+    """A class that no file of weights may bring."""
 
 
 def damaged(folder: Path) -> dict[str, tuple[Path, type[Exception], str]]:

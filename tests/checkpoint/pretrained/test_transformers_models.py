@@ -1,4 +1,4 @@
-"""What transformers saves goes into sharded models: renamed weights, experts that are stored one by one."""
+"""Weights saved by transformers go into sharded models: renamed weights, experts that are stored one by one."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """Of all files, after they were compared with their digests."""
+    """The digests of all files, after they were compared with the files."""
     checkpoint = read_description(path)
     checkpoint.verify()
     assert isinstance(checkpoint, OwnCheckpoint)
@@ -100,7 +100,7 @@ def test_each_equals_the_synchronous_one_of_its_step(rank: int, world_size: int,
 
 
 def number_in(path: Path) -> float:
-    """What is stored, if it is whole."""
+    """The number that is stored, if the checkpoint is whole."""
     state = values(0.0)
     number = load_state(path, state, RankGroup(alone=True))["number"]
     for name, tensor in values(number)["model"].items():

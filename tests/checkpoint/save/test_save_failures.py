@@ -113,7 +113,7 @@ def test_an_interrupt_at_any_call(tmp_path: Path, older: bool, when: Any) -> Non
 @pytest.mark.extensive("each call")
 @pytest.mark.parametrize("onwards", [False, True], ids=["once", "from_then_on"])
 def test_a_cut_of_power_after_a_failure(tmp_path: Path, older: bool, onwards: bool) -> None:
-    """What the clean-up after a failure removes must not be what a cut would bring back."""
+    """A cut of power must not bring back what the clean-up after a failure removes."""
     number, happened = 0, True
     while happened:
         folder = tmp_path / f"{number}"

@@ -70,7 +70,7 @@ def test_a_checkpoint_is_replaced_before_it_is_read(
 def test_a_checkpoint_is_replaced_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
 ) -> None:
-    """What was compared is read to the end."""
+    """A load reads the checkpoint that it has compared to the end."""
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     real = loading.read_boxes

@@ -35,7 +35,7 @@ ALONE = RankGroup(alone=True)
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a server."""
+    """The address of a server."""
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())

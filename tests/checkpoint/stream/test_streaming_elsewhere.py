@@ -42,7 +42,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def memory_files() -> set[str]:
-    """Of all processes, without boards, which other tests make and remove meanwhile."""
+    """The files in memory of all processes, without boards, which other tests make and remove meanwhile."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("shardwright-board-")}
 
 

@@ -1,4 +1,4 @@
-"""What a case is: a micro-batch, a behaviour, the models that it starts from, and the table of cases."""
+"""The parts of a case: a micro-batch, a behaviour, the models that it starts from, and the table of cases."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Case:
         return Net()
 
     def units(self, model: Any) -> list[Any]:
-        """What ``fully_shard`` is applied to, inner units first; the last is usually the model."""
+        """The modules to which ``fully_shard`` is applied, inner units first; the last is usually the model."""
         return [*model.blocks, model]
 
     def before_sharding(self, model: Any) -> None:
@@ -69,10 +69,10 @@ class Case:
         return copy.deepcopy(model)
 
     def edit(self, model: Any, step: int) -> nn.Module | None:
-        """What the user does before a step, gradients being None; may return another model to go on with."""
+        """The user's work before a step, gradients being None; may return another model to go on with."""
 
     def between(self, model: Any, step: int, micro: int) -> None:
-        """What the user does before a micro-batch."""
+        """The user's work before a micro-batch."""
 
     def mishap(self, model: Any, batch: Batch) -> None:
         """Something that fails before the step and must leave no trace after ``zero_grad``."""

@@ -68,7 +68,7 @@ def add_weight_before(module: nn.Module, args: Any) -> Any:
 
 
 def weight_sum(module: nn.Module) -> torch.Tensor:
-    """Of a weight of the module's own unit."""
+    """The sum of a weight of the module's own unit."""
     layer = module.up if isinstance(module, Block) else module.head if isinstance(module, Net) else module
     return layer.bias.sum() * 0.1
 

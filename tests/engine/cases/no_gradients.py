@@ -1,4 +1,4 @@
-"""What takes no gradients: evaluation, parts of a forward, frozen parameters."""
+"""Models and parts of models that take no gradients: evaluation, parts of a forward, frozen parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece of training does, counted."""
+"""Counts of the operations of a piece of training."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from shardwright.engine.front import api
 
 
 class Interrupt(BaseException):
-    """What a signal's handler raises."""
+    """The exception of a signal's handler."""
 
 
 @contextmanager

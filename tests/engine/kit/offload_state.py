@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: int, way: str = "n
 
 
 def assert_equal(one: Any, other: Any, where: str = "") -> None:
-    """Of state dicts: the same keys, the same bits."""
+    """Assert that state dicts have the same keys and the same bits."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where
         for key in one:

@@ -70,7 +70,7 @@ class On(NamedTuple):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Of what a state dict holds."""
+        """The placements of the tensors of a state dict."""
         return tuple(Shard(0) if stage and not self.ragged else Replicate() for stage in self.stages)
 
     @property
@@ -79,7 +79,7 @@ class On(NamedTuple):
         return (None, False) if max(self.stages) in (1, 2) else (None, True, False)
 
     def shows(self, strength: int, *others: Hashable) -> Iterator[Hashable]:
-        """What a row here with these ``others`` shows, for `select`: settings of which axes are two. Where both axes
+        """The settings, for `select`, that a row here with these ``others`` shows: of which axes two. Where both axes
         have several ranks, since elsewhere there is but one: each strategy, and with each kind of it all the others."""
         inner = len(self.shape), self.stages[-1]
         yield from together(strength, self.stages[:-1], inner, self.shape, *others)

@@ -108,7 +108,7 @@ class Stored(torch.Tensor):
 
     @classmethod
     def seen(cls, weight: torch.Tensor) -> torch.Tensor:
-        """What forward computes with, from the whole float32 weight."""
+        """The values that forward computes with, from the whole float32 weight."""
         raise NotImplementedError
 
     def padded(self, mesh: Any, outer_size: torch.Size) -> torch.Tensor:
@@ -174,7 +174,7 @@ class QuantisedLinear(torch.autograd.Function):
 
 
 class Quantised(torch.Tensor):
-    """What forward sees of :class:`IntGathered`: int8 rows and their scales, over the gathered memory itself."""
+    """The form of :class:`IntGathered` in forward: int8 rows and their scales, over the gathered memory itself."""
 
     rows: torch.Tensor
     scale: torch.Tensor

@@ -32,7 +32,7 @@ class NeverJoins(DeviceStreams):
 
 
 def forks_early(*names: str) -> type[DeviceStreams]:
-    """What is queued on these streams does not wait for the computation."""
+    """Work that is queued on these streams does not wait for the computation."""
 
     class ForksEarly(DeviceStreams):
         def fork(self, name: str) -> Any:

@@ -90,7 +90,7 @@ def replicas_of(tensor: torch.Tensor) -> int:
 
 
 def part_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Of ``flat``, which is whole and contiguous, a view of what this rank has of ``like``."""
+    """This rank's part of ``like`` as a view of ``flat``, which is whole and contiguous."""
     if isinstance(like, RaggedTensor):
         start, stop = like.spec.range_of(like.spec.rank)
         return flat.view(-1)[start:stop]
@@ -106,7 +106,7 @@ def _part(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 
 
 def stale_states(model: nn.Module, turn: int) -> list[str]:
-    """What state dicts, ``detach`` and ``full_tensor`` show otherwise than the parameters are. Every rank must come.
+    """The values in state dicts, ``detach`` and ``full_tensor`` that differ from the parameters. Every rank must come.
 
     Whole tensors, which need a collective each, are compared of every fourth parameter, others in the next ``turn``.
     """

@@ -172,7 +172,7 @@ class Uneven:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Of the parameters (numbers modulo how many there are), or the whole block if ``block``."""
+    """Freeze some parameters (numbers modulo how many there are), or the whole block if ``block``."""
 
     which: tuple[int, ...]
     requires_grad: bool = False

@@ -383,7 +383,7 @@ def read(tensor: torch.Tensor, how: str) -> Any:
 
 
 def run_program(rank: int, world_size: int, program: Program, sharded: bool = True) -> str | None:
-    """What went wrong, the same on every rank, or None. Other exceptions are the engine's (or the program's)."""
+    """The failure, the same on every rank, or None. Other exceptions are the engine's (or the program's)."""
     if sharded:  # in a worker, where the environment is restored
         os.environ["SHARDWRIGHT_POISON"] = "1"
     try:

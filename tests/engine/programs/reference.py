@@ -1,4 +1,4 @@
-"""What a program must come to: the plain model with every rank's data, its gradients averaged over the ranks."""
+"""The expected results of a program: the plain model with every rank's data, its gradients averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Reference:
         return x if self.compute is None else x.to(self.compute)
 
     def take_held(self) -> None:
-        """What was held becomes part of the gradients: at the latest when an optimizer steps."""
+        """Held gradients become part of the gradients: at the latest when an optimizer steps."""
         for q, g in zip(self.parameters, self.held, strict=bool(self.held)):
             if g is not None:
                 q.grad = g if q.grad is None else q.grad + g

@@ -53,7 +53,7 @@ class Running:
 
     @property
     def tolerance(self) -> float:
-        """Of gradients. In bfloat16 sums of autograd depend on their order, in which the engine takes part."""
+        """The tolerance of gradients. In bfloat16 autograd's sums depend on their order, also on the engine's."""
         return 2e-2 if self.spec.precision == "bf16" else 1e-3 if self.has_bfloat16 else 1e-5
 
     def expect(
@@ -83,7 +83,7 @@ class Running:
         function(self.reference.model)
 
     def used(self, forward: Forward, rank: int) -> Used:
-        """Which layers run: those that are units on all ranks or on none, others on some.
+        """The layers that run: those that are units on all ranks or on none, others on some.
 
         Ranks choose differently only where the blocks' inputs need gradients. Otherwise a block of which this rank uses
         nothing has no graph here and has one elsewhere: backward reaches other units on each rank, which is refused.

@@ -35,7 +35,7 @@ def run_plain(program: Program) -> str | None:
 
 
 def headline(failure: str) -> str:
-    """What failures have in common that are likely to have one cause."""
+    """The common part of failures that are likely to have one cause."""
     lines = [line for line in failure.splitlines() if line and not line[0].isspace()]
     errors = [line for line in lines if "Error" in line.split(":")[0]]
     if errors:

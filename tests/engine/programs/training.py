@@ -27,7 +27,7 @@ class Training(Running):
             self.do_micro(micro, i, switches)
 
     def switches(self, train: Train, number: int) -> dict[str, set[int]]:
-        """Which are off in a micro-batch, and for which blocks: -1 means the whole model."""
+        """The switches that are off in a micro-batch, and for which blocks: -1 means the whole model."""
         ends = number == len(train.micros) - 1
         off: dict[str, set[int]] = {}
         if train.hold == "open" or (train.hold == "yes" and not ends):
@@ -154,7 +154,7 @@ class Training(Running):
                 self.model.get_parameter(name).requires_grad_(True)
 
     def compare_chosen(self, mine: Gradients, theirs: list[Gradients], number: int) -> None:
-        """What torch.autograd.grad has returned: the averages over the ranks, each in its place."""
+        """Compare the results of torch.autograd.grad: the averages over the ranks, each in its place."""
         for i, parts in enumerate(zip(*theirs, strict=True)):
             there = [part.double() for part in parts if part is not None]
             found, what = mine[i], f"micro-batch {number}: gradient {i} returned"

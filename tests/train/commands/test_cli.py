@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the command line hands to the commands, which do nothing here."""
+    """The calls of the command line to the commands, which do nothing here."""
     seen: list[dict[str, Any]] = []
 
     def run_train(config: Config, **options: Any) -> int:

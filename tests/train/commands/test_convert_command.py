@@ -16,7 +16,7 @@ from shardwright import cli
 from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.train.commands.export import export
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.saving.checkpoint import saved_steps, step_folder
+from shardwright.train.run.position import saved_steps, step_folder
 
 
 def newest(run: Path) -> Path:

@@ -28,6 +28,7 @@ from shardwright.train.finetune.layers import Adapter
 from shardwright.train.models import generation_settings, hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.saving import checkpoint
 from tests.train.data.samples import save_tokenizer
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
@@ -108,7 +109,7 @@ def test_characters_of_bytes_are_those_of_byte_level_bpe() -> None:
 
 
 def test_steps_dtypes_and_files(plain_run: Path, tmp_path: Path) -> None:
-    steps = sorted(checkpoint.saved_steps(plain_run / "checkpoints"))
+    steps = sorted(saved_steps(plain_run / "checkpoints"))
     export(plain_run, tmp_path / "old", step=steps[0])
     export(plain_run, tmp_path / "half", dtype="bfloat16", max_shard_size="40 KB")
     old, half = open_stored(tmp_path / "old"), open_stored(tmp_path / "half")
@@ -180,7 +181,7 @@ def test_damage_falls_back_to_the_checkpoint_before_or_leaves_nothing(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(plain_run, run)
-    *_, before, newest = sorted(checkpoint.saved_steps(run / "checkpoints"))
+    *_, before, newest = sorted(saved_steps(run / "checkpoints"))
     file = run / "checkpoints" / f"step-{newest}" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""What a new user meets in the first hour: help, near names, words of the start, the vocabulary, memory."""
+"""The first hour of a new user: help, near names, words of the start, the vocabulary, memory."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CONFIG = _REST + '[model]\nkind = "python"\ntarget = "own_model:build"\n'
 
 
 def said_by(folder: Path, codes: tuple[str, str], engine: str) -> str:
-    """What two ranks print, each in its own folder with its own code of the model."""
+    """The output of two ranks, each in its own folder with its own code of the model."""
     for rank, code in enumerate(codes):
         config_file(folder / f"of{rank}", CONFIG)
         (folder / f"of{rank}" / "own_model.py").write_text(code)

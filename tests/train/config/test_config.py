@@ -342,7 +342,7 @@ def test_accumulation_steps_follow_from_ranks() -> None:
 
 
 def test_advice_on_batches_fits_the_job() -> None:
-    """What is advised is not refused afterwards: for these ranks, and for a resume, whose global batch is fixed."""
+    """An advised batch is not refused afterwards: for these ranks, and for a resume, whose global batch is fixed."""
     train = TrainConfig(global_batch=8, micro_batch=1)
     problem = train.batch_problem(3, resumes=True)
     assert problem is not None and "12" not in problem

@@ -1,4 +1,4 @@
-"""What is read of files of each kind, and what is said of damaged ones."""
+"""The documents of files of each kind, and the errors about damaged ones."""
 
 from __future__ import annotations
 

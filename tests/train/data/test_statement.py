@@ -1,4 +1,4 @@
-"""What a run says about its data: figures that add up, and a mask that a person can check."""
+"""The words of a run about its data: figures that add up, and a mask that a person can check."""
 
 from __future__ import annotations
 

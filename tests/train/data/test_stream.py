@@ -80,7 +80,7 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def digest(rows: Iterable[Batch]) -> str:
-    """Of all rows in order, whatever batches they come in."""
+    """The digest of all rows in order, whatever batches they come in."""
     hashed = hashlib.sha256()
     for each in rows:
         for row in zip(*tensors_of(each), strict=True):

@@ -18,6 +18,7 @@ from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.saving import checkpoint
 from tests.train.finetune.kit import tokens
 from tests.train.kit.jobs import TINY, config_file, train_here
@@ -71,7 +72,7 @@ def adapted() -> Any:
 
 def trained() -> Any:
     model = adapted()
-    step = checkpoint.saved_steps(Path("run/checkpoints"))[0]
+    step = saved_steps(Path("run/checkpoints"))[0]
     checkpoint.load_weights(Path(f"run/checkpoints/step-{step}"), model)
     return model
 

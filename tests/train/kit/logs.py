@@ -1,4 +1,4 @@
-"""What libraries say through the module logging."""
+"""Lines of libraries through the module logging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def heard(name: str) -> Iterator[list[str]]:
-    """What a logger says."""
+    """The lines of a logger."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -18,11 +18,11 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import Ending, culprit
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.position import recorded_step, saved_steps
 from shardwright.train.run.record import RunRecord, repair_record
+from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.run.writing import write_text
 from shardwright.train.step import session
-from shardwright.train.step.saving.checkpoint import saved_steps, what_is_missing
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import (
     config_file,

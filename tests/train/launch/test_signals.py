@@ -34,9 +34,9 @@ from shardwright.train.run.exits import End, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import recorded_step
 from shardwright.train.run.record import RunRecord, close_session
+from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.step import signal_answers
 from shardwright.train.step.saving import saves
-from shardwright.train.step.saving.checkpoint import what_is_missing
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.faults import environment
 from tests.train.kit.jobs import config_file, read_exit, records, train_here
@@ -196,7 +196,7 @@ def test_ignored_signals_stay_ignored() -> None:
 
 
 def test_one_keypress_that_arrives_twice_is_one_signal() -> None:
-    """Of the terminal, and of the launcher."""
+    """The terminal sends one signal, and the launcher another."""
     noted: list[int] = []
     left: list[int | None] = []
     with StopRequest(noted.append, left.append) as stop:

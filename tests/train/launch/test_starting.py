@@ -35,7 +35,7 @@ from tests.train.kit.jobs import TINY, config_file, losses, ranks, run, tiny, tr
 
 
 def answers(*statements: Statement | None, status: int = UserError.MISTAKE) -> list[str]:
-    """What each rank is answered, with this status; None is a rank that never comes."""
+    """The answer to each rank, with this status; None is a rank that never comes."""
     store = dist.HashStore()
     found = ["?"] * len(statements)
 

@@ -97,7 +97,7 @@ def loss_of(returned: Any, targets: Tensor) -> tuple[Tensor, Tensor, None]:
 def pairs(
     kind: str, attention: str, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Belongings, Belongings]]:
-    """What belongs to a document, beside two lots of other tokens in all other documents; for several documents."""
+    """The values of each of several documents, beside two lots of other tokens in all other documents."""
     if (kind, attention) == ("gpt_oss", "sdpa"):
         pytest.skip("transformers has no such attention with sinks")
     config = config_of(kind, attention)
@@ -195,7 +195,7 @@ def test_other_attention_is_refused() -> None:
 
 
 def test_a_model_that_forgets_its_arguments_is_refused() -> None:
-    """Of a class of one's own, which a list of names could not know."""
+    """The class is a user's own, which a list of names could not know."""
 
     class Deaf(torch.nn.Module):
         def __init__(self, config: Any) -> None:

@@ -193,7 +193,7 @@ def test_compiled_blocks_and_bfloat16(rank: int, world_size: int, tmp_path: Path
 
 @multirank(2)
 def test_the_balance_loss_of_experts(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Of a config that asks for it: as transformers adds it to its loss."""
+    """The config asks for the loss: it is the one that transformers adds to its loss."""
     if rank == 0:
         folder_with("mixtral", tmp_path / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     dist.barrier()

@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def expected(path: Path, job: Trainer, ranks: int) -> Expected:
-    """Of the plain model: the mean over the ranks' batches, as one device computes them."""
+    """The values of the plain model: the mean over the ranks' batches, as one device computes them."""
     model = reloaded(path).train()
     tokens, losses, sums = 4 * 16, 0.0, {}
     for rank in range(ranks):

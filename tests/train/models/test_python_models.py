@@ -283,7 +283,7 @@ def test_no_plans_for_layers_that_are_cut(folder: Path) -> None:
 
 
 def test_units(folder: Path) -> None:
-    """What a model offers, then what is found."""
+    """Units that a model offers come first, then units that are found."""
     more = "    def blocks(self):\n        return [*self.layers]\n\n    def head(self):\n        return [self.out]\n\n"
     (folder / "my_units.py").write_text(MODEL.replace("    def forward", f"{more}    def forward"))
     (folder / "my_tied.py").write_text(
@@ -358,7 +358,7 @@ def test_export_writes_the_names_of_the_module(
 
 @pytest.mark.parametrize("each", [False, True])
 def test_a_loss_in_bfloat16_is_summed_in_float32(each: bool) -> None:
-    """Of 4,093 targets: their number, and the sum of as many values, are no numbers of bfloat16."""
+    """There are 4,093 targets: their number, and the sum of as many values, are no numbers of bfloat16."""
     targets, mean = torch.zeros(1, 4093, dtype=torch.int64), torch.tensor(2.03125, dtype=torch.bfloat16)
     loss = mean.expand(4093) if each else mean
     assert float(_summed(PythonShape(target="my_model:build"), loss, targets)) == 2.03125 * 4093

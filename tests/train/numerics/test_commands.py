@@ -1,4 +1,4 @@
-"""What a user sees of numbers that have gone wrong: the command's status, its messages and the files of the run."""
+"""Wrong numbers as a user sees them: the command's status, its messages and the files of the run."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.parallel import recipe
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.past import Past
-from shardwright.train.run.position import Position, recorded_step
+from shardwright.train.run.position import Position, recorded_step, saved_steps
 from shardwright.train.step.numerics.fault import NonFiniteError, is_spike
-from shardwright.train.step.saving.checkpoint import saved_steps
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
@@ -88,7 +87,7 @@ MATRIX = select(
 
 
 def planted(kind: str, rank: int) -> Plant | None:
-    """What goes wrong in the fourth step, on one rank."""
+    """The fault in the fourth step, on one rank."""
     if kind == "gradients":
         return in_gradients(3 * G, math.nan, rank)
     if kind == "weight":
@@ -375,7 +374,7 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int,
     kills: set[Path] = set()
 
     def copy() -> None:
-        """What a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
+        """The files that a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
         steps, past = (
             RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)),
             whole.trainer.position.past,

@@ -27,9 +27,9 @@ from shardwright.train.data.tokens.tokenizers import Bytes
 from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
-from shardwright.train.step.saving.checkpoint import saved_steps
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.errors import UserError
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.numerics.verifying import CorruptionError
-from shardwright.train.step.saving.checkpoint import saved_steps
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.kit.jobs import trainer
@@ -110,12 +110,12 @@ GATHERED = rf"gathered weights of {WEIGHT} \(unit {UNIT}\)"
 
 
 def flip_weight(job: Trainer) -> None:
-    """Of a shard, between the trial and the step."""
+    """Flip a bit of a shard, between the trial and the step."""
     in_step(job, 2, lambda: flip(part_of(weight_of(job, WEIGHT))))
 
 
 def flip_replica(job: Trainer) -> None:
-    """Of a replica, after the first step."""
+    """Flip a bit of a replica, after the first step."""
     after_step(job, 1, lambda: flip(part_of(weight_of(job, WEIGHT))))
 
 

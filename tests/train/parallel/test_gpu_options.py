@@ -1,4 +1,4 @@
-"""What the trainer does on GPUs only, with stand-ins for the graph and for the allocator's history."""
+"""Work of the trainer on GPUs only, with stand-ins for the graph and for the allocator's history."""
 
 from __future__ import annotations
 

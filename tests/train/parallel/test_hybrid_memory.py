@@ -129,7 +129,7 @@ def fail_half_way(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 class Trained(NamedTuple):
-    """Of each micro-batch the loss, of each step all gradients and the numbers of leases inside and outside plans."""
+    """The loss of each micro-batch, and of each step all gradients and counts of leases inside and outside plans."""
 
     losses: list[float]
     gradients: list[list[torch.Tensor]]

@@ -22,6 +22,7 @@ from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.parallel.world import World
+from shardwright.train.run.position import Position
 from shardwright.train.step.evaluation import sample_text, validate
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
@@ -185,7 +186,7 @@ def test_checkpoint_passes_from_any_engine_to_any(
     folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position)
     second = trainer(config(loader), rank, world_size)
     second.position = checkpoint.load(folder, second.model, second.optimizer, second.facts.shapes).position
-    assert second.position == checkpoint.Position(step=2, samples=12)
+    assert second.position == Position(step=2, samples=12)
     options = StateDictOptions(full_state_dict=True)
     weights, loaded = (get_model_state_dict(job.model, options=options) for job in (first, second))
     assert weights.keys() == loaded.keys() == second.facts.shapes.keys()
@@ -246,7 +247,7 @@ def test_options_an_engine_cannot_honour_are_refused() -> None:
 
 @multirank(2)
 def test_validation_in_full_precision(rank: int, world_size: int) -> None:
-    """That of the same weights in float32, while steps go on in bfloat16 as without it."""
+    """The validation is that of the same weights in float32, while steps go on in bfloat16 as without it."""
     engine = {"engine": "shardwright"}
     low = {**engine, "param_dtype": "bfloat16", "accumulate_dtype": "float32"}
     jobs = [

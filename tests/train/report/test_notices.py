@@ -1,4 +1,4 @@
-"""What a run says before step 1 of settings that look like a mistake, and what an export keeps of its base."""
+"""Notices before step 1 about settings that look like a mistake, and the parts of its base that an export keeps."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SOURCE = str(Path(sink_thread.__file__).parents[3])
 
 
 def test_a_missing_package_is_named_with_its_version() -> None:
-    """What an error asks to install is what the extra of that name installs."""
+    """An error asks to install the packages that the extra of that name installs."""
     project = tomllib.loads((Path(SOURCE).parent / "pyproject.toml").read_text())["project"]
     for name in PACKAGES:
         assert [sinks.get(name).install] == project["optional-dependencies"][name]
@@ -210,7 +210,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """Of both sessions: the first has steps 1 to 5, the second 6 and 7."""
+    """The losses of both sessions: the first has steps 1 to 5, the second 6 and 7."""
     values = {each["step"]: each["loss"] for each in records(folder / "run")}
     return {**values, **{each["step"]: each["loss"] for each in records(folder / "first")}}
 

@@ -27,10 +27,10 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.position import Position, recovered_steps
-from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.run.position import Position, recovered_steps, saved_steps
+from shardwright.train.run.stored_checkpoint import examine, what_is_missing
 from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, what_is_missing
+from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, plant_beside, runs, saved_with

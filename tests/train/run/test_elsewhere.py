@@ -17,9 +17,9 @@ from shardwright.train.launch.restarts import Attempt, place_in_words
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import TRY_AGAIN, End
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import Position
+from shardwright.train.run.position import Position, saved_steps, step_folder
 from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, step_folder
+from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from tests.train.kit.damage import flipped
 from tests.train.kit.faults import environment

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, what it does if one cannot be written, and who can read them."""
+"""The checkpoints that a run keeps, its behaviour if one cannot be written, and their readers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import Position
+from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.step.saving.checkpoint import SaveFailedError, verified
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
@@ -325,7 +325,7 @@ def test_any_number_of_ranks_gets_the_same_bits(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of each tensor of model and optimizer, whole."""
+    """The digest of each tensor of model and optimizer, whole."""
     index = parse_index((folder / "index.json").read_bytes())
     tensors = {
         each.path: torch.empty(each.shape, dtype=each.dtype)

@@ -21,8 +21,8 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import Position
-from shardwright.train.step.saving.checkpoint import SaveFailedError, saved_steps, verified
+from shardwright.train.run.position import Position, saved_steps
+from shardwright.train.step.saving.checkpoint import SaveFailedError, verified
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
@@ -43,7 +43,7 @@ ENGINE = ("--parallel.engine", "shardwright")
 
 
 def digests(folder: Path) -> dict[str, list[Any]]:
-    """Of every part of model and optimizer."""
+    """The digest of every part of model and optimizer."""
     index = parse_index((folder / "index.json").read_bytes())
     names = [name for name in index.tensors if not name.startswith("generators.")]
     return {name: [part.sha256 for part in index.tensors[name].parts] for name in names}

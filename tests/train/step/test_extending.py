@@ -34,6 +34,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
 EXAMPLES = {name: code for code, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
 HOOKS = [name for name, code in EXAMPLES.items() if "TrainerHook" in code]
 COMMANDS = [shlex.split(command) for command in re.findall(r"```sh\n(.*?)\n```", PAGE, re.DOTALL)]
+COMMANDS = [command for command in COMMANDS if "--train.epochs" not in command]  # which needs no file
 REGISTRIES: list[Registry[Any]] = [strategies, layouts, memories, optimizers, kinds, sinks, hooks]
 
 

@@ -13,8 +13,9 @@ from shardwright.train.config import OptimizerConfig, load_config
 from shardwright.train.models.build import build_model
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.lr_schedule import learning_rate
-from shardwright.train.step.saving.checkpoint import load_weights, saved_steps
+from shardwright.train.step.saving.checkpoint import load_weights
 from tests.train.kit.jobs import config_file, losses, records, train_here
 from tests.train.kit.text import batch, pydoc, text_of
 

@@ -29,10 +29,9 @@ from shardwright.checkpoint.pretrained.model import (
     at_rest,
     first_rank,
     mesh_of,
-    tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, default_key_map, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.storage.stores import publish
 from shardwright.collective import RankGroup
 from shardwright.engine.base.offload import whole_of
@@ -188,10 +187,7 @@ class _FilePlan:
 
 
 def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _FilePlan:
-    tensors = tensors_of(model)
-    if key_map is None:
-        key_map = default_key_map(model, tensors)
-    form = stored_form(tensors, key_map, dtype)
+    form = stored_form_of(model, key_map, dtype)
     return _FilePlan(form, _files(form, limit))
 
 

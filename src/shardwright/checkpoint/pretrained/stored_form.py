@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.pretrained.conversions import stored_key_map
 from shardwright.checkpoint.pretrained.files import abbreviated, name_of
-from shardwright.checkpoint.pretrained.model import ModelTensor
+from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap, Piece, pieces_of, source_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -33,15 +33,6 @@ def bytes_of(size: int | str, argument: str) -> int:
     elif not isinstance(size, bool) and isinstance(size, int) and size > 0:
         return size
     raise ValueError(f'{argument} must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}')
-
-
-def default_key_map(model: nn.Module, tensors: Sequence[ModelTensor]) -> KeyMap | None:
-    """The key map of a model for which the user passed none: of a transformers model its stored names.
-
-    Raises:
-        ValueError: as :func:`shardwright.checkpoint.pretrained.conversions.stored_key_map`.
-    """
-    return stored_key_map(model, {entry.name: entry.tensor.shape for entry in tensors if not entry.optional})
 
 
 @dataclass
@@ -106,6 +97,20 @@ def _joined(parts: list[Piece]) -> Tensor:
     tensors = [piece.tensor for piece in parts]
     dim = parts[0].part.dim if parts[0].part is not None else 0
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def stored_form_of(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
+    """The stored form of a model. Without a key map, a transformers model has its stored names.
+
+    Raises:
+        ValueError: as :func:`stored_form` and ``conversions.stored_key_map``.
+    """
+    tensors = tensors_of(model)
+    if key_map is None:
+        key_map = stored_key_map(
+            model, {each.name: each.tensor.shape for each in tensors if not each.optional}
+        )
+    return stored_form(tensors, key_map, dtype)
 
 
 def stored_form(

@@ -318,13 +318,16 @@ class ObjectStore:
     def clear(self) -> None:
         """Other objects than those of saves stay. Files of a folder that was copied here are removed."""
         self._remove(name for name in self.sizes() if is_of_checkpoint(name))
-        if self._objects.protocol in _WITH_FOLDERS:
+        # A folder that stays would count as a checkpoint. Of a user's file system nobody knows whether it has folders.
+        if self._objects.protocol in _WITH_FOLDERS or ":" in self._objects.protocol:
             with (
                 contextlib.suppress(OSError),
                 self._objects.reported("", "removed"),
             ):  # it may hold other files
                 system, path = self._objects.at("")
-                system.rmdir(path)
+                system.invalidate_cache()
+                if system.isdir(path):
+                    system.rmdir(path)
 
     def _clear(self, names: list[str], overwrite: bool) -> None:
         """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""

@@ -27,10 +27,9 @@ from shardwright.checkpoint.pretrained.model import (
     at_rest,
     first_rank,
     mesh_of,
-    tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, default_key_map, stored_form
+from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
 from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import hash_of
@@ -204,10 +203,7 @@ def _plan(
     key_map: KeyMap | None,
     copies: bool,
 ) -> _BucketPlan:
-    tensors = tensors_of(model)
-    if key_map is None:
-        key_map = default_key_map(model, tensors)
-    form = stored_form(tensors, key_map, dtype)
+    form = stored_form_of(model, key_map, dtype)
     keys = set(form.keys)
     if patterns is not None:
         unknown = [repr(p) for p in patterns if not any(fnmatchcase(key, p) for key in form.keys)]

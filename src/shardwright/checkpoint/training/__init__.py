@@ -1,4 +1,6 @@
-"""The state of a training run as a checkpoint: ``save_checkpoint`` and ``load_checkpoint``, and what they store.
+"""The state of a training run as a checkpoint: ``save_checkpoint`` and ``load_checkpoint``.
 
-Model, optimizers, random generators, gradient hooks and the user's own values.
+Read `save_load` first. `arguments` checks what users pass, `optimizers` and `optimizer_settings` have the state of
+optimizers by names of parameters, `generators` random generators, `gradient_hooks` what hooks keep, `wanted_state` what
+a load reads. `opened` is a checkpoint before it is loaded. Rule: each argument that is wrong is one error on all ranks.
 """

@@ -23,7 +23,7 @@ GENERATORS = "generators"  #: the part of a checkpoint
 
 
 def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
-    """How many ranks have stored their generators, and the key of those that this rank takes.
+    """The number of ranks that have stored their generators, and the key of those that this rank takes.
 
     They are its own at the stored number of ranks, else the first rank's. ``names``: of the tensors of a checkpoint.
     """
@@ -54,8 +54,9 @@ def set_generator_states(states: Mapping[str, Tensor]) -> None:
     """
     check_generator_states(states)
     numpy, device = sys.modules.get("numpy"), _accelerator()
-    of_device = device and torch.get_device_module(device).set_rng_state
-    _give(states, torch.set_rng_state, of_device, random.setstate, numpy and numpy.random.set_state)
+    of_device = None if device is None else torch.get_device_module(device).set_rng_state
+    of_numpy = None if numpy is None else numpy.random.set_state
+    _give(states, torch.set_rng_state, of_device, random.setstate, of_numpy)
 
 
 def check_generator_states(states: Mapping[str, Tensor]) -> None:
@@ -63,8 +64,8 @@ def check_generator_states(states: Mapping[str, Tensor]) -> None:
     if not isinstance(states, Mapping) or not all(isinstance(each, Tensor) for each in states.values()):
         raise Damaged("generators: expected a tensor for each generator")
     numpy, device = sys.modules.get("numpy"), _accelerator()
-    of_device = device and (lambda state: torch.Generator(device).set_state(state))
-    of_numpy = numpy and numpy.random.RandomState().set_state
+    of_device = None if device is None else torch.Generator(device).set_state
+    of_numpy = None if numpy is None else numpy.random.RandomState().set_state
     try:
         _give(states, torch.Generator().set_state, of_device, random.Random().setstate, of_numpy)
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:

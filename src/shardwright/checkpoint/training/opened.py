@@ -106,7 +106,7 @@ class StoredCheckpoint:
         loading.verify_together(self._opened, RankGroup(self._group), progress)
 
     def generators(self) -> tuple[int, dict[str, Tensor]]:
-        """How many ranks have stored their random generators, and the states for :func:`set_generator_states`.
+        """The number of ranks that have stored random generators, and states for :func:`set_generator_states`.
 
         They are this rank's at the stored number of ranks, else the first rank's. Collective. Raises as :meth:`read`.
         """

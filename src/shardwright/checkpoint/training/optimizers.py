@@ -23,7 +23,7 @@ from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.training.optimizer_settings import check_settings
 from shardwright.checkpoint.training.wanted_state import StoredNames
-from shardwright.engine.model.optimizer_states import zero_gradient
+from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
 
 OPTIMIZER = "optimizer"
@@ -64,7 +64,7 @@ def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> di
             state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
         except KeyError:
             ours = set(map(id, model.parameters()))
-            other = next((p for each in optimizers for p in _parameters(each) if id(p) not in ours), None)
+            other = next((p for each in optimizers for p in parameters_of(each) if id(p) not in ours), None)
             if other is None:
                 raise
             computing = next((unit for unit in units_of(model) if unit.managed(other) is not None), None)
@@ -86,7 +86,7 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """torch steps an optimizer without state to make some, unless one of its parameters has a gradient."""
     marked = []
     for optimizer in optimizers:
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if not optimizer.state and parameters and all(p.grad is None for p in parameters):
             marked.append(min(parameters, key=Tensor.numel))
     try:
@@ -96,10 +96,6 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     finally:
         for p in marked:
             p.grad = None
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @contextlib.contextmanager
@@ -150,7 +146,7 @@ def _owner(name: str, parameters: set[str]) -> str | None:
 
 def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """State for all parameters, by a step with zero gradients. Pending gradients stay as they are."""
-    gradients = [(p, p.grad) for optimizer in optimizers for p in _parameters(optimizer)]
+    gradients = [(p, p.grad) for optimizer in optimizers for p in parameters_of(optimizer)]
     for optimizer in optimizers:
         optimizer.state.clear()
     try:

@@ -257,19 +257,22 @@ def load_checkpoint(
     ranks = RankGroup(process_group)
     known, location = (path, path.path) if isinstance(path, StoredCheckpoint) else (None, path)
     place = place_of(location, ranks)
-    options = _LoadOptions(generators, frozen, settings, convert, progress)
+    arguments = _Arguments(model, optimizer, extra or {}, generators, frozen, settings, convert, progress)
     with ExitStack() as undo:
         try:
-            result = _load(place, known, model, optimizer, extra or {}, options, ranks, undo)
+            result = _load(place, known, arguments, ranks, undo)
         except Damaged as problem:
             raise Damaged(f"{place}: {problem}") from problem
         undo.pop_all()
     return result
 
 
-class _LoadOptions(NamedTuple):
-    """The options of :func:`load_checkpoint`."""
+class _Arguments(NamedTuple):
+    """The arguments of :func:`load_checkpoint` that say what to load."""
 
+    model: nn.Module
+    optimizer: Optimizer | Iterable[Optimizer] | None
+    extra: Mapping[str, Any]
     generators: bool
     frozen: bool
     settings: bool
@@ -280,19 +283,17 @@ class _LoadOptions(NamedTuple):
 def _load(
     folder: Store,
     known: StoredCheckpoint | None,
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None,
-    extra: Mapping[str, Any],
-    options: _LoadOptions,
+    arguments: _Arguments,
     ranks: RankGroup,
     undo: ExitStack,
 ) -> dict[str, Any]:
     """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
-    checkpoint, optimizers, values = _examine(folder, known, model, optimizer, extra, options, ranks)
+    model, extra = arguments.model, arguments.extra
+    checkpoint, optimizers, values = _examine(folder, known, arguments, ranks)
     state: dict[str, Any] = {MODEL: values}
     stored = StoredNames(folder, checkpoint)
     hooks = HooksToLoad(model, stored)
-    saved_ranks, mine = stored_by(stored.tensors if options.generators else (), ranks)
+    saved_ranks, mine = stored_by(stored.tensors if arguments.generators else (), ranks)
     own = _make_room(state, stored, extra, hooks, mine if saved_ranks else None, bool(optimizers), ranks)
     new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
     new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
@@ -302,7 +303,7 @@ def _load(
 
     with room_for_state(model, optimizers, stored) as room:
         if optimizers:
-            own_groups = group_tensors(room["param_groups"]) if options.settings else {}
+            own_groups = group_tensors(room["param_groups"]) if arguments.settings else {}
             groups = stored.room(GROUPS, stored.fitting(own_groups))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
@@ -311,17 +312,17 @@ def _load(
                 raise replaced(folder)
             # it explains what follows
             check_tensors(
-                folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, options.convert, _advice
+                folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, arguments.convert, _advice
             )
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
-            if optimizers and options.settings and GROUPS in stored.values:
+            if optimizers and arguments.settings and GROUPS in stored.values:
                 check_groups(room["param_groups"], stored.values[GROUPS])
 
         def accept(content: Mapping[str, Any]) -> None:
             parts = {part: _mapping(content.get(part, {}), part) for part in (MODEL, OPTIMIZER, EXTRA, HOOKS)}
-            if optimizers and options.settings:
+            if optimizers and arguments.settings:
                 check_groups(room["param_groups"], stored_groups(parts[OPTIMIZER], room["param_groups"]))
             if optimizers:
                 check_states(parts[OPTIMIZER].get("state", {}), room)
@@ -337,15 +338,15 @@ def _load(
             check=fits,
             first=lambda each: id(each.tensor) in new,
             accept=accept,
-            convert=options.convert,
+            convert=arguments.convert,
             advice=_advice,
-            progress=options.progress,
+            progress=arguments.progress,
         )
         read = content.get(MODEL, {})
         values = {name: read.get(name, value) for name, value in state[MODEL].items()}
-        set_model_state_dict(model, values, options=StateDictOptions(strict=options.frozen))
+        set_model_state_dict(model, values, options=StateDictOptions(strict=arguments.frozen))
         if optimizers:
-            set_optimizers(model, optimizers, room, content.get(OPTIMIZER, {}), options.settings)
+            set_optimizers(model, optimizers, room, content.get(OPTIMIZER, {}), arguments.settings)
     result: dict[str, Any] = content.get(EXTRA, {})
     _restore_objects(folder, {key: objects[key] for key in late}, result, undo)
     hooks.restore(content.get(HOOKS, {}), ranks)
@@ -361,13 +362,7 @@ def _advice(name: str, dtype: torch.dtype) -> str:
 
 
 def _examine(
-    folder: Store,
-    known: StoredCheckpoint | None,
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None,
-    extra: Mapping[str, Any],
-    options: _LoadOptions,
-    ranks: RankGroup,
+    folder: Store, known: StoredCheckpoint | None, arguments: _Arguments, ranks: RankGroup
 ) -> tuple[Checkpoint, tuple[Optimizer, ...], dict[str, Any]]:
     """Check the arguments and open the checkpoint, the same on every rank.
 
@@ -377,20 +372,21 @@ def _examine(
     found: list[tuple[Checkpoint, tuple[Optimizer, ...], dict[str, Any]]] = []
 
     def look() -> tuple[Any, ...]:
-        check_model_and_extra(model, extra)
-        optimizers = as_optimizers(optimizer)
-        refuse_sharded_optimizers(extra)
-        _refuse_in_a_step(model)
+        check_model_and_extra(arguments.model, arguments.extra)
+        optimizers = as_optimizers(arguments.optimizer)
+        refuse_sharded_optimizers(arguments.extra)
+        _refuse_in_a_step(arguments.model)
         opened = read_description(folder)
         if known is not None and known.fingerprint != opened.fingerprint:
             raise replaced(opened.place)
         with unless_replaced(opened.origin, opened.fingerprint):
             opened.check_lengths()  # before there is memory for what it says
-        found.append((opened, optimizers, _model_state(model, options.frozen)))
-        return summary(optimizers, extra, options.generators), (opened.fingerprint, str(folder))
+        found.append((opened, optimizers, _model_state(arguments.model, arguments.frozen)))
+        passed = summary(optimizers, arguments.extra, arguments.generators)
+        return passed, (opened.fingerprint, str(folder))
 
     looks = ranks.run_on_all(look)
-    check_same([arguments for arguments, _ in looks], ranks)
+    check_same([passed for passed, _ in looks], ranks)
     check_same_description([description for _, description in looks], ranks)
     return found[0]
 

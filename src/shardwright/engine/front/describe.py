@@ -55,7 +55,7 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Which engine sharded ``model``, or modules inside it, and how. It does not communicate.
+    """Describe the engine that sharded ``model``, or modules inside it, and how it did. It does not communicate.
 
         print(sw.describe(model))  # sharded by shardwright 0.2.0: zero3 over 8 ranks, 33 units, ...
 

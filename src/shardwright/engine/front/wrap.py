@@ -1,4 +1,4 @@
-"""Which modules of a model become units: policies, pure functions from a module to a list of them.
+"""The modules of a model that become units: policies, pure functions from a module to a list of them.
 
     for unit in sw.wrap.by_class(Block)(model):
         sw.fully_shard(unit, mesh=mesh)

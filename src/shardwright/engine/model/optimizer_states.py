@@ -32,7 +32,7 @@ def zero_gradient(p: torch.Tensor) -> torch.Tensor:
 
 
 def _make_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     units = _units(parameters)
     if not units or optimizer.state:
         original(optimizer)
@@ -70,7 +70,7 @@ def _make_state(original: Callable[..., None], optimizer: torch.optim.Optimizer)
 def _read_state(
     original: Callable[..., Any], model: Any, optimizers: Sequence[torch.optim.Optimizer], *info: Any
 ) -> Any:
-    without_state = [each for each in optimizers if not each.state and _units(_parameters(each))]
+    without_state = [each for each in optimizers if not each.state and _units(parameters_of(each))]
     try:
         return original(model, optimizers, *info)
     finally:
@@ -78,7 +78,8 @@ def _read_state(
             optimizer.state.clear()
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

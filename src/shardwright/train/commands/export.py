@@ -38,9 +38,10 @@ from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.generation_settings import generation_settings, with_ids
 from shardwright.train.run.folder import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
+from shardwright.train.run.position import Position
 from shardwright.train.run.writing import unwritable
 from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import Position, Read
+from shardwright.train.step.saving.checkpoint import Read
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILES_BESIDE_TOKENIZER = (

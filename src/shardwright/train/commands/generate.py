@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import source_of
+from shardwright.train.launch.progress import to_stderr
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
 from shardwright.train.run.folder import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
@@ -48,10 +48,6 @@ def _begins(config: Config, tokenizer: Tokenizer) -> bool:
         return tokenizer.begin is not None
     template = template_of(data, tokenizer)
     return template is not None and prompt_of("a", template, tokenizer)[:1] == [tokenizer.begin]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # stdout is for what was generated
 
 
 def generate(
@@ -97,7 +93,7 @@ def generate(
     if config.finetune.method != "full":
         model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
-    checkpoint.load_newest_weights(checkpoints_of(folder, config), model, say=_say)
+    checkpoint.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr)
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)

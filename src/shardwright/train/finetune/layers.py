@@ -46,7 +46,7 @@ class Dropout:
         return x * self.kept(x.shape, layer).to(x.dtype) * (1 / (1 - self.fraction))
 
     def kept(self, shape: torch.Size, layer: int) -> Tensor:
-        """Which elements of a tensor of that shape are kept: bool."""
+        """The elements of a tensor of that shape that are kept: bool."""
         assert self.samples is not None
         samples, width = self.samples, shape[-1]
         tokens = shape[:-1].numel()

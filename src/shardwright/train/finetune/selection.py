@@ -1,4 +1,4 @@
-"""Which layers get adapters, and which parameters are trained in full: patterns against the names of a model.
+"""The layers that get adapters, and the parameters that are trained in full: patterns against names of a model.
 
 Nothing here changes a model. A pattern fits a whole name, or the end of a name after a dot.
 """

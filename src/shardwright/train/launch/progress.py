@@ -20,6 +20,11 @@ EVERY = 2.5
 """Seconds between two lines: nothing is silent for longer than 3."""
 
 
+def to_stderr(text: str) -> None:
+    """Print a notice of a command whose result is on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def patience(say: Callable[[str], None], text: Callable[[], str]) -> Iterator[None]:
     """Print `text()` every few seconds while the body runs, from another thread. A quick body prints nothing."""

@@ -71,11 +71,11 @@ class Documents:
 
     @property
     def ends_BS(self) -> Tensor:
-        """Which tokens are the last ones of their documents: bool."""
+        """The tokens that are the last ones of their documents: bool."""
         return torch.cat((self.starts_BS[:, 1:], torch.ones_like(self.starts_BS[:, :1])), dim=1)
 
     def mask(self) -> Tensor:
-        """Which tokens (the last dimension) each token sees: bool [B, S, S]."""
+        """The tokens (the last dimension) that each token sees: bool [B, S, S]."""
         # Both tokens have the same first token, so both are of one document. Lower triangle: none is later.
         return (self.first_BS.unsqueeze(2) == self.first_BS.unsqueeze(1)).tril()
 
@@ -108,7 +108,7 @@ def documents_of(documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | 
 
 
 def within_trained(targets_BS: Tensor) -> Tensor:
-    """Which tokens are not after the last trained one of their sample: bool [B, S].
+    """The tokens that are not after the last trained one of their sample: bool [B, S].
 
     The others are padding, or tokens that no cross-entropy depends on. Losses beside it must not count them either.
     """

@@ -177,13 +177,13 @@ def _with_fsdp1(
     model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, device: torch.device
 ) -> nn.Module:
     keep = config.reshard_after_forward == "never"
-    dtypes = {key: dtype_of(getattr(config, key)) for key in ("param_dtype", "reduce_dtype")}
+    param_dtype, reduce_dtype = dtype_of(config.param_dtype), dtype_of(config.reduce_dtype)
     return FSDP1(
         model,
         device_mesh=mesh,
         auto_wrap_policy=ModuleWrapPolicy({type(block) for block in model.blocks()}),
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
-        mixed_precision=MixedPrecision(**dtypes),
+        mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         device_id=device,
         use_orig_params=True,
     )
@@ -238,8 +238,8 @@ def _sharding_options(
             sw.ShardPlacementResult(None, same) if "expert" in axes_of(p) else None
         )
     if config.engine != "shardwright":
-        dtypes = {key: dtype_of(getattr(config, key)) for key in ("param_dtype", "reduce_dtype")}
-        return options | {"mp_policy": TorchPolicy(**dtypes, cast_forward_inputs=False)}
+        param_dtype, reduce_dtype = dtype_of(config.param_dtype), dtype_of(config.reduce_dtype)
+        return options | {"mp_policy": TorchPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)}
     layout = config.layout if isinstance(config.layout, str) else sw.Ragged(config.layout)
     options |= {"mp_policy": engine_policy(model, config), "strategy": config.strategy, "layout": layout}
     if config.offload != "none":

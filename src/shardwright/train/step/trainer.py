@@ -35,7 +35,7 @@ from shardwright.train.parallel.same_model import check_same_model
 from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import FolderOrUrl
+from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
@@ -134,7 +134,7 @@ class Trainer:
         self.work: Callable[..., Tensor] = self._forward_backward
         if config.train.cuda_graph:
             self.work = sw.GraphedStep(self.model, self._forward_backward)
-        self.position = checkpoint.Position(step=0, samples=0)
+        self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
         self._loaded: checkpoint.LoadedRun | None = None  # until the generators go on from it

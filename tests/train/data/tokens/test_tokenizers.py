@@ -272,7 +272,7 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
 
 
 def fetch(tmp_path: Path, endpoint: str, name: str, **variables: str) -> dict[str, Any]:
-    """What a fresh process opens, for the library reads its variables once."""
+    """A fresh process opens it, because the library reads its variables once."""
     program = (
         "import json, sys\n"
         "from shardwright.train.data.tokens.tokenizers import open_tokenizer\n"

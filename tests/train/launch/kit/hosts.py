@@ -28,7 +28,7 @@ PORT = 29500
 in_make_clusters = pytest.mark.skipif(
     os.environ.get("SHARDWRIGHT_TEST_CLUSTERS") != "1", reason="it takes up to two minutes: run make clusters"
 )
-"""Of tests that start ranks several times by the real commands."""
+"""The mark of tests that start ranks several times by the real commands."""
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def _rank_on_host(
 
 
 def plain_environment() -> dict[str, str]:
-    """Of a command that finds this package, and that chooses its network."""
+    """The environment of a command that finds this package, and that chooses its network."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     variables.pop(INTERFACE_VARIABLE, None)
     return variables

@@ -59,8 +59,8 @@ def with_other_tokens(tokens_BS: Tensor, document: tuple[int, int], vocab_size: 
 
 
 class Belongings(NamedTuple):
-    """What belongs to a document: its logits, and of the loss over it alone the gradients of embedded tokens and of
-    parameters, by name."""
+    """Values that belong to a document: its logits, and of the loss over it alone the gradients of embedded tokens and
+    of parameters, by name."""
 
     logits: Tensor
     further: Tensor | None
@@ -106,7 +106,7 @@ def cross_entropy(logits: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def differing(one: Belongings, other: Belongings, but: tuple[str, ...] = ()) -> list[str]:
-    """What differs in any bit, except in gradients of parameters whose names end so."""
+    """The values that differ in any bit, except in gradients of parameters whose names end so."""
     pairs = {"logits": (one.logits, other.logits), "embedded": (one.embedded, other.embedded)}
     if one.further is not None and other.further is not None:
         pairs["further"] = (one.further, other.further)

@@ -136,7 +136,7 @@ def write_files(folder: Path) -> None:
 
 
 class Found(NamedTuple):
-    """What a run found: by step its losses and gradient norm, and after the steps the rest."""
+    """The results of a run: by step its losses and gradient norm, and after the steps the rest."""
 
     losses: list[list[float]]
     norms: list[float]

@@ -91,7 +91,7 @@ def test_other_documents_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_without_documents_earlier_tokens_matter(name: str) -> None:
-    """What the tests above look for is there to be found."""
+    """The tests above look for a difference that exists."""
     model, inputs, document = built(name), kit.tokens(50), (0, 1)
     others = kit.with_other_tokens(inputs, document, 50)
     logits = [model(tokens)[kit.places(document)] for tokens in (inputs, others)]

@@ -43,7 +43,7 @@ THETAS = [None, 10_000.0, 5000.0]
 
 
 def frequencies(config: dict[str, Any]) -> list[float]:
-    """Of transformers' own Llama with that config.json."""
+    """The frequencies of transformers' own Llama with that config.json."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

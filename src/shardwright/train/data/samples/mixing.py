@@ -1,4 +1,4 @@
-"""Which source a sample of the run comes from, and which sample of the source: functions of (settings, index).
+"""The source of each sample of a run, and the number of the sample in it: functions of (settings, index).
 
 No state may live here, for the reason that `order` gives. Nothing here knows tokens.
 """

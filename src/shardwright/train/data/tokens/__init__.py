@@ -1,1 +1,6 @@
-"""Tokens of documents: tokenizers, chat templates, and the cache of tokens that workers fill."""
+"""Tokens of documents: tokenizers, chat templates, and the cache of tokens that workers fill.
+
+Read `cache` first: a source becomes a folder of tokens once. `workers` are the processes that do it, by `encoding`,
+with a tokenizer of `tokenizers` or `chat`; `assembly` puts their parts together. `tokens` maps the result into memory,
+and `growth` compares it with that of an earlier start. Rule: the tokens do not depend on the number of workers.
+"""

@@ -33,7 +33,6 @@ from shardwright.train.run.writing import write_text, writing
 from shardwright.train.step.evaluation import Sample, sample_text
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.step.reporting.memory_report import MemoryReporter
-from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.trainer import Trainer
 
@@ -170,7 +169,7 @@ def summary(
         f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *engine,
         *compiled,
-        f"  checkpoint      {checkpoint.step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
+        f"  checkpoint      {step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,

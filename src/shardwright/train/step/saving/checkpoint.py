@@ -36,31 +36,10 @@ from shardwright.train.run.position import (
     Position,
     answering,
     recovered_steps,
-    saved_steps,
     step_folder,
 )
-from shardwright.train.run.stored_checkpoint import RunCheckpoint, examine, what_is_missing
+from shardwright.train.run.stored_checkpoint import RunCheckpoint, examine
 from shardwright.train.run.writing import may_pass, unwritable
-
-__all__ = [
-    "LoadedRun",
-    "Position",
-    "SaveFailedError",
-    "continue_generators",
-    "load",
-    "load_newest",
-    "load_newest_weights",
-    "load_weights",
-    "save",
-    "save_in_background",
-    "saved_steps",
-    "shapes_of",
-    "step_folder",
-    "verified",
-    "wait",
-    "what_is_missing",
-    "with_weights",
-]
 
 Say = Callable[[str], None]
 T = TypeVar("T")

@@ -1,3 +1,0 @@
-"""Older import path of :class:`Damaged`."""
-
-from shardwright.checkpoint.format.digests import Damaged as Damaged
