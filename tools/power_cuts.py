@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load.checkpoints import read_description
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 ALONE = RankGroup(alone=True)
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwright.errors import Damaged
+
 if TYPE_CHECKING:
     from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
-    from shardwright.checkpoint.format.digests import Damaged
     from shardwright.checkpoint.format.index import UnknownVersion
     from shardwright.checkpoint.format.nested import nested
     from shardwright.checkpoint.load.checkpoints import StoredForm
@@ -82,7 +83,6 @@ __all__ = [
 
 _HOMES = {
     "AsyncCheckpoint": "asynchronous.saves",
-    "Damaged": "format.digests",
     "Joined": "pretrained.names",
     "KeyMap": "pretrained.names",
     "Loaded": "pretrained.load",

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
 from shardwright.checkpoint.format.archive import ALIGNMENT, container
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import UnknownVersion, check_coverage, parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
@@ -30,6 +29,7 @@ from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.support.pool import multirank, world_mesh
 
 DTYPES = [

@@ -16,7 +16,6 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.checkpoints import read_description
 from shardwright.checkpoint.load.loading import load_state
@@ -26,6 +25,7 @@ from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.places import LocalStore, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.checkpoint.kit.models import trained
 from tests.support.pool import multirank
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.kit.fake_store import FakeStore  # noqa: E402

@@ -18,11 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load import loading
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage import places
+from shardwright.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch import progress

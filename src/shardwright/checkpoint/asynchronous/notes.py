@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.checkpoint.format.digests import Damaged, sealed, unsealed
+from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import Part
 from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.save.writing import Written
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.errors import Damaged
 
 
 def leave(folder: Store, rank: int, attempt: str, written: Written) -> None:

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from shardwright import board as boards
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.names import files_of_save, note_of_rank
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.save.saving import SavePlan, open_save
@@ -34,6 +33,7 @@ from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_load import SHARED, state_to_save
 from shardwright.collective import RankGroup, described, raise_for
+from shardwright.errors import Damaged
 
 Failure = tuple[int, str]  #: number of the error's kind, and its text
 

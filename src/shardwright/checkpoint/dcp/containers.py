@@ -18,8 +18,8 @@ import torch
 from shardwright.checkpoint.dcp.folders import not_plain
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
 from shardwright.checkpoint.format.archive import zipped
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.storage.stores import Reader
+from shardwright.errors import Damaged
 
 LARGEST_DIRECTORY = 1 << 20  #: bytes of the list of records
 LARGEST_PICKLE = 1 << 26  #: bytes of a pickled value

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwright.checkpoint.dcp import containers
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import Part, StoredTensor
 from shardwright.checkpoint.format.nested import NamedTensor, meet
 from shardwright.checkpoint.storage.stores import Files, Reader
+from shardwright.errors import Damaged
 
 #: For parts that are not contiguous in their file: the steps between their elements, and the number of elements.
 Strides = dict[Part, tuple[tuple[int, ...], int]]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.errors import Damaged as Damaged
+from shardwright.errors import Damaged
 
 READ_AT_ONCE = 1 << 22
 SEAL = "sha256"  #: the key of a JSON object's digest of its other keys

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
+from shardwright.errors import Damaged
 
 FORMAT = "shardwright checkpoint"
 VERSION = 1

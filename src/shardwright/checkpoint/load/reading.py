@@ -17,12 +17,12 @@ from torch import Tensor
 
 from shardwright.checkpoint.dcp.foreign import Strides
 from shardwright.checkpoint.format.archive import memory_of
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import Part, StoredTensor
 from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, ignore, meet
 from shardwright.checkpoint.load.unreplaced import OpenFiles
 from shardwright.checkpoint.storage.stores import Files, Reader, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.errors import Damaged
 
 # -- compared with digests ---------------------------------------------------------------------------------------------
 

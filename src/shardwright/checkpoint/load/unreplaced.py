@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.storage.stores import Files, Reader
+from shardwright.errors import Damaged
 
 HELD = 256  #: files that a rank keeps open; systems allow a process 1,024 by default
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from shardwright import board as boards
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import Index, StoredValue, check_coverage
 from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore
@@ -38,6 +37,7 @@ from shardwright.checkpoint.save.writing import (
 from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 TensorForm = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
 _SMALL = 1 << 20  #: bytes of a whole tensor that need not be spread over ranks

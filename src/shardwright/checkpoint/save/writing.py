@@ -23,7 +23,6 @@ from torch import Tensor
 from shardwright._torch import flatten_state_dict, storage_info
 from shardwright._version import __version__
 from shardwright.checkpoint.format.archive import bytes_of, container, lengths
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import (
     Index,
     Part,
@@ -38,6 +37,7 @@ from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_
 from shardwright.checkpoint.format.nested import Progress, ignore
 from shardwright.checkpoint.storage.stores import Files, Writer, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.errors import Damaged
 
 
 class PartToWrite(NamedTuple):

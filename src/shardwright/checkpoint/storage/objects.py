@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import UnknownVersion, parse_index
 from shardwright.checkpoint.format.names import (
     INDEX,
@@ -25,6 +24,7 @@ from shardwright.checkpoint.format.names import (
     with_attempt,
 )
 from shardwright.checkpoint.storage.stores import Store, new_attempt
+from shardwright.errors import Damaged
 from shardwright.extend.registry import import_value
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does

@@ -21,10 +21,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES
 from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, sync_folder
+from shardwright.errors import Damaged
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 _LOCAL_URLS = ("file://", "local://")

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
-from shardwright.checkpoint.format.digests import Damaged, open_regular, read_regular, size_of
+from shardwright.checkpoint.format.digests import open_regular, read_regular, size_of
+from shardwright.errors import Damaged
 
 
 class Writer(Protocol):

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.nested import NestedState, ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
 from shardwright.checkpoint.load.loading import check_same_description, check_tensors, load_state
@@ -67,6 +66,7 @@ from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
+from shardwright.errors import Damaged
 
 MODEL, EXTRA = "model", "extra"
 GROUPS = f"{OPTIMIZER}.param_groups"
