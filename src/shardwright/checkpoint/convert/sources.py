@@ -160,9 +160,11 @@ def _of_checkpoint(path: Path | Store, checkpoint: Checkpoint) -> InputCheckpoin
 
     def values() -> Mapping[str, StoredValue]:
         with _named(path):
-            read = checkpoint.values_below({keys[0] for keys in checkpoint.keys.values()}, weights_only=True)
+            stored = checkpoint.values_below(
+                {keys[0] for keys in checkpoint.keys.values()}, weights_only=True
+            )
         return {
-            name: StoredValue(each.path, _filled(each.value, checkpoint.keys, read))
+            name: StoredValue(each.path, _filled(each.value, checkpoint.keys, stored))
             for name, each in state.values.items()
         }
 
@@ -197,10 +199,10 @@ def _state_of(checkpoint: Checkpoint) -> tuple[NestedState, dict[int, str]]:
     return state, names
 
 
-def _filled(value: Any, keys: Mapping[str, Keys], read: Mapping[Keys, Any]) -> Any:
+def _filled(value: Any, keys: Mapping[str, Keys], stored: Mapping[Keys, Any]) -> Any:
     """A nested value, whose leaves are names of stored values, with the values."""
     if isinstance(value, Mapping):
-        return {key: _filled(each, keys, read) for key, each in value.items()}
+        return {key: _filled(each, keys, stored) for key, each in value.items()}
     if isinstance(value, list):
-        return [_filled(each, keys, read) for each in value]
-    return read[keys[value]]
+        return [_filled(each, keys, stored) for each in value]
+    return stored[keys[value]]

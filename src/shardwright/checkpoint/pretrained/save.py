@@ -17,19 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright import board as boards
-from shardwright.checkpoint.pretrained.files import (
-    INDEX,
-    SafetensorsFile,
-    shard_names,
-    write_json,
-)
+from shardwright.checkpoint.pretrained.files import INDEX, SafetensorsFile, shard_names, write_json
 from shardwright.checkpoint.pretrained.folder import ModelFolder
-from shardwright.checkpoint.pretrained.model import (
-    ModelTensor,
-    at_rest,
-    first_rank,
-    mesh_of,
-)
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.storage.stores import publish
@@ -62,7 +52,7 @@ def save_pretrained(
 
     Args:
         model: plain, or sharded by ``fully_shard`` in any layout and strategy.
-        path: the folder; it must be new or empty, unless ``overwrite``.
+        path: the folder, or its URL ``file:///folder``; it must be new or empty, unless ``overwrite``.
         key_map: as for :func:`load_pretrained`. Pass the same key map to load these files. Default: for a model of
             transformers 5 the names under which transformers stores it, for other models the same names.
         max_shard_size: bytes of tensors in a file, as a number or such as "5 GB" or "512 MiB". A larger tensor gets a
