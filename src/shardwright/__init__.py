@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from shardwright.layout import Ragged, Strategy
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
+    from shardwright.planner.verdict import Verdict
+    from shardwright.tracing.loop import plan
     from shardwright.watching.api import Watch, watch
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
+    "Verdict",
     "Watch",
     "clip_grad_norm_",
     "comm_hooks",
@@ -103,6 +106,7 @@ __all__ = [
     "memory_report",
     "open_checkpoint",
     "optim",
+    "plan",
     "receive_weights",
     "register_fsdp_forward_method",
     "replace_torch",
@@ -165,6 +169,8 @@ _HOMES = {
     "share_comm_ctx": "shardwright.engine",
     "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
+    "plan": "shardwright.tracing.loop",
+    "Verdict": "shardwright.planner.verdict",
     "Watch": "shardwright.watching.api",
     "watch": "shardwright.watching.api",
 }

@@ -90,6 +90,8 @@ _is_batched = _probe(torch._C, "_functorch", "is_legacy_batchedtensor")
 _run_backward = _probe(torch.autograd, "_engine_run_backward")
 _probe(torch.autograd.graph, "_engine_run_backward")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
+_dispatch_mode = _probe(torch._C, "_get_dispatch_mode")
+_FAKE = _probe(torch._C, "_TorchDispatchModeKey").FAKE
 _peek_sequence_number = _probe(torch._C, "_autograd", "_get_sequence_nr")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
@@ -291,6 +293,11 @@ def modes_are_active() -> bool:
 def outside_dispatch_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees the operations of this thread."""
     return _disable_dispatch_modes()  # type: ignore[no-any-return]
+
+
+def infers_shapes(types: Iterable[type]) -> bool:
+    """Whether an operation runs on fake tensors, or inside the mode that makes them."""
+    return FakeTensor in types or _dispatch_mode(_FAKE) is not None
 
 
 def dispatches(kind: type) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.planner.devices import GIB, DeviceError, known_devices, parse_devices
+from shardwright.planner.devices import GIB, Device, DeviceError, known_devices, parse_devices
 from shardwright.planner.program import Alloc, Free, HostWait, Kernel, Mark, Owner, Phase, Program, Wait
-from shardwright.planner.text import as_json, lines_of
+from shardwright.planner.text import as_json
 from shardwright.planner.verdict import judge
 
 OWNERS = [Owner("parameters", "w", "", ""), Owner("activations", "", "mm float32 [2]", "model.py:3")]
@@ -28,6 +28,10 @@ def program(activation: int) -> Program:
     )  # fmt: skip
 
 
+def none() -> Device:
+    raise DeviceError("no GPU")
+
+
 def test_the_peak_names_its_owner() -> None:
     peak = program(GIB).peak()
     assert (peak.nbytes, peak.phase, peak.owner) == (11 * GIB, "forward", OWNERS[1])
@@ -42,7 +46,8 @@ def test_the_peak_names_its_owner() -> None:
 def test_answers(gib: float, answer: str, status: int) -> None:
     verdict = judge(program(int(gib * GIB)), known_devices()["h100"], 8)
     assert (verdict.answer, verdict.status) == (answer, status)
-    lines = lines_of(verdict)
+    lines = str(verdict).splitlines()
+    assert verdict.fits == (status == 0)
     assert all(len(line) < 120 for line in lines)
     assert lines[-1] == "peak     forward: mm float32 [2], model.py:3"
     assert ("are missing" in lines[0]) == (status == 3)
@@ -67,21 +72,21 @@ def test_each_device_has_a_source() -> None:
 def test_devices_of_users(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "Mine"\ngib = 48\n')
-    count, device = parse_devices(f"4x{path}")
+    count, device = parse_devices(f"4x{path}", none)
     assert (count, device.name, device.nbytes) == (4, "Mine", 48 * GIB)
-    assert parse_devices("H100")[0] == 1
+    assert parse_devices("H100", none)[0] == 1
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
         ("8xh10", "did you mean 'h100'"), ("0xh100", "at least 1"), ("", "NxDEVICE"), ("x", "NxDEVICE"),
-        ("2x/nowhere/mine.toml", "cannot read"), ("-1xh100", "NxDEVICE"),
+        ("2x/nowhere/mine.toml", "cannot read"), ("-1xh100", "NxDEVICE"), ("8xlocal", "no GPU"),
     ],
 )  # fmt: skip
 def test_wrong_devices(text: str, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
-        parse_devices(text)
+        parse_devices(text, none)
 
 
 @pytest.mark.parametrize("text", ["gib = 'much'", "gib = true", "gib = -1", "", "name = "])
@@ -89,7 +94,7 @@ def test_wrong_files_of_devices(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(DeviceError, match=r"expected gib|cannot read"):
-        parse_devices(str(path))
+        parse_devices(str(path), none)
 
 
 def test_torch_is_not_imported() -> None:

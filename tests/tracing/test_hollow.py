@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.planner.program import Program
-from shardwright.tracing.hollow import SMALL, UnknownValueError
+from shardwright.tracing.hollow import NUMBERS, SMALL, UnknownValueError
+from shardwright.tracing.kernels import META
 from shardwright.tracing.trace import trace
 
 LARGE = 256  #: a square of this side is far larger than ``SMALL``
@@ -72,6 +73,53 @@ def test_small_values_are_computed() -> None:
         assert table.nonzero().shape == (36, 2)
 
 
+POSITIONS = 100_000
+assert SMALL < POSITIONS * 8 < NUMBERS
+
+
+def test_many_integers_are_computed() -> None:
+    """Of positions transformers asks whether a sample has several documents."""
+    with trace(1, "cpu"):
+        positions = torch.arange(POSITIONS).unsqueeze(0).expand(2, -1)
+        assert (positions.diff(dim=-1) == 1).all()
+        assert (positions.contiguous() < POSITIONS).sum().item() == 2 * POSITIONS
+        assert positions.float().sum().shape == ()
+
+
+#: Integers that follow from values that no plan computes, or are too many.
+UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
+    "of numbers": lambda: torch.empty(POSITIONS).long(),
+    "of choices": lambda: torch.empty(POSITIONS, 2).argmax(-1),
+    "written": lambda: torch.arange(POSITIONS).copy_(torch.empty(POSITIONS)),
+    "after a sum": lambda: torch.arange(POSITIONS) + torch.empty(POSITIONS).sum().long(),
+    "too many": lambda: torch.arange(NUMBERS),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_integers_are_refused(name: str) -> None:
+    with pytest.raises(UnknownValueError), trace(1, "cpu"):
+        UNKNOWN[name]().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", ["2x3", "3x2", "2x2", "3x3"])
+def test_grouped_products_have_the_form_of_the_kernel(dims: str, dtype: torch.dtype) -> None:
+    """With rows that are no multiple of 16 bytes, too."""
+    groups, rows, inner, columns = 3, 24, 16, 20
+    shapes = {
+        "2x3": ((rows, inner), (groups, inner, columns)), "3x2": ((groups, columns, inner), (inner, rows)),
+        "2x2": ((columns, rows), (rows, columns)), "3x3": ((groups, rows, inner), (groups, inner, columns)),
+    }  # fmt: skip
+    one, other = (torch.zeros(shape, dtype=dtype) for shape in shapes[dims])
+    offs = None if dims == "3x3" else torch.tensor([8, 16, 24], dtype=torch.int32)
+    real = torch.ops.aten._grouped_mm(one, other, offs)
+    planned = META["aten::_grouped_mm"](
+        one.to("meta"), other.to("meta"), None if offs is None else offs.to("meta")
+    )
+    assert (planned.shape, planned.stride(), planned.dtype) == (real.shape, real.stride(), real.dtype)
+
+
 BLOCKS: dict[str, tuple[Callable[[], Any], int]] = {
     "view": (lambda: [x := torch.empty(LARGE, LARGE), x.t(), x[1:], x.view(-1)], 1),
     "sum": (lambda: [x := torch.empty(LARGE, LARGE), x + 1], 2),
@@ -120,21 +168,34 @@ def test_a_gpu_norm_keeps_its_input_and_a_number_for_each_row() -> None:
     assert saved_by(norm, shape, torch.bfloat16, "cpu") > shape.numel() * 4
 
 
-#: Query heads, key heads, dtype, mask: the kernel on a GPU.
+#: Query heads, key heads, dtype, mask, widths of heads: the kernel on a GPU.
 KERNELS = {
     (4, 4, torch.bfloat16, False): "flash", (4, 2, torch.bfloat16, False): "flash",
     (4, 4, torch.float32, False): "efficient", (4, 4, torch.bfloat16, True): "efficient",
     (4, 2, torch.float32, False): "softmax", (4, 2, torch.bfloat16, True): "softmax",
+    (4, 4, torch.bfloat16, False, 64, 32): "efficient", (4, 4, torch.bfloat16, True, 60): "softmax",
+    (4, 2, torch.bfloat16, False, 64, 32): "softmax",
 }  # fmt: skip
 
 
+def test_small_tensors_take_the_kernels_of_a_gpu_too() -> None:
+    """The CPU has no such kernel, which would compute them."""
+    with trace(1, "cuda"):
+        q, k, v = (torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        output.sum().backward()
+        assert q.grad is not None and q.grad.shape == q.shape
+
+
 @pytest.mark.parametrize("case", KERNELS, ids=str)
-def test_attention_takes_the_kernel_of_a_gpu(case: tuple[int, int, torch.dtype, bool]) -> None:
-    heads, key_heads, dtype, masked = case
+def test_attention_takes_the_kernel_of_a_gpu(case: tuple[Any, ...]) -> None:
+    heads, key_heads, dtype, masked, *widths = case
+    width = widths[0] if widths else 64
 
     def body() -> Any:
-        q = torch.empty(2, heads, LARGE, 64, dtype=dtype, requires_grad=True)
-        k, v = (torch.empty(2, key_heads, LARGE, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+        q = torch.empty(2, heads, LARGE, width, dtype=dtype, requires_grad=True)
+        k = torch.empty(2, key_heads, LARGE, width, dtype=dtype, requires_grad=True)
+        v = torch.empty(2, key_heads, LARGE, (widths or [64])[-1], dtype=dtype, requires_grad=True)
         mask = torch.ones(LARGE, LARGE, dtype=torch.bool) if masked else None
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=not masked, enable_gqa=heads != key_heads

@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.train.run.position import recorded_step, saved_steps
+from shardwright.train.run.metrics import recorded_step
+from shardwright.train.run.position import saved_steps
 from tools.faults.campaign import Setting, digest_of
 from tools.faults.history import History, Place
 from tools.faults.points import Fault, is_writer, writers_of

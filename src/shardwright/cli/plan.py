@@ -10,50 +10,78 @@ from shardwright.cli.parsing import Parser
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
+    from shardwright.planner.devices import Device
     from shardwright.train.commands.plan import Keys
     from shardwright.train.config import Config
 
 
 def _run(call: Call) -> int:
     # argparse would report missing arguments before misspelt options.
-    for name, value in (("CONFIG.toml", call.options.config), ("--on NxDEVICE", call.options.on)):
+    for name, value in (("CONFIG.toml or hf:MODEL", call.options.config), ("--on NxDEVICE", call.options.on)):
         if value is None:
             raise UserError(f"plan: expected {name}, found none; see shardwright plan --help")
 
     from shardwright.planner.devices import DeviceError, parse_devices
 
     try:
-        ranks, device = parse_devices(call.options.on)
+        ranks, device = parse_devices(call.options.on, _local_device)
     except DeviceError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"--on: {error}") from error
 
-    from shardwright.train.config import load_config
+    from shardwright.train.config import assumed, load_config
+    from shardwright.train.config.planned import check_planned
     from shardwright.train.models.vocabulary import with_vocabulary
 
-    def configured(keys: Keys) -> Config:
-        overrides = [*call.overrides, *keys]
-        return with_vocabulary(load_config(Path(call.options.config), overrides, ranks=ranks))
+    job, assumes = call.options.config, call.options.config.startswith(assumed.PREFIX)
 
-    configured(())  # mistakes are reported before PyTorch is imported
+    def of_file(keys: Keys) -> Config:
+        return with_vocabulary(load_config(Path(job), [*call.overrides, *keys], ranks=ranks))
+
+    configured = assumed.assumed_job(job, call.overrides, ranks) if assumes else of_file
+    check_planned(configured(()))  # mistakes are reported before PyTorch is imported
 
     from shardwright.train.commands.plan import plan
 
-    return plan(configured, ranks, device, call.options.json)
+    options = call.options
+    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
+    return plan(
+        configured,
+        ranks,
+        device,
+        options.json,
+        unset,
+        names_edits=not options.no_edits,
+        caches=not options.no_cache,
+    )
+
+
+def _local_device() -> Device:
+    from shardwright.tracing.local import local_device
+
+    return local_device()
 
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright plan CONFIG.toml --on NxDEVICE [--json]\n"
+        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits] [--no-cache]\n"
         "                        [--section.key value ...] [--debug]"
     )
     parser.add_argument(
-        "config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML; it is not started"
-    )
+        "config", metavar="CONFIG.toml", nargs="?",
+        help="the job, in TOML, which is not started; or hf: with the folder of a model of transformers, or its name "
+        "on the hub: only its config.json is read, and the rest of the job is assumed",
+    )  # fmt: skip
     parser.add_argument(
         "--on", metavar="NxDEVICE",
-        help="the devices, such as 8xh100: a name, or a .toml file with the memory of a device as `gib`",
+        help="the devices, such as 8xh100: a name, a .toml file with the memory of a device as `gib`, or local, this "
+        "machine's GPU",
     )  # fmt: skip
+    parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")
+    parser.add_argument(
+        "--no-cache", action="store_true",
+        help="plan again, and keep nothing; other plans are kept in ~/.cache/shardwright, or below $XDG_CACHE_HOME",
+    )  # fmt: skip
 
 
 COMMAND = Command(

@@ -87,7 +87,7 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         )
     config = load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None)
     if resume is not None:
-        from shardwright.train.run.folder import as_saved
+        from shardwright.train.run.finding import as_saved
 
         config = as_saved(config, resume)
     return config, resume
@@ -96,7 +96,7 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
 def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str]:
     """The configuration of a job that begins or goes on in its `run.dir`."""
     from shardwright.train.config import load_config
-    from shardwright.train.run.folder import CONTINUE, as_saved
+    from shardwright.train.run.finding import CONTINUE, as_saved
 
     if options.config is None or options.resume is not None:
         raise UserError(

@@ -26,7 +26,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from shardwright.train.config import load_config
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import last_record, step_folder
+from shardwright.train.run.metrics import last_record
+from shardwright.train.run.position import step_folder
 
 RUN = "run"
 """The run's folder in Ray's folder of the experiment."""

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from shardwright._torch import outside_dispatch_modes
 from shardwright.optim.kept import Kept, prepared
 
 #: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times
@@ -301,7 +302,8 @@ def _values(moment: str, device: torch.device) -> Tensor:
         count = 2 ** (decade if signed else decade + 1)
         positive += [(0.1 + 0.9 * (i + 0.5) / count) * 10.0 ** (decade - 6) for i in range(count)]
     negative = [-v for v in positive if v > min(positive)] if signed else []  # one fewer: 256 in all
-    return torch.tensor(sorted([*negative, 0.0, *positive]), device=device)
+    with outside_dispatch_modes():  # the table stays, so a mode around its first use must not change it
+        return torch.tensor(sorted([*negative, 0.0, *positive]), device=device)
 
 
 def _nearest(moment: str, scaled: Tensor) -> Tensor:
@@ -315,6 +317,11 @@ def _nearest(moment: str, scaled: Tensor) -> Tensor:
 @functools.cache
 def _bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The largest number of each code, and for each high half of a float32 its lowest code."""
+    with outside_dispatch_modes():
+        return _new_bounds(moment, device)
+
+
+def _new_bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
     values = _values(moment, torch.device("cpu")).double()
     middle = (values[1:] + values[:-1]) / 2  # exact; comparing with it rounded down is exact, too
     bounds = middle.float()

@@ -9,8 +9,9 @@ the end of such a segment alone. Garbage collection takes the oldest segments, a
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwright.planner.program import Alloc, Event, Free
 
@@ -52,6 +53,49 @@ class Rules:
     max_split: int | None = None
     divisions: int = 0
     collect_above: float = 0.0
+
+    @classmethod
+    def of(cls, variables: Mapping[str, str]) -> Rules:
+        """The settings in environment variables.
+
+        Raises:
+            ValueError: a setting that is not modelled here, or a value that PyTorch refuses.
+        """
+        name = _variable(variables)
+        values: dict[str, Any] = {}
+        for part in filter(None, variables.get(name, "").replace(" ", "").split(",")):
+            key, _, text = part.partition(":")
+            try:
+                field, read = _SETTINGS[key]
+                values[field] = read(text)
+            except (KeyError, ValueError):
+                raise ValueError(
+                    f"{name}: expected settings of {', '.join(_SETTINGS)}, each with one value, found {part!r}, which "
+                    "no plan covers"
+                ) from None
+        return cls(**values)
+
+
+def _variable(variables: Mapping[str, str]) -> str:
+    return next((each for each in CONF if variables.get(each)), CONF[-1])
+
+
+def with_setting(variables: Mapping[str, str], setting: str) -> str:
+    """The assignment of an environment variable that adds a setting, as a shell takes it."""
+    name = _variable(variables)
+    return f"{name}={','.join(filter(None, (variables.get(name), setting)))}"
+
+
+def _flag(text: str) -> bool:
+    return {"True": True, "False": False}[text]
+
+
+CONF = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  #: the first one that is set counts
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "expandable_segments": ("expandable", _flag),
+    "max_split_size_mb": ("max_split", lambda text: int(text) << 20),
+    "roundup_power2_divisions": ("divisions", int),
+}
 
 
 class _Block:

@@ -70,7 +70,8 @@ class Owner(NamedTuple):
     Attributes:
         group: ``parameters``, ``gradients``, ``optimizer``, ``slabs``, ``activations``, ``temporary`` or
             ``other``.
-        unit: the parameter or the slab, by name; empty for what a step makes.
+        unit: the parameter or the slab, by name; for what a step makes the module whose forward or backward makes it,
+            empty outside of all modules.
         what: the kind of slab, or the operation with the shape and dtype of its result.
         line: file and line of the model's code, as ``losses.py:118``; empty if there is none.
     """

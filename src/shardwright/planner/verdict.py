@@ -6,6 +6,7 @@ Four classes of figures stay apart. *exact*: tensors whose sizes the engine know
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,9 +68,65 @@ class Verdict:
         return {group: nbytes for group, nbytes in self.peak.by_group().items() if group not in EXACT}
 
     @property
+    def fits(self) -> bool:
+        """Whether it fits, also if only barely."""
+        return self.answer != "no"
+
+    @property
     def status(self) -> int:
         """The exit status of a process that asks: 0, or 3 if it does not fit."""
-        return 3 if self.answer == "no" else 0
+        return 0 if self.fits else 3
+
+    def __str__(self) -> str:
+        """The lines that ``shardwright plan`` prints below the model's."""
+        usage, peak = self.usage, self.peak
+        least, most = (in_gib(each) for each in self.runtime)
+        missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
+        if missing and self.answer == "barely":
+            missing += ", which PyTorch's allocator gets by emptying its cache in each step"
+        rows = [
+            ("fits?", _ANSWERS[self.answer] + missing),
+            (
+                "",
+                f"{in_gib(usage.reserved)} GiB reserved of {in_gib(self.room)}, which are the "
+                f"{in_gib(self.device.nbytes)} of {self.device.name} less a runtime of {most}",
+            ),
+            ("exact", _sum(self.exact)),
+            ("traced", _sum(self.traced)),
+            (
+                "cache",
+                f"{in_gib(self.cached):>7}  reserved and not live when most is reserved: PyTorch's allocator",
+            ),
+            ("runtime", f"{most:>7}  CUDA context and NCCL, between {least} and {most}; not measured here"),
+            ("peak", peak_in_words(peak)),
+        ]
+        return "\n".join(f"{head:8} {text}" for head, text in rows)
+
+
+_ANSWERS = {
+    "yes": "YES",
+    "barely": f"BARELY: less room is left than the {MARGIN:.0%} by which the plan may be off",
+    "no": "NO",
+}
+
+
+def peak_in_words(peak: Peak) -> str:
+    """The moment of a peak, in a line."""
+    owner = peak.owner
+    if not owner.what:  # a tensor that has a name
+        return f"{peak.phase}: {owner.group}, {owner.unit}"
+    moment = f"{peak.phase} of {owner.unit}" if owner.unit else peak.phase
+    return f"{moment}: {owner.what}" + (f", {owner.line}" if owner.line else "")
+
+
+def in_gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"
+
+
+def _sum(groups: Mapping[str, int]) -> str:
+    shown = [(name, nbytes) for name, nbytes in groups.items() if round(nbytes / GIB, 2) > 0]
+    parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in shown)
+    return f"{in_gib(sum(groups.values())):>7}  {parts or 'less than 0.01 GiB each'}"
 
 
 def room_of(device: Device, runtime: tuple[int, int]) -> int:

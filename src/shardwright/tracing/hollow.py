@@ -13,10 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright._torch import FakeTensor, TorchDispatchMode, dispatches, outside_dispatch_modes
+from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes
+from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, reader_of_value
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
+#: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
+#: models ask whether a sample has one document.
+NUMBERS = 4 << 20
+_OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
     {
@@ -33,13 +38,15 @@ class UnknownValueError(Exception):
     Args:
         what: what it reads.
         line: the file and line that reads it.
+        way: another way round, for the end of the message.
     """
 
-    def __init__(self, what: str, line: str) -> None:
+    def __init__(self, what: str, line: str, way: str = "") -> None:
         super().__init__(
             f"{line or 'PyTorch'} reads {what}, and a plan computes no values of large tensors and of what follows "
-            "from them. Leave this out while the model is planned, or let it depend on shapes alone"
+            f"from them. Leave this out while the model is planned, or let it depend on shapes alone{way}"
         )
+        self.what, self.line = what, line
 
 
 class _Form(NamedTuple):
@@ -65,25 +72,36 @@ class _Result(NamedTuple):
     shapes: tuple[_Shape | None, ...]
 
 
+#: Facts of operations, and results on meta tensors, of all traces of this process.
+_FORMS: dict[Any, _Form] = {}
+_RESULTS: dict[Any, _Result | None] = {}
+
+
 class Hollow(TorchDispatchMode):
     """Inside the context, tensors on the CPU larger than ``SMALL`` have no content.
 
     Args:
         recorder: gets the blocks and kernels.
+        value: the number that a program reads from a tensor of one element whose value was not computed; None: an
+            error.
 
     Raises:
         UnknownValueError: inside the context, a program reads a value that was not computed.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, value: float | None = None) -> None:
         super().__init__()
-        self._recorder = recorder
-        self._forms: dict[Any, _Form] = {}
-        self._results: dict[Any, _Result | None] = {}
+        self._recorder, self._value = recorder, value
+        self._forms = _FORMS
+        self._results = _RESULTS
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper takes time in each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:  # DTensor asks for shapes
+        if infers_shapes(types):  # DTensor asks for shapes; it makes tensors only for that
             return func(*args, **kwargs)
         for kind in types:
             if kind is not Tensor and kind is not torch.nn.Parameter and dispatches(kind):
@@ -102,24 +120,33 @@ class Hollow(TorchDispatchMode):
         if form.namespace == "c10d":
             return self._communicate(func, form, tensors, args, kwargs)
         if form.name == "_local_scalar_dense":
+            if self._value is not None and not self._is_known(tensors[0]):
+                return torch.tensor(self._value, dtype=tensors[0].dtype).tolist()
             self._check_known(tensors, "item")
             return func(*args, **kwargs)
         if form.name == "resize_" and not args[0].is_meta:
             func(*args, **kwargs)
             self._recorder.resized(args[0].untyped_storage())
             return args[0]
-        if any(each.is_meta for each in tensors) or _wants_meta(kwargs):
+        if _stays_on_meta(form.name, tensors, kwargs):
             return func(*args, **kwargs)
         if form.name == "equal" and not all(map(self._is_known, tensors)):
             self._check_known(tensors, "equal")
             return True
-        small = all(map(_has_content, tensors))
+        small = all(map(self._has_content, tensors))
         result = None if _writes_only(func) else self._result(func, args, kwargs, small)
         shapes = result.shapes if result is not None else ()
-        if small and all(shape is None or shape.nbytes <= SMALL for shape in shapes):
-            out = func(*args, **kwargs)
-            self._know(out, form, all(map(self._is_known, tensors)))
-            return out
+        if small:
+            known = all(map(self._is_known, tensors))
+            if all(shape is None or shape.nbytes <= _most(shape.dtype, known) for shape in shapes):
+                try:
+                    out = func(*args, **kwargs)
+                except NotImplementedError:  # a kernel of GPUs alone
+                    if result is None:
+                        raise
+                else:
+                    self._know(out, form, known)
+                    return out
         if form.writes:
             out = self._written(func, form, args, kwargs, result)
         else:
@@ -154,7 +181,7 @@ class Hollow(TorchDispatchMode):
         if any(each.name == "device" for each in func._schema.arguments):
             made[1]["device"] = torch.device("meta")
         try:
-            value = func(*made[0], **made[1])
+            value = META.get(func._schema.name, func)(*made[0], **made[1])
         except NotImplementedError as error:
             if not small:
                 raise UnknownValueError(f"the size of a result of {func}", reader_of_value()) from error
@@ -195,7 +222,7 @@ class Hollow(TorchDispatchMode):
         tensors: list[Tensor] = []
         _collect(written, tensors)
         for each in tensors:
-            if not each.is_meta and _has_content(each):
+            if not each.is_meta and self._has_content(each):
                 each.zero_()  # its memory may hold anything, and somebody may read it
                 self._recorder.note_without_values(each)
         if not returns:
@@ -205,8 +232,15 @@ class Hollow(TorchDispatchMode):
         assert result is not None
         return self._make(result, form)
 
+    def _has_content(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed, and so is all of its storage."""
+        storage = tensor.untyped_storage().nbytes()
+        return max(_size(tensor), storage) <= SMALL or (
+            storage <= NUMBERS and self._recorder.is_computed(tensor)
+        )
+
     def _is_known(self, tensor: Tensor) -> bool:
-        return _has_content(tensor) and not self._recorder.is_without_values(tensor)
+        return self._has_content(tensor) and not self._recorder.is_without_values(tensor)
 
     def _check_known(self, tensors: list[Tensor], operation: str) -> None:
         """Refuse a read of a value that was not computed, except by the trainer and the engine: they get zero."""
@@ -226,8 +260,12 @@ class Hollow(TorchDispatchMode):
                 line, in_engine = self._recorder.note_line()
                 group = OF_ENGINE if in_engine else BY_LIFE
                 self._recorder.know(each, _in_words(form.name, each), line, group)
-            if not is_known and _is_plain(each):
+            if not _is_plain(each):
+                continue
+            if not is_known:
                 self._recorder.note_without_values(each)
+            elif not each.is_meta and each.untyped_storage().nbytes() > SMALL:
+                self._recorder.note_computed(each)
 
     def _note(self, form: _Form, tensors: list[Tensor], out: Any) -> None:
         outs: list[Tensor] = []
@@ -276,14 +314,22 @@ def _writes_only(func: Any) -> bool:
     return all(each.alias_info is not None for each in func._schema.returns)
 
 
-def _wants_meta(kwargs: dict[str, Any]) -> bool:
+def _stays_on_meta(name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether the result is on the meta device, or is an error there. ``to_empty`` takes one from it to the CPU."""
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
+    kind = "cpu" if device is None else torch.device(device).type
+    if kind not in ("cpu", "meta"):
+        raise ValueError(
+            f"a plan runs on the CPU in place of the GPU: expected the device 'cpu' for a new tensor, found {kind!r}"
+        )
+    if kind == "meta" or not any(each.is_meta for each in tensors):
+        return kind == "meta"
+    return device is None or name == "_to_copy"
 
 
-def _has_content(tensor: Tensor) -> bool:
-    """Whether a tensor is computed: its memory is small, and not a part of a large one."""
-    return _size(tensor) <= SMALL and tensor.untyped_storage().nbytes() <= SMALL
+def _most(dtype: torch.dtype, known: bool) -> int:
+    """The bytes up to which a result is computed. `known`: it follows from values that were computed."""
+    return NUMBERS if known and dtype in _OF_NUMBERS else SMALL
 
 
 def _size(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Functions for which a GPU has another kernel than the CPU. Traces save for backward what the GPU's kernel saves.
 
-Sources: ``sdp_utils.cpp``, ``attention.cpp`` and ``layer_norm.cpp`` in ``aten/src/ATen/native`` of PyTorch 2.13.
+Sources: ``sdp_utils.cpp``, ``attention.cpp``, ``layer_norm.cpp`` and
+``GroupedMMUtils.h`` in ``aten/src/ATen/native`` of PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -37,17 +38,20 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Flash attention in float16 and bfloat16 without a mask; else the memory-efficient kernel, which has no groups of
-    heads; else the formula."""
+    """Flash attention in float16 and bfloat16 without a mask, for heads of one width; else the memory-efficient kernel,
+    which has no groups of heads; else the formula."""
     grouped = query.shape[-3] != key.shape[-3]
+    width, of_values = query.shape[-1], value.shape[-1]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = zeros.masked_fill_(attn_mask.logical_not(), float("-inf"))
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.dim() == 4 and half and attn_mask is None and query.shape[-1] <= 256:
+    if query.dim() == 4 and half and attn_mask is None and width == of_values and width <= 256:
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if query.dim() == 4 and not grouped and (half or query.dtype == torch.float32):
+    step = 16 // query.dtype.itemsize  # elements
+    aligned = width % step == 0 and of_values % step == 0
+    if query.dim() == 4 and not grouped and aligned and (half or query.dtype == torch.float32):
         efficient = _aten._scaled_dot_product_efficient_attention
         saves = query.requires_grad or key.requires_grad or value.requires_grad
         return efficient(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
@@ -82,3 +86,30 @@ class _FusedNorm(torch.autograd.Function):
         of_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         return of_input, of_weight, None
+
+
+def _grouped_mm(
+    one: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows of 16 bytes or a multiple, as ``create_grouped_gemm_output_tensor`` makes them."""
+    size: tuple[int, ...]
+    if one.dim() == other.dim() == 2:
+        assert offs is not None
+        size = offs.shape[0], one.shape[0], other.shape[1]
+    elif one.dim() == other.dim():
+        size = one.shape[0], one.shape[1], other.shape[2]
+    else:
+        size = one.shape[-2], other.shape[-1]
+    dtype = out_dtype or one.dtype
+    step = 16 // dtype.itemsize
+    row = -(-size[-1] // step) * step
+    stride = (size[-2] * row, row, 1)[-len(size) :]
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+#: Meta kernels in place of PyTorch's, which refuses float32 here.
+META = {"aten::_grouped_mm": _grouped_mm}

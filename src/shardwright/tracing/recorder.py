@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -38,12 +39,14 @@ class Recorder:
         stream: the stream that is current.
         now: live bytes.
         current_phase: the phase.
+        modules: the names of the modules whose forward runs, the innermost last.
     """
 
     def __init__(self) -> None:
         self.stream = COMPUTE
         self.now = 0
         self.current_phase = ""
+        self.modules: list[str] = []
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
         self._blocks: dict[int, int] = {}  #: the block of a storage, by the address of the storage's object
@@ -51,14 +54,17 @@ class Recorder:
         self._sizes: dict[int, int] = {}  #: of live blocks
         self._claims: dict[int, Owner] = {}
         self._without_values: set[int] = set()  #: blocks whose content is not what the program would compute
+        self._computed: set[int] = set()  #: large blocks with content
         self._marks = 0
-        self._lines: dict[int, str] = {}  #: of forward, by autograd's sequence number
+        #: The line and the module of forward, by autograd's sequence number.
+        self._lines: dict[int, tuple[str, str]] = {}
+        self._module = ""
 
     # -- memory
 
-    def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "") -> int:
+    def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "", module: str = "") -> int:
         """A new block; returns its number."""
-        owner = Owner(group, "", what, line)
+        owner = Owner(group, module, what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
         self._events.append(Alloc(block, nbytes, self.stream, index))
@@ -72,6 +78,7 @@ class Recorder:
         if nbytes is not None:
             self.now -= nbytes
             self._without_values.discard(block)
+            self._computed.discard(block)
             self._events.append(Free(block))
 
     def know(self, tensor: torch.Tensor, what: str, line: str = "", group: str = BY_LIFE) -> None:
@@ -80,7 +87,7 @@ class Recorder:
         key = storage._cdata
         if key in self._blocks or not storage.nbytes():
             return
-        self._blocks[key] = self.take(storage.nbytes(), what, group, line)
+        self._blocks[key] = self.take(storage.nbytes(), what, group, line, self._module)
         self._watch(storage)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -118,6 +125,15 @@ class Recorder:
     def is_without_values(self, tensor: torch.Tensor) -> bool:
         return self.block_of(tensor) in self._without_values
 
+    def note_computed(self, tensor: torch.Tensor) -> None:
+        """A large tensor has the content that the program would compute."""
+        block = self.block_of(tensor)
+        if block is not None:
+            self._computed.add(block)
+
+    def is_computed(self, tensor: torch.Tensor) -> bool:
+        return self.block_of(tensor) in self._computed
+
     def claim(self, group: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give the blocks of tensors their group and names."""
         for name, tensor in named:
@@ -131,9 +147,15 @@ class Recorder:
         In backward it is the line of forward whose gradient is computed. In forward the line is noted for that.
         """
         line, in_engine = caller()
-        if not torch.is_grad_enabled():
-            return (self._lines.get(number_of_running_node(), "") if in_backward() else line), in_engine
-        self._lines.setdefault(number_of_next_node() - 1, line)
+        module = self.modules[-1] if self.modules else ""
+        if torch.is_grad_enabled() and (number := number_of_next_node() - 1) >= 0:
+            self._lines.setdefault(number, (line, module))
+        if in_backward():
+            of_forward = self._lines.get(number_of_running_node(), ("", ""))
+            module = module or of_forward[1]
+            if not torch.is_grad_enabled():
+                line = of_forward[0]
+        self._module = module
         return line, in_engine
 
     # -- streams and kernels
@@ -177,7 +199,8 @@ class Recorder:
         phases: list[str] = []
         name = ""
         ends: dict[int, int] = {}
-        for i, event in enumerate(self._events):
+        written = _ordered(self._events)
+        for i, event in enumerate(written):
             if isinstance(event, Phase):
                 name = event.name
             elif isinstance(event, Free):
@@ -186,7 +209,7 @@ class Recorder:
         owners = list(self._owners)
         index = dict(self._owners)
         events: list[Event] = []
-        for i, event in enumerate(self._events):
+        for i, event in enumerate(written):
             if isinstance(event, Alloc):
                 owner = owners[event.owner]
                 if (claim := self._claims.get(event.block)) is not None:
@@ -197,13 +220,31 @@ class Recorder:
                     owner = owner._replace(group=_group(owner.group, phases[i], freed))
                 event = event._replace(owner=index.setdefault(owner, len(index)))
             events.append(event)
-        used = sorted({each.owner for each in events if isinstance(each, Alloc)})
+        used = dict.fromkeys(each.owner for each in events if isinstance(each, Alloc))
         number = {old: new for new, old in enumerate(used)}
         everyone = list(index)
         return Program(
             [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
             [everyone[old] for old in used],
         )
+
+
+def _ordered(events: list[Event]) -> list[Event]:
+    """The events, with the blocks that are freed one after another in the order of their numbers.
+
+    Python frees what a set holds in an order that differs between processes.
+    """
+    ordered: list[Event] = []
+    freed: list[Free] = []
+    for event in events:
+        if isinstance(event, Free):
+            freed.append(event)
+            continue
+        if freed:
+            ordered += sorted(freed) if len(freed) > 1 else freed
+            freed = []
+        ordered.append(event)
+    return ordered + sorted(freed)
 
 
 def _group(group: str, taken: str, freed: str | None) -> str:
@@ -224,6 +265,7 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
 _TRACING = os.path.dirname(__file__) + os.sep
+_READING = _OWN + "_torch.py"  #: which watches reads
 
 
 def reader_of_value() -> str:
@@ -231,10 +273,24 @@ def reader_of_value() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, "<")) and (not name.startswith(_OWN) or name.startswith(_SHOWN)):
+        if not name.startswith((_TORCH, _TRACING, _READING, "<")):
             return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+#: By file: whose code it has.
+_whose: dict[str, int] = {}
+_OF_TORCH, _OF_TRACING, _OF_ENGINE, _OF_MODEL = range(4)
+
+
+def _owner_of(file: str) -> int:
+    if file.startswith(_OWN) and not file.startswith(_SHOWN):
+        whose = _OF_TRACING if file.startswith(_TRACING) else _OF_ENGINE
+    else:
+        whose = _OF_TORCH if file.startswith((_TORCH, "<")) else _OF_MODEL
+    _whose[file] = whose
+    return whose
 
 
 def caller() -> tuple[str, bool]:
@@ -243,10 +299,18 @@ def caller() -> tuple[str, bool]:
     frame = sys._getframe(1)
     in_engine = False
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_OWN) and not name.startswith(_SHOWN):
-            in_engine = in_engine or not name.startswith(_TRACING)
-        elif not name.startswith((_TORCH, "<")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}", in_engine
+        file = frame.f_code.co_filename
+        whose = _whose.get(file)
+        if whose is None:
+            whose = _owner_of(file)
+        if whose == _OF_MODEL:
+            return _line(file, frame.f_lineno), in_engine
+        if whose == _OF_ENGINE:
+            in_engine = True
         frame = frame.f_back  # type: ignore[assignment]
     return "", in_engine
+
+
+@functools.lru_cache(4096)
+def _line(file: str, number: int) -> str:
+    return f"{os.path.basename(file)}:{number}"

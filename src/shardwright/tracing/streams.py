@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 from shardwright.comm.streams import HostStreams
 from shardwright.tracing.recorder import Recorder
@@ -42,3 +44,66 @@ class RecordedStreams(HostStreams):
     def host_wait(self, mark: Any) -> None:
         if mark is not None:
             self._recorder.host_wait(mark)
+
+
+@contextmanager
+def streams_of_torch(recorder: Recorder) -> Iterator[None]:
+    """Inside the context the streams and events of ``torch.cpu``, which do nothing, are those of an accelerator.
+
+    Torch's FSDP2 queues gathers and reductions on them.
+    """
+    streams: dict[str, Stream] = {}
+
+    class Event:
+        number: int | None = None
+
+        def record(self, stream: Stream | None = None) -> None:
+            self.number = recorder.mark((stream or current_stream()).name)
+
+        def wait(self, stream: Stream | None = None) -> None:
+            if self.number is not None:
+                recorder.wait((stream or current_stream()).name, self.number)
+
+        def synchronize(self) -> None:
+            if self.number is not None:
+                recorder.host_wait(self.number)
+
+        def query(self) -> bool:
+            return True
+
+    class Stream:
+        def __init__(self, priority: int = 0, name: str = "") -> None:
+            self.name = name or f"torch {len(streams)}"
+            streams[self.name] = self
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def wait_event(self, event: Event) -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: Stream) -> None:
+            self.wait_event(stream.record_event())
+
+        def synchronize(self) -> None:
+            self.record_event().synchronize()
+
+    def current_stream(device: Any = None) -> Stream:
+        return streams.get(recorder.stream) or Stream(name=recorder.stream)
+
+    @contextmanager
+    def stream(other: Stream | None) -> Iterator[None]:
+        with nullcontext() if other is None else recorder.on(other.name):
+            yield
+
+    replaced = {"Stream": Stream, "Event": Event, "current_stream": current_stream, "stream": stream}
+    before = {name: getattr(torch.cpu, name) for name in replaced}
+    try:
+        for name, value in replaced.items():
+            setattr(torch.cpu, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(torch.cpu, name, value)

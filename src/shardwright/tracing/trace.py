@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from shardwright._torch import absent_ranks, local_of, watch_reads, watch_resizes
+from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
 from shardwright.tracing.hollow import Hollow
 from shardwright.tracing.kernels import kernels_of_cuda
 from shardwright.tracing.recorder import Recorder
-from shardwright.tracing.streams import RecordedStreams
+from shardwright.tracing.streams import RecordedStreams, streams_of_torch
 
 CPU = torch.device("cpu")
 
@@ -41,50 +41,64 @@ class _Slabs:
 
 
 @contextmanager
-def trace(ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Iterator[Recorder]:
+def trace(
+    ranks: int, kind: Literal["cpu", "cuda"] = "cuda", value: float | None = None
+) -> Iterator[Recorder]:
     """Inside the context code runs as rank 0 of so many ranks, on hollow tensors on the CPU.
 
-    ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU.
+    ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU. ``value``: as for
+    :class:`Hollow`.
     """
     recorder = Recorder()
     with ExitStack() as stack:
+        stack.enter_context(_without_collections())
         stack.enter_context(absent_ranks(ranks))
+        stack.enter_context(_without_accelerator())
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
+            stack.enter_context(streams_of_torch(recorder))
             stack.enter_context(kernels_of_cuda())
         stack.enter_context(watch_resizes(recorder.resized))
         stack.enter_context(observe(_Slabs(recorder)))
-        hollow = Hollow(recorder)
+        hollow = Hollow(recorder, value)
         stack.enter_context(watch_reads(hollow.check_read))
         stack.enter_context(hollow)
         yield recorder
 
 
-def claim_training(recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Say which blocks have the parameters and buffers of a model, and the state of its optimizer."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    recorder.claim("parameters", ((name, _local(tensor)) for name, tensor in named))
-    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        recorder.claim("optimizer", ((names.get(parameter, ""), each) for each in _tensors(state)))
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside the context Python does not look for cycles: a collection would free their blocks at a random event."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-def claim_gradients(recorder: Recorder, model: nn.Module) -> None:
-    """Say which blocks have the gradients of a model."""
-    with_gradient = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    recorder.claim("gradients", ((name, _local(gradient)) for name, gradient in with_gradient))
+@contextmanager
+def _without_accelerator() -> Iterator[None]:
+    """Inside the context a mesh without a named device is one of the CPU, also on a machine with GPUs. Autocast of a
+    GPU, which would do nothing to tensors of the CPU, is refused."""
+    plain, plain_autocast = torch.accelerator.is_available, torch.autocast.__init__
 
+    def autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+    ) -> None:
+        if enabled and device_type != "cpu":
+            raise ValueError(
+                f"a plan runs on the CPU in place of the GPU: found autocast for {device_type!r}, which would change "
+                "nothing there. Use the mp_policy of fully_shard, or autocast for 'cpu'"
+            )
+        plain_autocast(self, device_type, dtype, enabled, *rest, **more)
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if hasattr(tensor, "_local_tensor") else tensor
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield _local(value)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    torch.autocast.__init__ = autocast  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.accelerator.is_available = plain
+        torch.autocast.__init__ = plain_autocast  # type: ignore[method-assign]

@@ -6,23 +6,31 @@ and the optimizer of the run, and no second description of them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwright._torch import absent_ranks
+from shardwright.planner.compose import compose
 from shardwright.planner.program import Program
-from shardwright.tracing.hollow import UnknownValueError
+from shardwright.tracing.hollow import SMALL, UnknownValueError
 from shardwright.tracing.recorder import Recorder
-from shardwright.tracing.trace import CPU, claim_gradients, claim_training, trace
+from shardwright.tracing.trace import CPU, trace
+from shardwright.tracing.training import watch_training
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.planned import check_planned
+from shardwright.train.config.series import series_of
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
 from shardwright.train.step.trainer import Trainer
@@ -33,15 +41,18 @@ STEP = "step"  #: the phase in which each step begins; another one follows at on
 
 @dataclass(frozen=True)
 class AbsentStream:
-    """Samples of zeros, as many as anyone asks for."""
+    """Samples of zeros, as many as anyone asks for. `declare` is called with each of their tensors."""
 
     seq_len: int
     separate: bool
     windows: int = 1 << 40
+    declare: Callable[[Tensor], object] = id
 
     def batch(self, first: int, count: int) -> Batch:
         def zeros(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, self.seq_len, dtype=dtype)
+            tensor = torch.zeros(count, self.seq_len, dtype=dtype)
+            self.declare(tensor)
+            return tensor
 
         documents = zeros(torch.int32) if self.separate else None
         positions = zeros(torch.int64) if self.separate else None
@@ -77,16 +88,42 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     """
     check_division(config, ranks)
     check_planned(config)
+    return composed_program(config, ranks, kind) or traced_program(config, ranks, kind)
+
+
+def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program | None:
+    """The same program, from those of three shorter models.
+
+    None: their traces would not be shorter than that of the model, or do not agree on how a program grows.
+    """
+    series = series_of(config)
+    if series is None or 3 * series.least + 3 >= series.parts:
+        return None
+    programs = [traced_program(series.of(series.least + i), ranks, kind) for i in range(3)]
+    return compose(programs, series.least, series.parts, SMALL)
+
+
+def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
+    """The same program, from a trace of the whole model."""
+    _warm_up()
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
-    stream = AbsentStream(config.train.seq_len, separate=False)
-    dataset = AbsentData(stream, config.model.shape().vocab_size)
     try:
-        with trace(ranks, kind) as recorder:
+        with trace(ranks, kind) as recorder, even_routing():
+            # A model that reads its tokens is refused.
+            stream = AbsentStream(config.train.seq_len, False, declare=recorder.note_without_values)
+            dataset = AbsentData(stream, config.model.shape().vocab_size)
             return _traced(config, ranks, cast(Dataset, dataset), recorder)
     except UnknownValueError as error:
         raise UserError(str(error)) from error
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Make a first mesh, with which torch keeps a few tensors of it until Python looks for cycles."""
+    with absent_ranks(1):
+        init_device_mesh("cpu", (1,))
 
 
 def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) -> Program:
@@ -94,61 +131,12 @@ def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) ->
     world = World.of(config.parallel, 0, ranks, CPU)
     trainer = Trainer(config, world, dataset, reads_weights=False)
     try:
-        if not config.optimizer.in_backward:  # which refuses hooks
-            _note_phases(recorder, trainer)
-        for _ in range(STEPS):
-            recorder.phase(STEP)
-            recorder.phase("forward")
-            trainer.train_step(StopRequest())
-        claim_training(recorder, trainer.model, trainer.optimizer)
-        return recorder.program()
+        with watch_training(recorder) as training:
+            for _ in range(STEPS):
+                recorder.phase(STEP)
+                recorder.phase("forward")
+                trainer.train_step(StopRequest())
+            training.claim()
+            return recorder.program()
     finally:
         trainer.close()
-
-
-def _note_phases(recorder: Recorder, trainer: Trainer) -> None:
-    """Begin a phase with each step of the optimizer and after it."""
-
-    def before(*_: object) -> None:
-        claim_gradients(recorder, trainer.model)
-        recorder.phase("optimizer")
-
-    def after(*_: object) -> None:
-        recorder.phase("after the optimizer")
-
-    optimizer: Any = trainer.optimizer
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-
-
-def check_planned(config: Config) -> None:
-    """Refuse settings that no plan covers.
-
-    Raises:
-        UserError: names the key.
-    """
-    if config.train.compile != "none":
-        raise UserError(
-            f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
-            "which needs more memory"
-        )
-    for section, key, value in (
-        ("parallel", "offload", config.parallel.offload),
-        ("train", "float8", config.train.float8),
-    ):
-        if value != "none":
-            raise UserError(f"{section}.{key}: a plan covers 'none', found {value!r}")
-    if config.train.cuda_graph:
-        raise UserError(
-            "train.cuda_graph: a plan covers false, found true; plan with --train.cuda_graph false"
-        )
-    shape = config.model.shape()
-    if isinstance(shape, HybridConfig) and "E" in shape.pattern + shape.mtp_pattern:
-        raise UserError(
-            f"model.pattern: a plan covers models without experts ('E'), whose memory follows the routing of tokens, "
-            f"found {shape.pattern!r}"
-        )
-    if config.parallel.engine in ("ddp", "fsdp1"):
-        raise UserError(
-            f"parallel.engine: a plan covers 'shardwright', 'fsdp2' and 'none', found {config.parallel.engine!r}"
-        )

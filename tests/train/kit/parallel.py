@@ -24,7 +24,7 @@ def dataset_of(config: Config, text: Text | None = None) -> Dataset:
 
 
 def next_step(job: Trainer) -> list[torch.Tensor]:
-    """The arguments of `job.work` for its next step, which is not taken."""
+    """The arguments of `job.forward_backward` for its next step, which is not taken."""
     data, _ = job.feed.next(job.position)
     job.close()
     counts = job.losses.counts(data.trained)
@@ -35,7 +35,7 @@ def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of `count` steps."""
     stop = StopRequest()  # not entered: no handlers in the pool's workers
     results = [job.train_step(stop) for _ in range(count)]
-    return [(result.loss, result.grad_norm) for result in results]
+    return [(result.loss, result.agreed.norm) for result in results]
 
 
 def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -26,9 +28,14 @@ class Text:
         return hashlib.sha256(bytes(torch.cat([self.train, self.validation]).tolist())).hexdigest()
 
 
-def text_of(content: bytes, validation_fraction: float = 0.0) -> Text:
+def text_of(content: bytes, validation_fraction: float = 0.0, ends: Sequence[int] = ()) -> Text:
+    """``ends``: of the documents. The one in which the cut falls is for validation, unless it is longer than that."""
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    cut = len(tokens) - int(len(tokens) * validation_fraction)
+    wanted = int(len(tokens) * validation_fraction)
+    cut = len(tokens) - wanted
+    begin = max((end for end in ends if end <= cut), default=0)
+    if wanted and begin and min(end for end in ends if end > cut) - begin <= wanted:
+        cut = begin
     return Text(tokens[:cut], tokens[cut:])
 
 
@@ -42,6 +49,14 @@ def pydoc() -> bytes:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values()).encode()
+
+
+def ends_of_pydoc() -> list[int]:
+    """A document has the empty line behind it, if there is one."""
+    from pydoc_data.topics import topics
+
+    *ends, last = accumulate(len(f"{text}\n\n".encode()) for text in topics.values())
+    return [*ends, last - 2]
 
 
 def joined(*paths: Path) -> bytes:

@@ -16,9 +16,10 @@ import pytest
 from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
-from shardwright.train.launch.judgement import Ending, culprit
+from shardwright.train.launch.judgement import Evidence, culprit
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import recorded_step, saved_steps
+from shardwright.train.run.metrics import recorded_step
+from shardwright.train.run.position import saved_steps
 from shardwright.train.run.record import RunRecord, repair_record
 from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.run.writing import write_text
@@ -327,7 +328,7 @@ def complaint(rank: int, order: int, kind: str) -> Complaint:
 def test_the_rank_that_failed_first_is_found(
     statuses: dict[int, int], killed: set[int], complaints: list[Complaint], expected: tuple[int, str]
 ) -> None:
-    found = culprit(Ending(RunFolder(Path()), Path(), statuses, killed, complaints, None))
+    found = culprit(Evidence(RunFolder(Path()), Path(), statuses, killed, complaints, None))
     assert found.rank == expected[0] and expected[1] in found.how
 
 

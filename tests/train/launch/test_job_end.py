@@ -15,7 +15,7 @@ from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.rank.hosted import train_in_group
-from shardwright.train.run.exits import End
+from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
 from shardwright.train.step.numerics.fault import NonFiniteError
@@ -122,7 +122,7 @@ def test_a_refused_resume_is_the_end_of_the_job(
 
     def refused(*arguments: str) -> int:
         """The status in exit.json, which was 75."""
-        JobEnd(RunFolder(folder), 1).refuse(End(75, "killed"))
+        JobEnd(RunFolder(folder), 1).refuse(Outcome(75, "killed"))
         arguments = ("train", "--resume", str(folder), *arguments)
         if count:
             engine = ("--parallel.engine", "ddp") if count > 1 else ()

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwright import cli
 from shardwright.train.config.sections.fault import FaultConfig
-from shardwright.train.launch.attempts import GivenUpError, Launch, record_end
-from shardwright.train.launch.restarts import Attempt, Restarts, without_numbers
+from shardwright.train.launch.restarts import Attempt, AttemptEnd, Restarts, without_numbers
+from shardwright.train.launch.torchrun import GivenUpError, TorchrunLaunch, record_end
 from shardwright.train.rank.rendezvous import fresh_store
-from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.faults import environment
 from tests.train.kit.jobs import TINY, config_file, losses, read_exit, records, run
@@ -237,10 +237,10 @@ def test_the_step_of_the_failed_rank_is_recorded_for_torchrun(tmp_path: Path) ->
     folder.launch_file.write_text('{"agents": ["a"], "attempt": 1, "ends": []}')
     for recorded in (1, 2):
         folder.metrics_file.write_text(f'{{"step": {recorded}}}\n')
-        record_end(folder, End(FAILED, f"at 0x{recorded}", 1, done=1))
+        record_end(folder, Outcome(FAILED, f"at 0x{recorded}", 1, done=1))
     ends = json.loads(folder.launch_file.read_text())["ends"]
     assert [each["step"] for each in ends] == [1, 1]
-    record_end(folder, End(TRY_AGAIN, "lost"))
+    record_end(folder, Outcome(TRY_AGAIN, "lost"))
     assert json.loads(folder.launch_file.read_text())["ends"][-1]["step"] == 2
 
 
@@ -284,24 +284,24 @@ def restarts(most: int, least_ranks: int = 0) -> Restarts:
     return Restarts(FaultConfig(max_restarts=most, least_ranks=least_ranks), lambda ranks: ranks != 3)
 
 
-KILLED = End(TRY_AGAIN, "rank 1 of 4 was killed by SIGKILL", 1, lost=True)
-ERROR = End(FAILED, "rank 1 of 4 failed with ValueError: at 0x7f00", 1)
+KILLED = Outcome(TRY_AGAIN, "rank 1 of 4 was killed by SIGKILL", 1, lost=True)
+ERROR = Outcome(FAILED, "rank 1 of 4 failed with ValueError: at 0x7f00", 1)
 
 
 def test_when_a_job_starts_again() -> None:
     assert restarts(0).after(KILLED, 4, 4) == (0, "")
     for status in (0, 2, 130, 143):
-        assert restarts(3).after(End(status, "that"), 4, 4) == (0, "")
+        assert restarts(3).after(Outcome(status, "that"), 4, 4) == (0, "")
     job = restarts(2)
     assert job.after(KILLED, 4, 4) == job.after(KILLED, 4, 4) == (4, "")
     assert job.after(KILLED, 4, 4) == (0, " after 2 restarts")
 
 
 def test_the_same_error_at_the_same_step_comes_twice() -> None:
-    job, again = restarts(9), End(FAILED, "rank 0 of 4 failed with ValueError: at 0x8a00", 0)
+    job, again = restarts(9), Outcome(FAILED, "rank 0 of 4 failed with ValueError: at 0x8a00", 0)
     assert job.after(ERROR, 4, 4) == (4, "")
     assert job.after(ERROR, 5, 4) == (4, "")  # one step further
-    assert job.after(End(FAILED, "another"), 5, 4) == job.after(ERROR, 5, 4) == (4, "")
+    assert job.after(Outcome(FAILED, "another"), 5, 4) == job.after(ERROR, 5, 4) == (4, "")
     assert job.after(KILLED, 5, 4) == (4, "")
     ranks, note = job.after(again, 5, 4)
     assert ranks == 0 and "same error came twice after step 5" in note
@@ -342,16 +342,28 @@ def test_the_command_of_a_restart(tmp_path: Path) -> None:
 
 def test_launches_of_torchrun() -> None:
     """A launch goes on if one torchrun process is the same. A third attempt must not meet what ended two."""
-    before = Launch(("a 1 100", "b 1 100"))
-    assert Launch(("b 1 100", "c 7 300")).continues(before)
-    assert not Launch(("a 1 200",)).continues(before)
-    Launch(("a",), ends=((FAILED, "at 0x1", 4),)).check_worth()
-    Launch(("a",), ends=((FAILED, "at 0x1", 4), (FAILED, "at 0x2", 5))).check_worth()
-    Launch(("a",), ends=((FAILED, "at 0x1", 4), (FAILED, "at 0x2", 4), (TRY_AGAIN, "", 4))).check_worth()
+    before = TorchrunLaunch(("a 1 100", "b 1 100"))
+    assert TorchrunLaunch(("b 1 100", "c 7 300")).continues(before)
+    assert not TorchrunLaunch(("a 1 200",)).continues(before)
+    TorchrunLaunch(("a",), ends=(AttemptEnd(FAILED, "at 0x1", 4),)).check_worth()
+    TorchrunLaunch(
+        ("a",), ends=(AttemptEnd(FAILED, "at 0x1", 4), AttemptEnd(FAILED, "at 0x2", 5))
+    ).check_worth()
+    TorchrunLaunch(
+        ("a",),
+        ends=(AttemptEnd(FAILED, "at 0x1", 4), AttemptEnd(FAILED, "at 0x2", 4), AttemptEnd(TRY_AGAIN, "", 4)),
+    ).check_worth()
     with pytest.raises(GivenUpError, match="at 0x2: the same error came twice after step 4"):
-        Launch(("a",), ends=((FAILED, "at 0x1", 4), (TRY_AGAIN, "", 4), (FAILED, "at 0x2", 4))).check_worth()
+        TorchrunLaunch(
+            ("a",),
+            ends=(
+                AttemptEnd(FAILED, "at 0x1", 4),
+                AttemptEnd(TRY_AGAIN, "", 4),
+                AttemptEnd(FAILED, "at 0x2", 4),
+            ),
+        ).check_worth()
     with pytest.raises(GivenUpError, match="a restart cannot help"):
-        Launch(("a",), ends=((USER_ERROR, "wrong", 0),)).check_worth()
+        TorchrunLaunch(("a",), ends=(AttemptEnd(USER_ERROR, "wrong", 0),)).check_worth()
 
 
 def test_attempts_share_a_store_but_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,12 @@ from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
 from shardwright.train.launch.job_end import Complaint, JobEnd
-from shardwright.train.launch.judgement import Ending, conclude, judge
+from shardwright.train.launch.judgement import Evidence, conclude, judge
 from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.rank import process
-from shardwright.train.run.exits import End, is_saved, remove_exit
+from shardwright.train.run.exits import Outcome, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import RunRecord, close_session
 from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.step import signal_answers
@@ -207,9 +207,9 @@ def test_one_keypress_that_arrives_twice_is_one_signal() -> None:
     assert noted == [signal.SIGINT] and left == []
 
 
-def ending(folder: Path, statuses: dict[int, int], **known: Any) -> Ending:
+def evidence(folder: Path, statuses: dict[int, int], **known: Any) -> Evidence:
     given: dict[str, Any] = {"killed": set(), "complaints": [], "first_signal": None, **known}
-    return Ending(RunFolder(folder), folder, statuses, **given)
+    return Evidence(RunFolder(folder), folder, statuses, **given)
 
 
 def saved_run(folder: Path, step: int, saved: int) -> None:
@@ -246,16 +246,16 @@ def test_the_status_of_a_job(
     tmp_path: Path, statuses: dict[int, int], known: dict[str, Any], status: int, words: str
 ) -> None:
     saved_run(tmp_path, step=7, saved=5)
-    end = judge(ending(tmp_path, statuses, **known))
+    end = judge(evidence(tmp_path, statuses, **known))
     assert end.status == status and words in end.reason
 
 
 def test_ranks_that_saved_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first rank has said it, so the launcher says nothing."""
     saved_run(tmp_path, step=7, saved=7)
-    left = ending(tmp_path, {0: 143, 1: 143}, first_signal=signal.SIGTERM)
+    left = evidence(tmp_path, {0: 143, 1: 143}, first_signal=signal.SIGTERM)
     end = judge(left)
-    assert end == End(143, "stopped by SIGTERM; the state is saved")
+    assert end == Outcome(143, "stopped by SIGTERM; the state is saved")
     assert conclude(left, end, debug=False) == 143
     shown = capsys.readouterr()
     assert shown.out == shown.err == ""
@@ -320,9 +320,13 @@ def test_a_signal_to_one_rank_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [(End(143, "of a signal"), "interrupted"), (End(75, "late"), "failed"), (End(1, "bad"), "failed")],
+    [
+        (Outcome(143, "of a signal"), "interrupted"),
+        (Outcome(75, "late"), "failed"),
+        (Outcome(1, "bad"), "failed"),
+    ],
 )
-def test_run_json_agrees_with_the_status(tmp_path: Path, plain_run: Path, end: End, status: str) -> None:
+def test_run_json_agrees_with_the_status(tmp_path: Path, plain_run: Path, end: Outcome, status: str) -> None:
     record = json.loads((plain_run / "run.json").read_text())
     for before in ("running", "failed"):
         record["status"] = record["sessions"][0]["status"] = before
@@ -336,16 +340,16 @@ def test_run_json_agrees_with_the_status(tmp_path: Path, plain_run: Path, end: E
 def test_a_second_signal_after_the_save_of_the_last_step(tmp_path: Path, plain_run: Path) -> None:
     """The launcher ended the ranks; the newest checkpoint is of the last step."""
     saved_run(tmp_path, step=7, saved=7)
-    left = ending(tmp_path, {0: -9, 1: -9}, first_signal=15, killed={0, 1}, hurried="a second signal")
-    assert judge(left) == End(143, "stopped by SIGTERM; the state is saved")
+    left = evidence(tmp_path, {0: -9, 1: -9}, first_signal=15, killed={0, 1}, hurried="a second signal")
+    assert judge(left) == Outcome(143, "stopped by SIGTERM; the state is saved")
 
 
 def test_exit_json(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    JobEnd(folder, 1).record(End(1, "early"))
+    JobEnd(folder, 1).record(Outcome(1, "early"))
     assert not folder.exit_file.exists()  # no run began
     saved_run(tmp_path, step=7, saved=5)
-    JobEnd(folder, 3).record(End(75, "rank 1 was killed", 1, lost=True))
+    JobEnd(folder, 3).record(Outcome(75, "rank 1 was killed", 1, lost=True))
     content = read_exit(folder)
     assert content is not None and content.pop("time")
     assert content == {

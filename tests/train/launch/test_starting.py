@@ -25,7 +25,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.launch.environment import collective_timeout
 from shardwright.train.launch.job_end import Complaint
-from shardwright.train.launch.judgement import Ending, conclude, judge
+from shardwright.train.launch.judgement import Evidence, conclude, judge
 from shardwright.train.launch.progress import Start
 from shardwright.train.rank import startup_check
 from shardwright.train.rank.startup_check import Statement, agree, facts_of, first_of_host, is_to_report
@@ -393,6 +393,6 @@ def test_a_job_interrupted_at_its_start_is_not_called_failed(
     folder = RunFolder(tmp_path)
     (tmp_path / "run.json").write_text("{}")
     complaint = Complaint(0, 1, "interrupted", "interrupted", "")
-    ending = Ending(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
-    assert conclude(ending, judge(ending), debug=False) == 130
+    evidence = Evidence(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
+    assert conclude(evidence, judge(evidence), debug=False) == 130
     assert capsys.readouterr().err == "stopped by SIGINT without saving\n"

@@ -87,7 +87,7 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
 def check(
     job: Trainer, kind: str, folder: Path, world_size: int, plain: Expected, options: dict[str, Any]
 ) -> None:
-    found = job.work(*next_step(job)) / (4 * 16)
+    found = job.forward_backward(*next_step(job)) / (4 * 16)
     dist.all_reduce(found)
     assert float(found) == plain.loss, (kind, options)
     parameters = dict(job.model.named_parameters())

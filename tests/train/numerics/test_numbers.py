@@ -25,8 +25,9 @@ from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.parallel import recipe
 from shardwright.train.report.jsonl import read_records
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
-from shardwright.train.run.position import Position, recorded_step, saved_steps
+from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.numerics.fault import NonFiniteError, is_spike
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
@@ -469,7 +470,7 @@ def test_a_step_has_one_reduction_beside_those_of_its_work(
         take_steps(run, 1)
     arguments = next_step(run)
     with counted() as work:
-        run.work(*arguments)
+        run.forward_backward(*arguments)
         recipe.clip_gradients(run.model, config)
     run.optimizer.step()
     assert step - work == Counter(all_reduce=1)

@@ -87,7 +87,7 @@ def flip(tensor: Tensor, element: int = 5, bit: int = 12) -> None:
 
 def in_step(job: Trainer, number: int, action: Callable[[], None], after: bool = False) -> None:
     """Call `action` before or after the work of step `number`, counted from 1; with verification after its trial."""
-    work, calls = job.work, 0
+    work, calls = job.forward_backward, 0
 
     def act(*tensors: Tensor) -> Tensor:
         nonlocal calls
@@ -100,7 +100,7 @@ def in_step(job: Trainer, number: int, action: Callable[[], None], after: bool =
             action()
         return sums
 
-    job.work = act
+    job.forward_backward = act
 
 
 WEIGHT, UNIT = "layers.0.attention.wq.weight", "layers.0"

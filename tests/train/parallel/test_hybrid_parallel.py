@@ -93,14 +93,14 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
     for _ in range(count):
         found = mine.train_step(StopRequest())
         whole = found.loss + 0.1 * found.auxiliary["balance"] + 0.3 * found.auxiliary["mtp"]
-        results.append((whole, found.grad_norm))
+        results.append((whole, found.agreed.norm))
     return results
 
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
     with recipe.parallel_loss(mine.config.parallel):
-        mine.work(*next_step(mine))
+        mine.forward_backward(*next_step(mine))
     found = {}
     for name, p in mine.model.named_parameters():
         assert p.grad is not None, name
@@ -191,7 +191,7 @@ def test_compiled_blocks(rank: int, world_size: int) -> None:
     wanted = [plain.train_step(StopRequest()) for _ in range(2)]
     found = [compiled.train_step(StopRequest()) for _ in range(2)]
     for one, other in zip(found, wanted, strict=True):
-        assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-3)
+        assert (one.loss, one.agreed.norm) == pytest.approx((other.loss, other.agreed.norm), rel=1e-3)
     assert compiled.recompiles.graphs == 2
     torch._dynamo.reset()
 

@@ -129,7 +129,7 @@ def test_trainer_trains_like_a_plain_model(rank: int, world_size: int, engine: s
         whole = found.loss + 0.01 * found.auxiliary["balance"] + 0.3 * found.auxiliary["mtp"]
         # Float32 in another order, amplified by steps at a high rate; routing near a tie may fall otherwise.
         assert whole == pytest.approx(loss.item(), rel=2e-5)
-        assert found.grad_norm == pytest.approx(norm.item(), rel=5e-4)
+        assert found.agreed.norm == pytest.approx(norm.item(), rel=5e-4)
     assert validate(job).loss > 0
 
 
@@ -140,7 +140,7 @@ def test_bfloat16_agrees_with_fsdp2(rank: int, world_size: int) -> None:
         config = jobs.tiny(model=HYBRID_JOB, parallel={"engine": engine, "param_dtype": "bfloat16"})
         job = trainer(config, rank, world_size)
         steps = [job.train_step(StopRequest()) for _ in range(3)]
-        results.append([(step.loss, step.grad_norm, *step.auxiliary.values()) for step in steps])
+        results.append([(step.loss, step.agreed.norm, *step.auxiliary.values()) for step in steps])
     for ours, theirs in zip(*results, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-2)  # bf16 has 8 bits
 

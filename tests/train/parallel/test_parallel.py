@@ -108,7 +108,7 @@ def test_the_wait_for_data_is_the_longest_of_the_ranks(rank: int, world_size: in
 
     job.dataset.train.batch = late  # type: ignore[method-assign]
     stop = StopRequest()  # not entered: no handlers in the pool's workers
-    waits = [job.train_step(stop).data_seconds for _ in range(2)]
+    waits = [job.train_step(stop).agreed.data_seconds for _ in range(2)]
     assert all(0.2 < wait < 20 for wait in waits)
     found: list[list[float]] = [[] for _ in range(world_size)]
     dist.all_gather_object(found, waits)

@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardwright.cli.program import main
 
@@ -48,6 +51,74 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
 
 
+class Reader(nn.Module):
+    """A model that asks its tokens."""
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.output = nn.Linear(16, vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        if (tokens == 0).any():
+            x = x * 2
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def test_a_model_that_reads_its_tokens_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "reader.toml"
+    config.write_text(f"[model]\nkind = 'python'\ntarget = '{__name__}:Reader'\n[train]\nseq_len = 8\n")
+    assert main(["plan", str(config), "--on", "2xh100"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"{Path(__file__).name}:" in error and "reads a value (item)" in error
+
+
+#: Settings with something to save, and the changes that must be among the three best of small figures.
+EDITED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "activations": ("--train.micro_batch 8 --train.global_batch 16", ("--activations.checkpoint full",)),
+    "state": (
+        "--parallel.strategy ddp --train.seq_len 16 --train.micro_batch 1 --train.global_batch 2",
+        ("--parallel.strategy zero3",),
+    ),
+    "replicas": (
+        "--parallel.strategy hsdp --parallel.replicas 2 --train.seq_len 16 --train.micro_batch 1 "
+        "--train.global_batch 2",
+        ("--parallel.strategy zero3 --parallel.replicas 1",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edit_that_is_pasted_gives_its_figure(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, best = EDITED[name]
+    small = tmp_path / "small.toml"
+    small.write_text("gib = 1\n")
+    arguments = [str(EXAMPLES / "llama_debug.toml"), "--on", f"2x{small}", "--json", *words.split()]
+
+    def figures(*more: str) -> dict[str, Any]:
+        assert main(["plan", *arguments, *more]) in (0, 3)
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    first = figures()
+    edits = {edit["keys"]: edit["reserved_bytes"] for edit in first["edits"]}
+    assert 0 < len(edits) <= 3 and set(best) <= set(edits)
+    for edit, nbytes in edits.items():
+        if edit.startswith("PYTORCH"):
+            monkeypatch.setenv(*edit.split("=", 1))
+            assert figures("--no-edits")["reserved_bytes"] == nbytes
+            monkeypatch.undo()
+        else:
+            assert figures("--no-edits", *edit.split())["reserved_bytes"] == nbytes
+    assert figures("--no-edits")["edits"] == []
+
+
 def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() -> None:
     code = (
         "import resource, sys; from shardwright.cli.program import main; status = main(sys.argv[1:]);"
@@ -76,7 +147,6 @@ def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() ->
         (["llama_debug", "--on", "3xh100"], "train.global_batch"),
         (["llama_debug", "--on", "2xh100", "--train.compile", "inductor"], "train.compile"),
         (["llama_debug", "--on", "2xh100", "--parallel.engine", "ddp"], "parallel.engine"),
-        (["hybrid_debug", "--on", "2xh100"], "experts"),
         (["llama_debug", "--on", "2xh100", "--parallel.offload", "cpu"], "parallel.offload"),
         (
             ["llama_debug", "--on", "2xh100", "--run.device", "cuda", "--train.float8", "rowwise"],

@@ -27,7 +27,7 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.position import Position, recovered_steps, saved_steps
+from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.run.stored_checkpoint import examine, what_is_missing
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
@@ -168,7 +168,7 @@ def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
         assert saved_steps(checkpoints) == [2]
         newest = 2 if again else 3
         died = _dies_at(moment, lambda s=saves, n=newest: s.save(weights, optimizer, Position(n, n)))
-        recovered = recovered_steps(checkpoints)
+        recovered = saved_steps(checkpoints, recover=True)
         assert recovered and recovered[-1] >= 2, moment
         for step in recovered:
             checkpoint.verified(checkpoints / f"step-{step}")

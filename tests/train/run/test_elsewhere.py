@@ -15,7 +15,7 @@ from shardwright import cli
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.restarts import Attempt, place_in_words
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.exits import TRY_AGAIN, End
+from shardwright.train.run.exits import TRY_AGAIN, Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position, saved_steps, step_folder
 from shardwright.train.step.saving import checkpoint
@@ -225,7 +225,7 @@ def test_a_restart_does_not_begin_again_if_the_store_is_silent(
 
     folder = RunFolder(tmp_path)
     folder.config_file.write_text("")
-    attempt, end = Attempt(1, 2, ("train", "job.toml")), End(TRY_AGAIN, "killed")
+    attempt, end = Attempt(1, 2, ("train", "job.toml")), Outcome(TRY_AGAIN, "killed")
     assert attempt.after(end, 2, folder, began=True).arguments == ("train", str(folder.config_file))
     monkeypatch.setattr("shardwright.train.launch.restarts.newest_saved", silent)
     assert attempt.after(end, 2, folder, began=True).arguments == ("train", "--resume", str(tmp_path))

@@ -41,7 +41,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError, verified
-from shardwright.train.step.saving.saves import Saves
+from shardwright.train.step.saving.saves import Saves, steps_to_delete
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
 from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here, trainer
@@ -409,3 +409,27 @@ def test_a_later_version_is_an_error_and_no_fall_back(
     (status, err), (other, silent) = ranks(2, "train", "--parallel.engine", "ddp", *resume[1:])
     assert (status, other, silent) == (2, 2, "") and "newer shardwright" in err and err.count("\n") == 1
     assert losses(folder) == losses(plain_run)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_which_checkpoints_stay(seed: int) -> None:
+    """Against the rule in words, for random steps, damages and settings."""
+    draw = random.Random(seed)
+    steps = sorted(draw.sample(range(1, 30), draw.randint(1, 9)), reverse=True)
+    newest = draw.choice(steps)
+    damaged = {step for step in steps if step != newest and draw.random() < 0.3}
+    keep, every, best = draw.randint(1, 4), draw.choice([0, 0, 3, 5]), draw.choice([None, *steps])
+    settings = CheckpointConfig(keep=keep, keep_every=every)
+    asked: list[int] = []
+
+    def damage(step: int) -> str:
+        asked.append(step)
+        return "bytes differ" if step in damaged else ""
+
+    gone = steps_to_delete(steps, newest, best, settings, damage)
+    whole = [step for step in steps if step <= newest and step not in damaged][:keep]
+    oldest = whole[-1] if len(whole) == keep else 0  # with fewer, nothing is old
+    expected = {step for step in steps if (step > newest and step in damaged) or step < oldest}
+    expected -= {step for step in expected if step <= newest and every and step % every == 0} | {best}
+    assert set(gone) == expected and len(gone) == len(expected)
+    assert len(asked) == len(set(asked))

@@ -114,7 +114,7 @@ def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
 def test_the_end_of_a_save_travels_with_the_step(rank: int, world_size: int) -> None:
     job = trainer(tiny(parallel={"engine": "ddp"}), rank, world_size)
     stop = StopRequest()  # not entered: no handlers in the pool's workers
-    assert [job.train_step(stop, save_ended=rank == who).save_ended for who in (2, 0, 1)] == [
+    assert [job.train_step(stop, save_ended=rank == who).agreed.save_ended for who in (2, 0, 1)] == [
         False,
         True,
         True,

@@ -27,7 +27,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedOptimizer, hooks, kinds, optimizers, sinks
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
-from shardwright.train.run.folder import differences
+from shardwright.train.run.same_job import differences
 from tests.train.kit.jobs import TINY, config_file, losses, ranks, train_here
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()

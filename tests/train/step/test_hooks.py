@@ -16,6 +16,7 @@ import pytest
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.config.schema import toml_value
+from shardwright.train.run.position import saved_steps
 from tests.train.kit.damage import DAMAGES
 from tests.train.kit.hooks import EXAMPLES, JOB, documents
 from tests.train.kit.jobs import config_file, ranks, train_here
@@ -106,16 +107,16 @@ class Log(TrainerHook):
             print(*self.calls, f"end {end.status}", sep=";", file=stream)
 
 
-class Figure(TrainerHook):
-    """A figure that is lowest at step 2, then at step 6."""
+class Distance(TrainerHook):
+    """The steps to step 4, which no rounding changes."""
 
-    validation_metrics = ("figure",)
+    validation_metrics = ("distance",)
 
     def before_step(self, step):
         self.step = step
 
     def validate(self, logits, targets):
-        return {"figure": ({2: 1.0, 4: 3.0, 6: 2.0}.get(self.step, self.step), 1)}
+        return {"distance": (abs(self.step - 4), 1)}
 
 
 class Fails(TrainerHook):
@@ -336,10 +337,10 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
     [
         (
             "zeros",
-            "expected another name for the metric 'zeros' of hook 'Gradients', which is also a loss of the",
+            "expected another name for the metric 'zeros' of hook 'Gradients', which is also a loss of the model",
         ),
-        ("norm", "expected another name for the loss 'norm' of "),
-        ("validation_loss", "expected another name for the loss 'validation_loss' of "),
+        ("norm", "expected another name for the loss 'norm' of the model"),
+        ("validation_loss", "expected another name for the loss 'validation_loss' of the model"),
     ],
 )
 def test_a_loss_of_the_model_has_a_name_of_its_own(folder: Path, loss: str, message: str) -> None:
@@ -455,7 +456,8 @@ def test_the_best_checkpoint_stays(folder: Path, capsys: pytest.CaptureFixture[s
     options = ["--checkpoint.keep", "1", "--checkpoint.keep_best", "validation_loss", "--optimizer.lr", "0.3",
                "--optimizer.warmup_steps", "0"]  # fmt: skip
     assert train(folder, 1, *options, hooks=[])[0][0] == 0
-    assert train_here(folder / "tiny.toml", "--resume", "run", "--train.steps", "12", *options) == 0
+    again = ["--resume", "run", "--train.steps", "12", "--run.hooks", '["own:Distance"]']
+    assert train_here(folder / "tiny.toml", *again, *options) == 0
     losses = {
         each["step"]: each["validation_loss"] for each in records(folder / "run") if each["validation_loss"]
     }
@@ -476,20 +478,21 @@ def test_a_damaged_best_checkpoint_is_none(
     folder: Path, capsys: pytest.CaptureFixture[str], damage: str, background: bool
 ) -> None:
     """A resume reports it in a line, and the next best becomes the best."""
-    options = ["--checkpoint.keep", "2", "--checkpoint.keep_best", "validation_figure", "--checkpoint.asynchronous",
-               str(background).lower()]  # fmt: skip
+    options = ["--checkpoint.keep", "2", "--checkpoint.keep_best", "validation_distance",
+               "--checkpoint.asynchronous", str(background).lower()]  # fmt: skip
+    assert train(folder, 1, *options, hooks=["own:Distance"])[0][0] == 0
     checkpoints = folder / "run" / "checkpoints"
-    assert train(folder, 1, *options, hooks=["own:Figure"])[0][0] == 0
-    assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-6", "step-8"}
-    (file,) = (checkpoints / "step-2").glob("__0_0*")
+    assert saved_steps(checkpoints) == [8, 6, 4]
+    (file,) = (checkpoints / "step-4").glob("__0_0*")
     {**DAMAGES, "without index": _without_index}[damage](file, file)
     capsys.readouterr()
-    assert train_here(folder / "tiny.toml", "--resume", "run", "--train.steps", "12", *options) == 0
+    again = ["--resume", "run", "--train.steps", "12", "--run.hooks", '["own:Distance"]']
+    assert train_here(folder / "tiny.toml", *again, *options) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert line.startswith("run/checkpoints/step-2, the best (validation_figure 1.0000), is damaged (")
-    assert line.endswith("); the best is now step-6 (2.0000)")
-    assert {path.name for path in checkpoints.iterdir()} == {"step-6", "step-10", "step-12"}
-    assert "step-6 (validation_figure 2.0000)" in (folder / "run" / "summary.txt").read_text()
+    assert "step-4, the best (validation_distance 0.0000), is damaged (" in line
+    assert line.endswith("; the best is now step-6 (2.0000)")
+    assert saved_steps(checkpoints) == [12, 10, 6]
+    assert "step-6 (validation_distance 2.0000)" in (folder / "run" / "summary.txt").read_text()
 
 
 def test_the_best_of_a_metric(folder: Path) -> None:

@@ -17,7 +17,7 @@ from shardwright.train.run.position import saved_steps
 from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.saving.checkpoint import load_weights
 from tests.train.kit.jobs import config_file, losses, records, train_here
-from tests.train.kit.text import batch, pydoc, text_of
+from tests.train.kit.text import batch, ends_of_pydoc, pydoc, text_of
 
 
 def test_run_folder_holds_everything(plain_run: Path) -> None:
@@ -45,7 +45,7 @@ def test_run_folder_holds_everything(plain_run: Path) -> None:
 
 def test_losses_are_those_of_a_plain_loop(plain_run: Path) -> None:
     config = load_config(plain_run / "config.toml")
-    text = text_of(pydoc(), config.data.validation_fraction)
+    text = text_of(pydoc(), config.data.validation_fraction, ends_of_pydoc())
     torch.manual_seed(0)
     model = build_model(config.model, 256)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -69,7 +69,7 @@ def test_losses_are_those_of_a_plain_loop(plain_run: Path) -> None:
 
 def test_validation_is_the_mean_over_its_windows(plain_run: Path) -> None:
     config = load_config(plain_run / "config.toml")
-    text = text_of(pydoc(), config.data.validation_fraction)
+    text = text_of(pydoc(), config.data.validation_fraction, ends_of_pydoc())
     model = build_model(config.model, 256)
     load_weights(plain_run / "checkpoints" / "step-8", model)
     inputs, targets = batch(text, 0, 0, 16, 32, split="validation")  # 2 global batches

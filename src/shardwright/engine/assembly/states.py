@@ -5,6 +5,7 @@ Used by ``fully_shard`` before it cuts, when every rank still has the whole of e
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -225,6 +226,4 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 def hash_of(value: object) -> int:
     """A hash that is equal on every rank, unlike Python's own hash of strings."""
-    text = repr(value).encode()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return int(digest(data))
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,7 @@ GIB = 1 << 30
 
 
 class DeviceError(ValueError):
-    """The words after ``--on`` name no device."""
+    """A text names no device."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ def known_devices() -> dict[str, Device]:
     return {device.key: device for device in sorted(found, key=lambda device: device.key)}
 
 
-def parse_devices(text: str) -> tuple[int, Device]:
-    """The number of devices and their kind in words such as ``8xh100``, ``h100`` or ``2x./my-device.toml``.
+def parse_devices(text: str, local: Callable[[], Device]) -> tuple[int, Device]:
+    """The number of devices and their kind in a text such as ``8xh100``, ``h100`` or ``2x./my-device.toml``.
+
+    ``local``: finds the device that has the name ``local``, the GPU of this machine.
 
     Raises:
         DeviceError: one line that names the nearest devices.
@@ -49,20 +52,22 @@ def parse_devices(text: str) -> tuple[int, Device]:
     match = re.fullmatch(r"(?:(\d+)x)?(.+)", text.strip())
     count, key = (match[1], match[2]) if match else (None, text)
     if count is not None and int(count) < 1:
-        raise DeviceError(f"--on: expected at least 1 device, found {text!r}")
+        raise DeviceError(f"expected at least 1 device, found {text!r}")
     if key.endswith(".toml"):
         path = Path(key)
         try:
             return int(count or 1), _read(path.stem, path.read_text())
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise DeviceError(f"--on: cannot read the device {key}: {error}") from error
+            raise DeviceError(f"cannot read the device {key}: {error}") from error
+    if key == "local":
+        return int(count or 1), local()
     known = known_devices()
     device = known.get(key.lower())
     if device is None:
         near = difflib.get_close_matches(key.lower(), known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DeviceError(
-            f"--on: expected NxDEVICE with a device of {', '.join(known)}, or the path of a .toml file, found "
+            f"expected NxDEVICE with a device of {', '.join(known)}, or the path of a .toml file, found "
             f"{text!r}{hint}"
         )
     return int(count or 1), device
@@ -72,5 +77,5 @@ def _read(key: str, text: str) -> Device:
     values = tomllib.loads(text)
     gib = values.get("gib")
     if not isinstance(gib, int | float) or isinstance(gib, bool) or not 0 < gib < 1e6:
-        raise DeviceError(f"--on: device {key}: expected gib, the device's memory in GiB, found {gib!r}")
+        raise DeviceError(f"device {key}: expected gib, the device's memory in GiB, found {gib!r}")
     return Device(key, str(values.get("name", key)), int(gib * GIB), str(values.get("source", "")))

@@ -22,7 +22,8 @@ from rich.text import Text
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.report import console, jsonl, plots
-from shardwright.train.run.folder import RunFolder, differences, open_for_writing, value_in_words
+from shardwright.train.run.folder import RunFolder, open_for_writing
+from shardwright.train.run.same_job import differences, value_in_words
 from shardwright.train.run.writing import write_json, writing
 
 MOST_IN_PAIRS = 4

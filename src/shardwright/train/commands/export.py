@@ -37,8 +37,9 @@ from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.generation_settings import generation_settings, with_ids
-from shardwright.train.run.folder import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
+from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position
+from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer
 from shardwright.train.run.writing import unwritable
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import Read

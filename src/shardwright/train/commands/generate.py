@@ -20,7 +20,8 @@ from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.launch.progress import to_stderr
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
-from shardwright.train.run.folder import RunFolder, check_same_tokenizer, checkpoints_of, recorded_tokenizer
+from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer
 from shardwright.train.step.saving import checkpoint
 
 

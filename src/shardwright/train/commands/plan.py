@@ -3,58 +3,91 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from shardwright.planner.allocator import Rules
+from shardwright.extend import strategies
+from shardwright.planner import cache
+from shardwright.planner.allocator import Rules, with_setting
 from shardwright.planner.devices import Device
-from shardwright.planner.text import as_json, in_gib, lines_of
-from shardwright.planner.verdict import Verdict, judge
+from shardwright.planner.program import Program
+from shardwright.planner.text import as_json
+from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.config import Config
+from shardwright.train.config.assumed import value_at
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
-from shardwright.train.errors import UserError
-from shardwright.train.planning import program_of
+from shardwright.train.config.plan_key import plan_key
+from shardwright.train.errors import UserError, as_user_errors
 
-CONF = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  #: the first one that is set counts
 EDITS = 3  #: shown at most
+LEAST = 0.01  #: part of the reserved bytes that an edit must be able to save, to be planned
 
 Keys = Sequence[tuple[str, str]]
 """Keys of the configuration, as SECTION.KEY, and the texts of their values."""
 
 
-def plan(configured: Callable[[Keys], Config], ranks: int, device: Device, json: bool) -> int:
+def plan(
+    configured: Callable[[Keys], Config],
+    ranks: int,
+    device: Device,
+    json: bool,
+    assumed: Sequence[str] = (),
+    names_edits: bool = True,
+    caches: bool = True,
+) -> int:
     """Print the verdict on the job, and edits that save memory if it does not fit well; returns 0, or 3 if it does not.
 
-    `configured`: the configuration with further keys.
+    `configured`: the configuration with further keys. `assumed`: keys whose values nobody gave. `caches`: take programs
+    that were traced before, and keep new ones. With these PyTorch is not imported.
 
     Raises:
         UserError: the configuration does not fit so many ranks, or no plan covers it.
     """
-    config, rules = configured(()), rules_of(os.environ)
-
-    def verdict_on(each: Config) -> Verdict:
-        return judge(program_of(each, ranks), device, ranks, rules)
-
-    verdict = verdict_on(config)
+    config = configured(())
+    with as_user_errors(ValueError):
+        rules = Rules.of(os.environ)
+    program = program_of(config, ranks, caches)
+    verdict = judge(program, device, ranks, rules)
     if not json:
-        print(_head(config, ranks, device), *lines_of(verdict), *_assumptions(config), sep="\n", flush=True)
-    edits: list[tuple[Keys, Verdict]] = []
-    if verdict.answer != "yes":
-        for keys in edits_of(config):
+        print(_head(config, ranks, device), verdict, *_assumptions(config, assumed), sep="\n", flush=True)
+    edits: list[tuple[str, Verdict]] = []
+    if names_edits and verdict.answer != "yes":
+        if not rules.expandable:
+            other = judge(program, device, ranks, replace(rules, expandable=True))
+            edits.append((with_setting(os.environ, "expandable_segments:True"), other))
+        groups = verdict.peak.by_group()
+        for keys, touched in edits_of(config):
+            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
+                continue
             try:
-                edits.append((keys, verdict_on(configured(keys))))
+                program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
-    edits = [(keys, other) for keys, other in edits if other.usage.reserved < verdict.usage.reserved]
+            edits.append((_in_words(keys), judge(program, device, ranks, rules)))
+    edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
     edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
     if json:
-        print(as_json(verdict, [(_in_words(keys), other) for keys, other in edits]))
+        print(as_json(verdict, edits, {key: value_at(config, key) for key in assumed}))
         return verdict.status
-    for i, (keys, other) in enumerate(edits):
+    for i, (words, other) in enumerate(edits):
         saved = in_gib(verdict.usage.reserved - other.usage.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
-        print(f"{'edits' if not i else '':8} {_in_words(keys):50} -{saved} GiB, {fits}")
+        print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}")
     return verdict.status
+
+
+def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
+    """The program of the configuration on GPUs, from the cache if it is there."""
+    key = plan_key(config, ranks, "cuda") if caches else None
+    program = cache.load(key) if key is not None else None
+    if program is None:
+        from shardwright.train import planning
+
+        program = planning.program_of(config, ranks)
+        if key is not None:
+            cache.store(key, program)
+    return program
 
 
 def _head(config: Config, ranks: int, device: Device) -> str:
@@ -67,9 +100,16 @@ def _head(config: Config, ranks: int, device: Device) -> str:
     )
 
 
-def _assumptions(config: Config) -> Iterator[str]:
+def _assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
+    if assumed:
+        yield "assumed  what config.json does not say; each of these options changes it:"
+        words = " ".join(f"--{key}\0{value_at(config, key)}" for key in assumed)
+        lines = textwrap.wrap(words, 110, break_on_hyphens=False)
+        yield from (" " * 9 + line.replace("\0", " ") for line in lines)
     if config.data.separates:
         yield "assumed  one document in each sample; where a GPU runs flash attention, others change little"
+    if config.parallel.expert > 1:
+        yield "assumed  each expert gets as many tokens; a rank whose experts get more needs more"
     if config.run.hooks:
         yield "assumed  no hooks of run.hooks"
 
@@ -78,49 +118,34 @@ def _in_words(keys: Keys) -> str:
     return " ".join(f"--{key} {value}" for key, value in keys)
 
 
-def edits_of(config: Config) -> Iterator[Keys]:
-    """Changes of a key that may save memory. The first two change no number of the run."""
-    for way in {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}.get(
-        config.activations.checkpoint, ()
-    ):
-        yield [("activations.checkpoint", way)]
-    if config.train.micro_batch > 1:
-        yield [("train.micro_batch", str(config.train.micro_batch // 2))]
-    if config.parallel.strategy in ("ddp", "zero1", "zero2"):
-        yield [("parallel.strategy", "zero3")]
-    if config.parallel.param_dtype == "float32":
-        yield [("parallel.param_dtype", "bfloat16"), ("parallel.reduce_dtype", "float32")]
-    if config.optimizer.name == "adamw":
-        yield [("optimizer.name", "adamw8bit")]
+def edits_of(config: Config) -> Iterator[tuple[Keys, tuple[str, ...]]]:
+    """Changes of a key that may save memory, with the groups of memory that they can shrink.
 
-
-def rules_of(variables: Mapping[str, str]) -> Rules:
-    """The settings of PyTorch's allocator in environment variables.
-
-    Raises:
-        UserError: a setting that the model of the allocator does not have, or a value that PyTorch refuses.
+    The first ones change no number of the run, except for the order of sums.
     """
-    name = next((each for each in CONF if variables.get(each)), CONF[0])
-    values: dict[str, Any] = {}
-    for part in filter(None, variables.get(name, "").replace(" ", "").split(",")):
-        key, _, text = part.partition(":")
-        try:
-            field, read = _SETTINGS[key]
-            values[field] = read(text)
-        except (KeyError, ValueError):
-            raise UserError(
-                f"{name}: expected settings of {', '.join(_SETTINGS)}, each with one value, found {part!r}, which no "
-                "plan covers"
-            ) from None
-    return Rules(**values)
+    train, parallel = config.train, config.parallel
+    ways = {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}
+    for way in ways.get(config.activations.checkpoint, ()):
+        yield [("activations.checkpoint", way)], ("activations",)
+    if train.micro_batch > 1:
+        part = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
+        yield [("train.micro_batch", str(part))], ("activations", "temporary")
+    if train.accumulate == "hold":
+        yield [("train.accumulate", "communicate")], ("gradients", "slabs", "other")
+    if strategies.get(parallel.strategy).axes == 2:
+        yield [("parallel.strategy", "zero3"), ("parallel.replicas", "1")], _STATE
+    elif parallel.strategy in ("ddp", "zero1", "zero2"):
+        yield [("parallel.strategy", "zero3")], _STATE
+    if parallel.reshard_after_forward != "always":
+        way = "always" if parallel.reshard_after_forward == "default" else "default"
+        yield [("parallel.reshard_after_forward", way)], ("slabs",)
+    if parallel.prefetch not in (0, 1):
+        yield [("parallel.prefetch", "1")], ("slabs",)
+    if parallel.param_dtype == "float32":
+        keys = [("parallel.param_dtype", "bfloat16")]
+        yield keys, ("activations", "temporary", "slabs")
+    if config.optimizer.name == "adamw":
+        yield [("optimizer.name", "adamw8bit")], ("optimizer",)
 
 
-def _flag(text: str) -> bool:
-    return {"True": True, "False": False}[text]
-
-
-_SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "expandable_segments": ("expandable", _flag),
-    "max_split_size_mb": ("max_split", lambda text: int(text) << 20),
-    "roundup_power2_divisions": ("divisions", int),
-}
+_STATE = ("parameters", "gradients", "optimizer", "slabs")

@@ -6,6 +6,8 @@ Importing this imports no engine: that takes seconds, which a launcher and those
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import ExitStack
 from types import ModuleType
 from typing import NoReturn
 
@@ -20,6 +22,7 @@ from shardwright.train.launch.environment import (
     choose_device,
     under_launcher,
 )
+from shardwright.train.launch.forecast import citation, forecast
 from shardwright.train.launch.launcher import launch_until_done
 from shardwright.train.launch.opening import open_run, refuse_resume
 from shardwright.train.launch.progress import START
@@ -32,8 +35,8 @@ from shardwright.train.parallel.checks import (
     check_steps,
 )
 from shardwright.train.rank.hosts import INTERFACE_VARIABLE, loopback
-from shardwright.train.run.exits import End
-from shardwright.train.run.folder import CONTINUE
+from shardwright.train.run.exits import Outcome
+from shardwright.train.run.finding import CONTINUE
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
@@ -51,11 +54,15 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
         run = open_run(config, resume)
     except UserError as error:
-        refuse_resume(lambda: config, resume, End(error.status, str(error)))
+        refuse_resume(lambda: config, resume, Outcome(error.status, str(error)))
         raise
-    with run.lock:
+    with run.lock, ExitStack() as stack:
         try:
             _stay_local()
+            planned = forecast(config, run.folder, ranks, choose_device(config)) if run.attempt == 1 else None
+            if planned is not None:
+                stack.callback(planned.stop)
+                planned.check()
             if alone is not None:
                 return alone(config, run)
             # The ranks would find these, after the seconds that they need to start.
@@ -68,8 +75,10 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             attempt = Attempt(run.attempt, ranks, tuple(arguments))
             return launch_until_done(config, run.folder, attempt, _can_run)
         except BaseException as error:
+            for line in citation(run.folder, str(error)):
+                print(line, file=sys.stderr, flush=True)
             if isinstance(error, UserError) and not run.folder.exit_file.exists():
-                run.job_end.refuse(End(error.status, str(error)))
+                run.job_end.refuse(Outcome(error.status, str(error)))
             run.discard_if_unused()
             raise
 
@@ -97,7 +106,7 @@ def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
         raise error
 
     if not under_launcher():
-        refuse_resume(unreadable, resume, End(error.status, str(error)))
+        refuse_resume(unreadable, resume, Outcome(error.status, str(error)))
         raise error
     check_environment()
     return _rank().run_rank(unreadable, resume, debug)

@@ -39,7 +39,19 @@ def load_config(
     text of an override is read as a TOML value; bare words are strings. Raises UserError, one line, for a
     file that cannot be read, an unknown key, a wrong type, a value out of range or values that do not fit.
     """
-    values = _read_toml(path)
+    return checked_config(_read_toml(path), path, overrides, ranks=ranks, resumes=resumes)
+
+
+def checked_config(
+    values: dict[str, Any],
+    path: Path | str,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    ranks: int = 1,
+    resumes: bool = False,
+) -> Config:
+    """The configuration of tables of `values`, which change. `path`: the place where they are from. Other arguments and
+    errors as for :func:`load_config`."""
     for key, text in sorted(
         overrides, key=lambda pair: pair[0] != "model.kind"
     ):  # it says which keys there are

@@ -13,7 +13,8 @@ from shardwright.train.data.dataset import Dataset, continued
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.data.tokens.growth import Known
 from shardwright.train.errors import UserError
-from shardwright.train.run.folder import RunFolder, check_same_data
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.same_job import check_same_data
 from shardwright.train.run.writing import write_json
 
 

@@ -7,11 +7,14 @@ takes seconds.
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import shardwright
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 
@@ -99,3 +102,13 @@ def rank_and_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
+
+
+def path_to_ourselves() -> dict[str, str]:
+    """A PYTHONPATH with the folder of this package, if this process found it in its working folder, in which processes
+    that it starts do not look."""
+    folder = str(Path(shardwright.__file__).resolve().parents[1])
+    elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
+    if folder in {os.path.realpath(path) for path in elsewhere} or folder != os.path.realpath(os.getcwd()):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))}

@@ -27,10 +27,10 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwright.train.launch.attempts import record_end
 from shardwright.train.launch.environment import under_torchrun
 from shardwright.train.launch.signals import status_of_signal
-from shardwright.train.run.exits import DONE, FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
+from shardwright.train.launch.torchrun import record_end
+from shardwright.train.run.exits import DONE, FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, Outcome, write_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.record import close_session
 
@@ -71,16 +71,16 @@ class Complaint:
         return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
     @property
-    def end(self) -> End:
+    def end(self) -> Outcome:
         """The end of a job of which nothing else is known."""
         rank = None if self.is_shared else self.rank
-        return End(STATUSES.get(self.kind, FAILED), self.in_line, rank, done=self.done)
+        return Outcome(STATUSES.get(self.kind, FAILED), self.in_line, rank, done=self.done)
 
 
-def stopped_by(number: int, unsaved: str | None = None) -> End:
+def stopped_by(number: int, unsaved: str | None = None) -> Outcome:
     """The end by a signal. `unsaved`: why the state is not saved."""
     outcome = "; the state is saved" if unsaved is None else f" without saving{unsaved and ': '}{unsaved}"
-    return End(status_of_signal(number), f"stopped by {signal.Signals(number).name}{outcome}")
+    return Outcome(status_of_signal(number), f"stopped by {signal.Signals(number).name}{outcome}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class JobEnd:
     speaks: bool = True
     sessions_before: int | None = None
 
-    def record(self, end: End, note: str = "") -> None:
+    def record(self, end: Outcome, note: str = "") -> None:
         """Write how the attempt ended. `note` is the rest of the reason in exit.json. Raises nothing if a disk is full:
         the error that ended the job is what the user needs."""
         if end.status != DONE:
@@ -111,6 +111,6 @@ class JobEnd:
                 record_end(self.folder, end)
             self.refuse(replace(end, reason=end.reason + note))
 
-    def refuse(self, end: End) -> None:
+    def refuse(self, end: Outcome) -> None:
         """Write exit.json alone: the attempt has not begun, so the session in run.json is an earlier one."""
         write_exit(self.folder, end, self.attempt)

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from shardwright.board import ranks_in_words
 from shardwright.train.errors import UserError
+from shardwright.train.launch.forecast import citation
 from shardwright.train.launch.job_end import Complaint, stopped_by
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
-from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
+from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, Outcome, is_saved
 from shardwright.train.run.folder import RunFolder
 from shardwright.watching.diagnosis import Verdict
 from shardwright.watching.launched import Hang
@@ -31,7 +32,7 @@ LOG_TAIL = 12
 
 
 @dataclass(frozen=True)
-class Ending:
+class Evidence:
     """All that the launcher knows of how its ranks ended."""
 
     folder: RunFolder
@@ -66,100 +67,105 @@ def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
     return sorted(complaints, key=lambda complaint: complaint.order)
 
 
-def judge(ending: Ending) -> End:
+def judge(evidence: Evidence) -> Outcome:
     """The status, and the reason in one line."""
-    if all(status == DONE for status in ending.statuses.values()) or _is_finished(ending):
-        return End(DONE, "done")
-    number = ending.first_signal
-    if _have_stopped(ending):
-        status = max(ending.statuses.values())
+    if all(status == DONE for status in evidence.statuses.values()) or _is_finished(evidence):
+        return Outcome(DONE, "done")
+    number = evidence.first_signal
+    if _have_stopped(evidence):
+        status = max(evidence.statuses.values())
         asked = "a signal" if number is None else signal.Signals(number).name
         reason = f"stopped by {asked}; the state is saved"
-        if not ranks_have_said_it(ending):
+        if not ranks_have_said_it(evidence):
             # A second signal came to the ranks, but not to the launcher.
             reason = f"stopped by {asked} without saving: a second signal"
-        known = str(ending.session.get("ended_by", ""))  # also of a signal that only a rank got
-        return End(status, known if number is None and known.startswith("stopped by ") else reason)
-    if ending.hang is not None:
-        return end_of_hang(ending.hang.verdict)
-    user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
+        known = str(evidence.session.get("ended_by", ""))  # also of a signal that only a rank got
+        return Outcome(status, known if number is None and known.startswith("stopped by ") else reason)
+    if evidence.hang is not None:
+        return end_of_hang(evidence.hang.verdict)
+    user = next((complaint for complaint in evidence.complaints if complaint.kind == "user"), None)
     if user is not None:
-        return End(USER_ERROR, user.message, user.rank)
-    if number is not None and _ended_by_signal(ending):
-        return _stopped_early(ending, number)
-    on_all = next((each for each in ending.complaints if each.kind in ("passing", "nonfinite")), None)
+        return Outcome(USER_ERROR, user.message, user.rank)
+    if number is not None and _ended_by_signal(evidence):
+        return _stopped_early(evidence, number)
+    on_all = next((each for each in evidence.complaints if each.kind in ("passing", "nonfinite")), None)
     if on_all is not None:
         return on_all.end
-    culprit_rank, how, status, lost = culprit(ending)
-    reason = f"rank {culprit_rank} of {len(ending.statuses)} {how}"
-    return End(status, reason, culprit_rank, lost, ending.done(culprit_rank))
+    culprit_rank, how, status, lost = culprit(evidence)
+    reason = f"rank {culprit_rank} of {len(evidence.statuses)} {how}"
+    return Outcome(status, reason, culprit_rank, lost, evidence.done(culprit_rank))
 
 
-def _is_finished(ending: Ending) -> bool:
+def _is_finished(evidence: Evidence) -> bool:
     """Return whether all was done and written before ranks were killed, lost contact or hung. An error counts."""
-    lost = {each.rank for each in ending.complaints if each.kind in ("lost contact", "interrupted")}
+    lost = {each.rank for each in evidence.complaints if each.kind in ("lost contact", "interrupted")}
     return (
-        ending.session.get("status") == "finished"
-        and len(lost) == len(ending.complaints)
+        evidence.session.get("status") == "finished"
+        and len(lost) == len(evidence.complaints)
         and all(
-            status <= DONE or status in STOPPED or rank in lost for rank, status in ending.statuses.items()
+            status <= DONE or status in STOPPED or rank in lost for rank, status in evidence.statuses.items()
         )
     )
 
 
-def end_of_hang(verdict: Verdict) -> End:
+def end_of_hang(verdict: Verdict) -> Outcome:
     culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
-    return End(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
+    return Outcome(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
 
 
-def ranks_have_said_it(ending: Ending) -> bool:
+def ranks_have_said_it(evidence: Evidence) -> bool:
     """Return whether the ranks have saved and left, and the first one has printed so."""
-    return _have_stopped(ending) and is_saved(ending.folder)
+    return _have_stopped(evidence) and is_saved(evidence.folder)
 
 
-def _have_stopped(ending: Ending) -> bool:
-    return not ending.hurried and all(status in (DONE, *STOPPED) for status in ending.statuses.values())
+def _have_stopped(evidence: Evidence) -> bool:
+    return not evidence.hurried and all(status in (DONE, *STOPPED) for status in evidence.statuses.values())
 
 
-def _ended_by_signal(ending: Ending) -> bool:
+def _ended_by_signal(evidence: Evidence) -> bool:
     return (
-        bool(ending.hurried)
-        or not ending.folder.exists()
-        or _all_interrupted(ending)
-        or all(rank in ending.killed for rank in ending.statuses)
+        bool(evidence.hurried)
+        or not evidence.folder.exists()
+        or _all_interrupted(evidence)
+        or all(rank in evidence.killed for rank in evidence.statuses)
     )
 
 
-def _stopped_early(ending: Ending, number: int) -> End:
+def _stopped_early(evidence: Evidence, number: int) -> Outcome:
     """The end of a job that a signal ended before the ranks have said that they saved."""
-    if ending.folder.exists() and is_saved(ending.folder):
+    if evidence.folder.exists() and is_saved(evidence.folder):
         return stopped_by(number)
-    end = stopped_by(number, unsaved=ending.hurried)
-    return replace(end, status=TRY_AGAIN) if ending.late else end
+    end = stopped_by(number, unsaved=evidence.hurried)
+    return replace(end, status=TRY_AGAIN) if evidence.late else end
 
 
-def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
+def conclude(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> int:
     """Print what the ranks have not printed, and return the exit status. Errors that the user can correct are raised.
 
     `note` says about restarts.
     """
     if end.status == USER_ERROR:
         if debug:
-            print(next(each.trace for each in ending.complaints if each.kind == "user"), file=sys.stderr)
+            print(next(each.trace for each in evidence.complaints if each.kind == "user"), file=sys.stderr)
         raise UserError(end.reason)
     if end.status == DONE:
-        _warn_of_end(ending)
+        _warn_of_end(evidence)
         return end.status
-    if ranks_have_said_it(ending):
+    if ranks_have_said_it(evidence):
         return end.status
-    continuing = to_continue(ending.folder, len(ending.statuses))
-    if ending.hang is not None:
-        lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *continuing]
+    continuing = to_continue(evidence.folder, len(evidence.statuses))
+    if evidence.hang is not None:
+        lines = [f"error: {evidence.hang.text}", f"the job has ended{note}", *continuing]
     elif end.rank is not None:
-        lines = [f"error: {end.reason}; the job has ended{note}", *_end_of_log(ending, end.rank), *continuing]
+        lines = [
+            f"error: {end.reason}; the job has ended{note}",
+            *citation(evidence.folder, end.reason),
+            *_end_of_log(evidence, end.rank),
+            *continuing,
+        ]
     elif end.status == FAILED:
         lines = [f"error: {end.reason}" + (f". The job has ended{note}" if note else "")]
-    elif ending.first_signal is None:
+    elif evidence.first_signal is None:
         lines = [f"error: {end.reason}; the job has ended{note}", *continuing]
     else:
         lines = [end.reason, *continuing]
@@ -167,27 +173,27 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     return end.status
 
 
-def _warn_of_end(ending: Ending) -> None:
+def _warn_of_end(evidence: Evidence) -> None:
     """Warn of ranks that did not end by themselves after all was done."""
-    ranks = [rank for rank, status in ending.statuses.items() if status != DONE]
+    ranks = [rank for rank, status in evidence.statuses.items() if status != DONE]
     if ranks:
-        who = f"{ranks_in_words(ranks)} of {len(ending.statuses)}"
+        who = f"{ranks_in_words(ranks)} of {len(evidence.statuses)}"
         text = f"warning: the run is done; {who} did not end by itself after that"
         print(text if len(ranks) == 1 else text.replace("itself", "themselves"), file=sys.stderr, flush=True)
 
 
-def _all_interrupted(ending: Ending) -> bool:
+def _all_interrupted(evidence: Evidence) -> bool:
     """Return whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
-    interrupted = {complaint.rank for complaint in ending.complaints if complaint.kind == "interrupted"}
+    interrupted = {complaint.rank for complaint in evidence.complaints if complaint.kind == "interrupted"}
     signals = [-number for number in SIGNALS]
     return all(
-        rank in interrupted or rank in ending.killed or status in signals
-        for rank, status in ending.statuses.items()
+        rank in interrupted or rank in evidence.killed or status in signals
+        for rank, status in evidence.statuses.items()
     )
 
 
-def _end_of_log(ending: Ending, rank: int) -> list[str]:
-    log = log_of(ending.logs, rank)
+def _end_of_log(evidence: Evidence, rank: int) -> list[str]:
+    log = log_of(evidence.logs, rank)
     tail = _tail(log)
     return [f"the end of its log {log}:", *("  " + line for line in tail)] if tail else []
 
@@ -213,17 +219,17 @@ CRASHES = (
 """Signals by which a program ends itself. It most likely does so again, so they count as errors."""
 
 
-def culprit(ending: Ending) -> Culprit:
+def culprit(evidence: Evidence) -> Culprit:
     """One rank that died, else the first with an error of its own, else one that left, else one that stopped answering.
 
     A rank that left without an error was the first one: the others have not done all, or they would have left, too.
     """
-    complained = {complaint.rank for complaint in ending.complaints}
-    left = [rank for rank, status in ending.statuses.items() if status == DONE and rank not in complained]
+    complained = {complaint.rank for complaint in evidence.complaints}
+    left = [rank for rank, status in evidence.statuses.items() if status == DONE and rank not in complained]
     died = [
         (rank, -status)
-        for rank, status in ending.statuses.items()
-        if status < 0 and rank not in ending.killed and not (left and status == -signal.SIGABRT)
+        for rank, status in evidence.statuses.items()
+        if status < 0 and rank not in evidence.killed and not (left and status == -signal.SIGABRT)
     ]
     # A rank that aborts may do so because another one is gone: NCCL's watchdog ends it.
     for rank, number in sorted(died, key=lambda each: each[1] == signal.SIGABRT):
@@ -233,17 +239,17 @@ def culprit(ending: Ending) -> Culprit:
         crashed = number in CRASHES
         how = f"was killed by {signal.Signals(number).name}{hint}"
         return Culprit(rank, how, FAILED if crashed else TRY_AGAIN, not crashed)
-    for complaint in ending.complaints:
+    for complaint in evidence.complaints:
         if complaint.kind == "error":
             return Culprit(complaint.rank, f"failed with {complaint.in_short}", FAILED, False)
-    for rank, status in ending.statuses.items():
-        if rank not in complained and rank not in ending.killed and status > 0:
+    for rank, status in evidence.statuses.items():
+        if rank not in complained and rank not in evidence.killed and status > 0:
             return Culprit(rank, f"exited with status {status}", FAILED, False)
     if left:
         return Culprit(left[0], "ended in the middle of the run with status 0", FAILED, False)
-    for rank in sorted(ending.killed - complained):
+    for rank in sorted(evidence.killed - complained):
         return Culprit(rank, "did not answer the other ranks and was killed", TRY_AGAIN, True)
-    first = ending.complaints[0]
+    first = evidence.complaints[0]
     how = f"lost contact with the other ranks: {first.in_short}"
     return Culprit(first.rank, how, TRY_AGAIN, False)
 

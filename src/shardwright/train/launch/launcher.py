@@ -21,7 +21,6 @@ import rich.progress  # noqa: F401  # every rank needs it: where it is missing, 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
-import shardwright
 from shardwright.train.config import Config
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
@@ -29,15 +28,16 @@ from shardwright.train.launch.environment import (
     LAUNCHER_VARIABLE,
     SPEAKING,
     choose_device,
+    path_to_ourselves,
 )
 from shardwright.train.launch.job_end import JobEnd
-from shardwright.train.launch.judgement import Ending, complaints_in, conclude, judge, log_of, say_in_logs
+from shardwright.train.launch.judgement import Evidence, complaints_in, conclude, judge, log_of, say_in_logs
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import Signals
 from shardwright.train.run.exits import DONE, STOPPED
 from shardwright.train.run.folder import RunFolder, now
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import session_after, sessions_of
 from shardwright.train.run.writing import writing
 from shardwright.watching.launched import Eyes, Hang
@@ -80,8 +80,8 @@ def launch_until_done(
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
-            ending = _launch(config, folder, attempt, signals, sessions)
-            end = judge(ending)
+            evidence = _launch(config, folder, attempt, signals, sessions)
+            end = judge(evidence)
             next_ranks, note = 0, ""
             if signals.first is None:
                 step = recorded_step(folder.metrics_file) if end.done is None else end.done
@@ -89,18 +89,18 @@ def launch_until_done(
             speaks = not next_ranks
             JobEnd(folder, attempt.number, speaks, sessions).record(end, note)
             if speaks:
-                return conclude(ending, end, "--debug" in attempt.arguments, note)
+                return conclude(evidence, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
-                f"{place_in_words(folder, next_ranks)} (log: {ending.logs})",
+                f"{place_in_words(folder, next_ranks)} (log: {evidence.logs})",
                 flush=True,
             )
 
 
 def _launch(
     config: Config, folder: RunFolder, attempt: Attempt, signals: Signals, sessions_before: int
-) -> Ending:
+) -> Evidence:
     """Start the ranks and wait for their end. `sessions_before`: in run.json."""
     ranks = attempt.ranks
     START.doing(f"starting {ranks} ranks")
@@ -132,7 +132,7 @@ def _launch(
     processes.close()  # the files of its logs
     if watch.hang is not None:
         say_in_logs(watch.hang, logs, ranks)
-    return Ending(
+    return Evidence(
         folder,
         logs,
         statuses,
@@ -171,20 +171,11 @@ def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, devic
     if attempt.devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.devices)
     variables |= START.variables
-    if own_path := _path_to_ourselves():
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), own_path]))
+    variables |= path_to_ourselves()
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # Each rank would claim all cores.
         variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
     return {name: str(value) for name, value in variables.items()}
-
-
-def _path_to_ourselves() -> str | None:
-    """The folder of this package, where this process found it in its working folder, in which ranks do not look."""
-    folder = str(Path(shardwright.__file__).resolve().parents[1])
-    elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
-    other_folders = {os.path.realpath(path) for path in elsewhere}
-    return None if folder in other_folders or folder != os.path.realpath(os.getcwd()) else folder
 
 
 class RankWatch:

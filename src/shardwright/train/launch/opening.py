@@ -14,13 +14,15 @@ from pathlib import Path
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.attempts import GivenUpError, Launch, attempt_before, write_launch
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.restarts import goes_on
-from shardwright.train.run.exits import End, remove_exit
-from shardwright.train.run.folder import CONTINUE, RunFolder, check_same_job, discard_if_unused, open_folder
+from shardwright.train.launch.torchrun import GivenUpError, TorchrunLaunch, attempt_before, write_launch
+from shardwright.train.run.exits import Outcome, remove_exit
+from shardwright.train.run.finding import CONTINUE, discard_if_unused, open_folder
+from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import FolderLock, claim
 from shardwright.train.run.record import repair_record, sessions_of
+from shardwright.train.run.same_job import check_same_job
 from shardwright.train.run.writing import writing
 
 SECONDS_TO_UNLOCK = 30.0
@@ -55,7 +57,7 @@ class OpenedRun:
             discard_if_unused(self.folder, self.lock)
 
 
-def open_run(config: Config, resume: str | None, launch: Launch | None = None) -> OpenedRun:
+def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None = None) -> OpenedRun:
     """The run's folder, locked: new or to resume; for a later attempt of a launch by torchrun the first one's.
 
     With `CONTINUE` it is `run.dir`. The run there goes on from its newest checkpoint, or without one from the start.
@@ -106,7 +108,7 @@ def _claim_patiently(folder: RunFolder) -> FolderLock:
             time.sleep(0.5)
 
 
-def refuse_resume(configured: Callable[[], Config], resume: str | None, end: End) -> None:
+def refuse_resume(configured: Callable[[], Config], resume: str | None, end: Outcome) -> None:
     """Write exit.json for a resume that was refused before the folder was open.
 
     Else a script would take the end of the session before for this one's. Nothing is written if a job uses the folder,

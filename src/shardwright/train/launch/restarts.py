@@ -10,15 +10,22 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.errors import counted
-from shardwright.train.run.exits import FAILED, TRY_AGAIN, End
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, Outcome
 from shardwright.train.run.folder import RunFolder, newest_saved
 
-AttemptEnd = tuple[int, str, int]  #: status, reason and step
+
+class AttemptEnd(NamedTuple):
+    """The end of an attempt that failed."""
+
+    status: int
+    reason: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Attempt:
     arguments: tuple[str, ...]
     devices: tuple[str, ...] = ()
 
-    def after(self, end: End, ranks: int, folder: RunFolder, began: bool) -> Attempt:
+    def after(self, end: Outcome, ranks: int, folder: RunFolder, began: bool) -> Attempt:
         """The next attempt, with `ranks` ranks. With fewer, the GPU of the lost rank is left out.
 
         `began` says whether an attempt of this job has opened a session in the folder.
@@ -99,7 +106,7 @@ class Restarts:
         self.count = 0
         self._ends: list[AttemptEnd] = []
 
-    def after(self, end: End, step: int, ranks: int) -> tuple[int, str]:
+    def after(self, end: Outcome, step: int, ranks: int) -> tuple[int, str]:
         """The ranks of the next attempt, 0 for none, and why there is none, as the rest of "the job has ended".
 
         `step` is the last one that was done: by the rank that failed, if that is known, else in the record. `ranks` is
@@ -107,7 +114,7 @@ class Restarts:
         """
         if end.status not in (FAILED, TRY_AGAIN) or not self.settings.max_restarts:
             return 0, ""
-        self._ends.append((end.status, end.reason, step))
+        self._ends.append(AttemptEnd(end.status, end.reason, step))
         if again := same_again(self._ends):
             return 0, f": {again}"
         if self.count == self.settings.max_restarts:
@@ -115,7 +122,7 @@ class Restarts:
         self.count += 1
         return self._ranks(end, ranks), ""
 
-    def _ranks(self, end: End, ranks: int) -> int:
+    def _ranks(self, end: Outcome, ranks: int) -> int:
         least = self.settings.least_ranks
         if not least or not end.lost:
             return ranks
@@ -125,10 +132,10 @@ class Restarts:
 def same_again(ends: Sequence[AttemptEnd]) -> str:
     """The reason for which a job does not start again: its last failures are the same; else empty. Attempts in between
     of which a rank was killed change nothing."""
-    failures = [(without_numbers(reason), step) for status, reason, step in ends if status == FAILED]
-    if not ends or ends[-1][0] != FAILED or failures[-1:] * 2 != failures[-2:]:
+    failures = [(without_numbers(each.reason), each.step) for each in ends if each.status == FAILED]
+    if not ends or ends[-1].status != FAILED or failures[-1:] * 2 != failures[-2:]:
         return ""
-    return f"the same error came twice after step {ends[-1][2]}, so it does not start again"
+    return f"the same error came twice after step {ends[-1].step}, so it does not start again"
 
 
 def without_numbers(reason: str) -> str:

@@ -1,4 +1,5 @@
 """A model on several ranks: who they are, what each precision means, and the calls in which engines differ.
 
-`recipe` makes a plain model parallel, in one order: float8, blocks, engine, optimizer. No loop is here.
+`Trainer` uses it in one order: `float8`, `activations` (blocks), `recipe.parallelize` (engine), optimizer. `world` and
+`checks` are about the ranks, `host_memory` about their host. No loop is here.
 """

@@ -18,7 +18,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import rank_and_size
 from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.resume import to_continue
-from shardwright.train.run.exits import End
+from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.watching.api import start
 from shardwright.watching.launched import Hang
@@ -40,7 +40,7 @@ def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
 
 
 @contextmanager
-def watched(config: Config, folder: Path, record: Callable[[End], None]) -> Iterator[None]:
+def watched(config: Config, folder: Path, record: Callable[[Outcome], None]) -> Iterator[None]:
     """Watch the ranks of a job without our launcher. All of them call it, inside their process group.
 
     ``record``: called on one rank with the end of a job that hangs.

@@ -22,13 +22,14 @@ from shardwright.train.launch.signals import restore_handlers
 from shardwright.train.models.vocabulary import with_vocabulary
 from shardwright.train.rank.complaints import complaint_of
 from shardwright.train.rank.process import IndependentRank, train_together
-from shardwright.train.run.exits import End
-from shardwright.train.run.folder import CONTINUE, RunFolder
+from shardwright.train.run.exits import Outcome
+from shardwright.train.run.finding import CONTINUE
+from shardwright.train.run.folder import RunFolder
 
 
 def train_in_group(
     values: Mapping[str, Any], folder: Path, saved: Callable[[RunFolder, int], None] | None = None
-) -> End:
+) -> Outcome:
     """Run the job, or the rest of it, on the ranks of the default process group. Returns how it ended.
 
     Args:

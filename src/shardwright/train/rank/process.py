@@ -41,7 +41,7 @@ from shardwright.train.rank.shared_folder import open_together
 from shardwright.train.rank.siblings import watch_start
 from shardwright.train.rank.start import read_data, start_together
 from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report
-from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, End
+from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import share
 from shardwright.train.step.session import train
@@ -94,7 +94,7 @@ def train_together(
     rank: int,
     size: int,
     saved: Callable[[RunFolder, int], None] | None = None,
-) -> End:
+) -> Outcome:
     """Run the job as one of its ranks, which have met at `store`. `saved`: see `train_in_group`."""
     config, dataset = start_together(configured, resume, store, rank, size)
     with join_world(config, store) as world:
@@ -107,7 +107,7 @@ def train_together(
 
 
 class LaunchedRank:
-    """A rank of our launcher, which speaks for the job: it prints, judges the boards, and writes exit.json."""
+    """A rank of our launcher, which gets its complaints, prints, judges the boards and writes exit.json."""
 
     def __init__(self, launcher: int) -> None:
         self.launcher = launcher  #: its process
@@ -153,7 +153,7 @@ def leave_with(launcher: int) -> None:
     try:
         if os.environ["RANK"] == "0":
             folder = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
-            JobEnd(folder, attempt_of_launcher()).record(End(TRY_AGAIN, "the launcher was killed"))
+            JobEnd(folder, attempt_of_launcher()).record(Outcome(TRY_AGAIN, "the launcher was killed"))
         else:
             time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
     finally:
@@ -225,7 +225,7 @@ class IndependentRank:
         if first == own or (not first and not self.run.folder.exit_file.exists()):
             self._record(complaint.end)
 
-    def _record(self, end: End) -> None:
+    def _record(self, end: Outcome) -> None:
         if self.run is not None:
             self.run.job_end.record(end)
         else:

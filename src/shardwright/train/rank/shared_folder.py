@@ -13,8 +13,8 @@ from pathlib import Path
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
-from shardwright.train.launch.attempts import Launch, agent
 from shardwright.train.launch.opening import OpenedRun, open_run
+from shardwright.train.launch.torchrun import TorchrunLaunch, agent
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import writing
@@ -51,12 +51,12 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
     return run
 
 
-def _this_launch() -> Launch | None:
+def _this_launch() -> TorchrunLaunch | None:
     """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
     everyone = RankGroup().all_gather(agent())
     if everyone[0] is None:
         return None
-    return Launch(tuple(dict.fromkeys(each for each in everyone if each is not None)))
+    return TorchrunLaunch(tuple(dict.fromkeys(each for each in everyone if each is not None)))
 
 
 def _of_other_ranks(run: OpenedRun) -> OpenedRun:

@@ -17,11 +17,11 @@ from contextlib import suppress
 import psutil
 
 from shardwright.train.config import Config
-from shardwright.train.launch.attempts import agent_process
 from shardwright.train.launch.environment import under_torchrun
 from shardwright.train.launch.judgement import end_of_hang
+from shardwright.train.launch.torchrun import agent_process
 from shardwright.train.rank.hang_watch import KEY
-from shardwright.train.run.exits import TRY_AGAIN, End
+from shardwright.train.run.exits import TRY_AGAIN, Outcome
 from shardwright.watching.diagnosis import Verdict, judge_start
 from shardwright.watching.launched import STOPPED_AT_START, Looks, Processes
 from shardwright.watching.reading import STOPPED
@@ -33,7 +33,7 @@ SECONDS_TO_END = 5.0
 
 
 def watch_start(
-    rank: int, configured: Callable[[], Config], record: Callable[[End], None], ended: threading.Event
+    rank: int, configured: Callable[[], Config], record: Callable[[Outcome], None], ended: threading.Event
 ) -> None:
     """Look at the ranks of this host, in a thread, until `ended` is set.
 
@@ -46,7 +46,7 @@ def watch_start(
 
 
 def _watch(
-    rank: int, configured: Callable[[], Config], record: Callable[[End], None], ended: threading.Event
+    rank: int, configured: Callable[[], Config], record: Callable[[Outcome], None], ended: threading.Event
 ) -> None:
     try:
         stall_seconds = configured().fault.stall_seconds
@@ -65,7 +65,7 @@ def _watch(
         _end(verdict, [each.pid for each in seen if each.rank in verdict.culprits], record)
 
 
-def _end(verdict: Verdict, pids: list[int], record: Callable[[End], None]) -> None:
+def _end(verdict: Verdict, pids: list[int], record: Callable[[Outcome], None]) -> None:
     try:
         print(f"error: {verdict.text}", file=sys.stderr, flush=True)
         record(end_of_hang(verdict))

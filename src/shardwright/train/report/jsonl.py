@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
 from shardwright.train.errors import UserError
-from shardwright.train.run.position import INCIDENT
+from shardwright.train.run.metrics import INCIDENT
 from shardwright.train.run.writing import writing
 
 SAVE_FAILURE = "save_failure"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder, newest_saved, now
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.writing import write_json
 
 DONE = 0
@@ -28,7 +28,7 @@ STOPPED = (INTERRUPTED, TERMINATED)
 
 
 @dataclass(frozen=True)
-class End:
+class Outcome:
     """The end of a job, or of one attempt of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class End:
     done: int | None = None
 
 
-def write_exit(folder: RunFolder, end: End, attempt: int) -> None:
+def write_exit(folder: RunFolder, end: Outcome, attempt: int) -> None:
     """Write exit.json, if a run began in the folder. A disk that is full does not hide the error that ended the job."""
     if not folder.exists():
         return

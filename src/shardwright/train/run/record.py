@@ -12,9 +12,9 @@ from typing import Any
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.run.exits import STOPPED, End
+from shardwright.train.run.exits import STOPPED, Outcome
 from shardwright.train.run.folder import RunFolder, Session, now
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.writing import remove_unfinished, write_json, write_text
 
 
@@ -88,7 +88,7 @@ def is_finished(folder: RunFolder) -> bool:
         return False
 
 
-def close_session(folder: RunFolder, end: End, sessions_before: int | None = None) -> None:
+def close_session(folder: RunFolder, end: Outcome, sessions_before: int | None = None) -> None:
     """Write into run.json how the last session ended, if it is still "running" there: interrupted, if a signal ended
     it, else failed.
 

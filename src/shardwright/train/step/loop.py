@@ -11,7 +11,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
-from shardwright.train.step.reporting.conclusion import Ended
+from shardwright.train.step.reporting.conclusion import LoopEnd
 from shardwright.train.step.reporting.recording import (
     report_untrained,
     step_record,
@@ -20,7 +20,7 @@ from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 
-def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> Ended:
+def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> LoopEnd:
     """Run steps, validations and checkpoints until the last step, a signal, or a hook that ends the run.
 
     When this returns, the state is saved.
@@ -31,36 +31,37 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
         started = time.perf_counter()
         with trainer.recompiles.step():
             result = trainer.train_step(stop, saves.has_ended())
+        agreed = result.agreed
         seconds = time.perf_counter() - started
         START.end()
         step = trainer.position.step
         is_last = step == config.train.steps
-        leaving = result.stop != 0 or result.stops_early or is_last
-        if result.stop and stop.signal_number is None:
+        leaving = agreed.signal != 0 or agreed.stops_early or is_last
+        if agreed.signal and stop.signal_number is None:
             doing = "the run is at its end" if is_last else f"saving step {step}"
-            reporter.answer(f"{signal.Signals(result.stop).name} received by another rank; {doing}")
-        ends = is_last or result.stops_early
+            reporter.answer(f"{signal.Signals(agreed.signal).name} received by another rank; {doing}")
+        ends = is_last or agreed.stops_early
         validates = due(step, config.validation.every) or (ends and config.validation.every > 0)
         saving = leaving or due(step, config.checkpoint.every)
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
         if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
             answer(fault, trainer, saves, reporter)
-            if result.save_ended:
-                saves.conclude(goes_on=leaving)
-            if result.stop and trainer.position.step:
+            if agreed.save_ended:
+                saves.conclude(raises=not leaving)
+            if agreed.signal and trainer.position.step:
                 trainer.save(saves, last=True)
-                return Ended(result.stop)
+                return LoopEnd(agreed.signal)
             continue
         validation = validate(trainer) if validates else None
         trainer.hooks.after_step(step_record(trainer, result, seconds, validation))
-        if result.save_ended:
-            saves.conclude(goes_on=leaving)
+        if agreed.save_ended:
+            saves.conclude(raises=not leaving)
         if saving:
             trainer.save(saves, last=leaving)
         if leaving:
-            early = trainer.stop_reason() if result.stops_early and not is_last else ""
-            return Ended(result.stop if not is_last else 0, early)
+            early = trainer.stop_reason() if agreed.stops_early and not is_last else ""
+            return LoopEnd(agreed.signal if not is_last else 0, early)
 
 
 def due(step: int, every: int) -> bool:

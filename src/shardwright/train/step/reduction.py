@@ -96,19 +96,17 @@ def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
         first, figures[:] = figures[:count], figures[count:]
         return first
 
-    losses = [
-        loss / world.dims.with_same_loss for loss in taken(len(own.shares))
-    ]  # ranks of the same data have each
+    losses = [loss / world.dims.with_same_loss for loss in taken(len(own.shares))]
     (flags,), signals = taken(1), taken(len(SIGNALS))
     (save_ended, stops_early), votes = taken(2), taken(len(ACTIONS))
     return Agreed(
-        losses,
-        flags,
-        grad_norm,
-        max(taken(world.size)),
-        next((int(each) for each, count in zip(SIGNALS, signals, strict=True) if count), 0),
-        save_ended > 0,
-        stops_early > 0,
-        next((action for action, count in zip(ACTIONS, votes, strict=True) if count), None),
-        means(metric_names, figures),
+        losses=losses,
+        flags=flags,
+        norm=grad_norm,
+        data_seconds=max(taken(world.size)),
+        signal=next((int(each) for each, count in zip(SIGNALS, signals, strict=True) if count), 0),
+        save_ended=save_ended > 0,
+        stops_early=stops_early > 0,
+        action=next((action for action, count in zip(ACTIONS, votes, strict=True) if count), None),
+        metrics=means(metric_names, figures),
     )

@@ -20,12 +20,12 @@ from shardwright.train.parallel.checks import no_more_steps, only_end_is_missing
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.exits import End
+from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import checkpoints_of
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
-from shardwright.train.step.reporting.conclusion import Ended, conclude
+from shardwright.train.step.reporting.conclusion import LoopEnd, conclude
 from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.reporting.notices import FirstLoss
 from shardwright.train.step.reporting.opening import opening
@@ -46,7 +46,7 @@ def train(
     dataset: Dataset,
     world: World,
     saved: Callable[[int], None] | None = None,
-) -> End:
+) -> Outcome:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
 
     If a rank was killed after the last step, only the end of the run is missing. Before the model exists there is
@@ -63,7 +63,7 @@ def _train(
     dataset: Dataset,
     world: World,
     saved: Callable[[int], None] | None,
-) -> End:
+) -> Outcome:
     folder, resume, attempt = run.folder, run.resumes, run.attempt
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
@@ -117,7 +117,7 @@ def _train(
                 config.checkpoint, checkpoints_of(folder, config), reporter, done, note_saved, best
             ) as saves:
                 more = done < config.train.steps
-                ended = run_steps(trainer, reporter, saves, stop) if more else Ended()
+                ended = run_steps(trainer, reporter, saves, stop) if more else LoopEnd()
             answers.saves = False
         except BaseException as error:
             note_steps_done(error, trainer.position.step)

@@ -17,7 +17,7 @@ from shardwright.train.launch.job_end import SECONDS_FOR_FIRST, JobEnd, stopped_
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.run.exits import DONE, TRY_AGAIN, End, is_saved
+from shardwright.train.run.exits import DONE, TRY_AGAIN, Outcome, is_saved
 from shardwright.train.run.record import is_finished
 
 
@@ -58,16 +58,16 @@ class SignalAnswers:
         finally:
             os._exit(status)  # also if the terminal has gone, for example
 
-    def _report(self, end: End) -> None:
+    def _report(self, end: Outcome) -> None:
         self.job_end.record(end)
         if self.job_end.speaks and end.status != DONE:
             lines = [end.reason, *to_continue(self.job_end.folder, self.world.size)]
             print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def _end(self, number: int | None) -> End:
+    def _end(self, number: int | None) -> Outcome:
         folder = self.job_end.folder
         if not self.saves and is_finished(folder):
-            return End(DONE, "done")
+            return Outcome(DONE, "done")
         if is_saved(folder):
             return stopped_by(self._number)
         if number is not None:

@@ -41,7 +41,7 @@ from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.numerics import looking, verifying
-from shardwright.train.step.reduction import OwnPart, agree
+from shardwright.train.step.reduction import Agreed, OwnPart, agree
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.saves import Saves
 
@@ -80,23 +80,23 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The values of a step that all ranks know.
+    """A step, as all ranks know it.
 
-    `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none. `data_seconds` is the wait
-    for data on the rank that waited longest: the others wait for it in the step's collectives.
+    Attributes:
+        agreed: the values of the reduction.
+        loss: the cross-entropy alone.
+        auxiliary: by name, the losses beside it.
+        rate: of the optimizer's first group.
+        fault: wrong numbers, for which the step was not done; None without any.
+        untrained: global batches before this one, of which no step was made.
     """
 
+    agreed: Agreed
     loss: float
-    grad_norm: float | None  # None where the optimizer has used the gradients before all were known
-    data_seconds: float
-    stop: int
-    auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
-    save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
-    stops_early: bool  # a hook has asked to end the run
-    metrics: Mapping[str, float]  # of hooks, by name
-    rate: float  # of the optimizer's first group
-    fault: Fault | None  # wrong numbers, for which the step was not done
-    untrained: Untrained | None  # global batches before this one, of which no step was made
+    auxiliary: Mapping[str, float]
+    rate: float
+    fault: Fault | None
+    untrained: Untrained | None
 
 
 class Trainer:
@@ -130,10 +130,10 @@ class Trainer:
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
         self.losses = Losses(config, world, self.model, plain, dataset.vocab_size)
         self.optimizer = recipe.build_optimizer(self.model, config, matrices)
-        #: Forward and backward of a step.
-        self.work: Callable[..., Tensor] = self._forward_backward
+        #: Forward and backward of a step, once.
+        self.forward_backward: Callable[..., Tensor] = self._forward_backward
         if config.train.cuda_graph:
-            self.work = sw.GraphedStep(self.model, self._forward_backward)
+            self.forward_backward = sw.GraphedStep(self.model, self._forward_backward)
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
@@ -212,7 +212,7 @@ class Trainer:
         boards.at(boards.MODEL)
         tensors = self.losses.weights(counts), *tensors_of(batches)
         with recipe.parallel_loss(self.config.parallel):
-            loss_sums = self._work(*tensors)
+            loss_sums = self._verified_if_due(*tensors)
         boards.at(boards.CLIP)
         norm = recipe.clip_gradients(self.model, self.config)
         shares = loss_sums / counts
@@ -220,23 +220,27 @@ class Trainer:
         # A signal from here on is answered in the next step, and this one's thread may print that at once.
         self.stops_after = step + 2
         own = OwnPart(
-            shares, looking.flag(self, norm), norm, data_seconds, stop.signal_number, save_ended,
-            self.job is not None and bool(self.job.stop_reason), [each.action for each in faults],
-            self.hooks.metrics(step + 1),
-        )  # fmt: skip
+            shares=shares,
+            flag=looking.flag(self, norm),
+            norm=norm,
+            data_seconds=data_seconds,
+            signal=stop.signal_number,
+            save_ended=save_ended,
+            stops_early=self.job is not None and bool(self.job.stop_reason),
+            votes=[each.action for each in faults],
+            sums=self.hooks.metrics(step + 1),
+        )
         agreed = agree(self.world, own, self.hooks.step_metrics)
         loss, *others = agreed.losses
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         with recipe.parallel_loss(self.config.parallel):
             fault = looking.fault_of_step(
-                self, loss, agreed.norm, agreed.flags, shares, partial(self.work, *tensors)
+                self, loss, agreed.norm, agreed.flags, shares, partial(self.forward_backward, *tensors)
             )
         if fault is None and agreed.action is not None:
             fault = looking.fault_of_hooks(self, faults, agreed.action, norm is not None)
-        result = StepResult(
-            loss, agreed.norm, agreed.data_seconds, agreed.signal, auxiliary, agreed.save_ended, agreed.stops_early,
-            agreed.metrics, float(self.optimizer.param_groups[0]["lr"]), fault, untrained,
-        )  # fmt: skip
+        rate = float(self.optimizer.param_groups[0]["lr"])  # as a hook may have set it
+        result = StepResult(agreed, loss, auxiliary, rate, fault, untrained)
         if fault is None or norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)
             self.optimizer.step()
@@ -260,14 +264,14 @@ class Trainer:
                 f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
             )
 
-    def _work(self, *tensors: Tensor) -> Tensor:
+    def _verified_if_due(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""
         if not verifying.is_due(self):
-            return self.work(*tensors)
-        trial = partial(self.work, *tensors)
+            return self.forward_backward(*tensors)
+        trial = partial(self.forward_backward, *tensors)
         if self.config.optimizer.in_backward:
             trial = partial(self._forward_backward, *tensors, completes=False)
-        return verifying.twice(self, trial, partial(self.work, *tensors))
+        return verifying.twice(self, trial, partial(self.forward_backward, *tensors))
 
     def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
         """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:

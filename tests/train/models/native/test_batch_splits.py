@@ -153,7 +153,7 @@ def found_by(job: Trainer) -> Found:
     stop = StopRequest()  # not entered: no handlers in the pool's workers
     steps = [job.train_step(stop) for _ in range(STEPS)]
     weights = get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True))
-    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    norms = [step.agreed.norm for step in steps if step.agreed.norm is not None]
     return Found([[s.loss, *s.auxiliary.values()] for s in steps], norms, weights, validate(job).loss)
 
 

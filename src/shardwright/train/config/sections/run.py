@@ -33,6 +33,20 @@ class RunConfig(Section):
         default="auto",
         description="Device of the computation. auto: GPUs if the machine has any, else the CPU.",
     )
+    plan: Literal["auto", "warn", "refuse", "off"] = Field(
+        default="auto",
+        description=(
+            "What becomes of a job that does not fit into the memory of its GPUs by `shardwright plan`. warn: a line "
+            "says so, and the job runs, unless its parameters, gradients and optimizer state alone need more than a "
+            "GPU has. refuse: it does not start. off: no plan is made. auto: warn on GPUs, off on the CPU."
+        ),
+    )
+    plan_device: str = Field(
+        default="",
+        description=(
+            "Device of the plan, as after --on of `shardwright plan`, without a number. Empty: this machine's GPU."
+        ),
+    )
     hooks: Annotated[tuple[Annotated[str, OneOf(named_hooks)], ...], Field(strict=False)] = Field(
         default=(),
         description=(

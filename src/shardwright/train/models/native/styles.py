@@ -8,7 +8,8 @@ as in `hybrid`; R rows, each a token on its way to one of its experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -187,11 +188,7 @@ def _chosen_elsewhere(
     """`MixtureOfExperts.chosen` where each rank of `mesh` has as many of the experts."""
     up_EDF, down_EFD = _local(mixture.up), _local(mixture.down)
     ranks, experts, group = mesh.size(), up_EDF.shape[0], mesh.get_group()
-    # [ranks, experts of one]: how many rows go from here to each expert, and come from each rank to each one here.
-    leaving = torch.bincount(expert_R, minlength=ranks * experts).view(ranks, experts)
-    coming = torch.empty_like(leaving)
-    with noted("all-to-all of counts", group, coming.nbytes):
-        dist.all_to_all_single(coming, leaving, group=group)
+    leaving, coming = _counts(expert_R, ranks, experts, group)
     # The host has to wait here: the sizes of what travels depend on the routing.
     sent, received = torch.stack((leaving, coming)).sum(-1).tolist()
     rows = RowExchange.apply(rows_RD, sent, received, group)
@@ -200,6 +197,39 @@ def _chosen_elsewhere(
     rows = through_experts(rows.index_select(0, order), expert, up_EDF, down_EFD)
     rows = torch.empty_like(rows).index_copy(0, order, rows)
     return RowExchange.apply(rows, received, sent, group)
+
+
+def _exchanged_counts(
+    expert_R: Tensor, ranks: int, experts: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The rows that go from here to each expert, and come from each rank to each one here: [ranks, experts of one]."""
+    leaving = torch.bincount(expert_R, minlength=ranks * experts).view(ranks, experts)
+    coming = torch.empty_like(leaving)
+    with noted("all-to-all of counts", group, coming.nbytes):
+        dist.all_to_all_single(coming, leaving, group=group)
+    return leaving, coming
+
+
+_counts = _exchanged_counts
+
+
+@contextmanager
+def even_routing() -> Iterator[None]:
+    """Inside the context each expert gets as many rows from each rank, whatever the router says: for plans."""
+    global _counts
+
+    def even(expert_R: Tensor, ranks: int, experts: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        each, more = divmod(expert_R.numel(), ranks * experts)
+        leaving = torch.full((ranks * experts,), each)
+        leaving[:more] += 1
+        leaving = leaving.view(ranks, experts)
+        return leaving, leaving[:1].expand(ranks, -1)
+
+    _counts = even
+    try:
+        yield
+    finally:
+        _counts = _exchanged_counts
 
 
 def _aligned(

@@ -18,6 +18,7 @@ from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.errors import printable
+from shardwright.train.launch.forecast import beside_reality
 from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
@@ -25,7 +26,7 @@ from shardwright.train.report import plots
 from shardwright.train.report.console import gib
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.exits import DONE, End
+from shardwright.train.run.exits import DONE, Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, saved_steps, step_folder
 from shardwright.train.run.record import RunRecord
@@ -38,7 +39,7 @@ from shardwright.train.step.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Ended:
+class LoopEnd:
     """The end of the steps of a session.
 
     Attributes:
@@ -54,15 +55,15 @@ def conclude(
     trainer: Trainer,
     folder: RunFolder,
     record: RunRecord | None,
-    ended: Ended,
+    ended: LoopEnd,
     reporter: Reporter,
     memory_report: MemoryReporter,
     best: BestCheckpoint | None,
-) -> End:
+) -> Outcome:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
     ended_by = ended.signal
     boards.at(boards.END)
-    end = stopped_by(ended_by) if ended_by else End(DONE, "done")
+    end = stopped_by(ended_by) if ended_by else Outcome(DONE, "done")
     memory = torch.tensor([memory_report.peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
@@ -167,6 +168,7 @@ def summary(
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
         f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
         f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
+        *(beside_reality(folder, results["peak_memory"]) if trainer.world.device.type == "cuda" else []),
         *engine,
         *compiled,
         f"  checkpoint      {step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",

@@ -92,11 +92,11 @@ def step_record(
     return StepRecord(
         step=position.step,
         loss=result.loss,
-        grad_norm=result.grad_norm,
+        grad_norm=result.agreed.norm,
         lr=result.rate,
         samples=position.samples,
         seconds=seconds,
-        data_seconds=result.data_seconds,
+        data_seconds=result.agreed.data_seconds,
         tokens_per_second=tokens_per_second,
         flops_per_second=flops_per_second,
         mfu=None if peak is None else flops_per_second / peak,
@@ -107,7 +107,7 @@ def step_record(
         balance_loss=result.auxiliary.get("balance"),
         mtp_loss=result.auxiliary.get("mtp"),
         extra_losses=result.auxiliary,
-        metrics=result.metrics,
+        metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
     )
 

@@ -35,7 +35,7 @@ from shardwright.train.run.position import (
     FolderOrUrl,
     Position,
     answering,
-    recovered_steps,
+    saved_steps,
     step_folder,
 )
 from shardwright.train.run.stored_checkpoint import RunCheckpoint, examine
@@ -242,14 +242,16 @@ def load_newest(
     """
     with answering():
         # The first rank's answer: others may see a folder later.
-        steps = RankGroup().run_on_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
+        steps = RankGroup().run_on_first(
+            lambda: [s for s in saved_steps(checkpoints, recover=True) if s <= latest]
+        )
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 
 def load_newest_weights(checkpoints: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
     with answering():
-        steps = recovered_steps(checkpoints)
+        steps = saved_steps(checkpoints, recover=True)
     _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
 
 
@@ -342,7 +344,7 @@ def with_weights(
     is called again with the one before. Raises UserError where there is none.
     """
     with answering():
-        steps = recovered_steps(checkpoints)
+        steps = saved_steps(checkpoints, recover=True)
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")

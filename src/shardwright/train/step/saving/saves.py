@@ -1,7 +1,7 @@
 """The checkpoints that a run writes: what happens if one cannot be written, and which ones stay.
 
-Which ones stay is not left to a `TrainerHook`: an error there counts as an error of the save, which may let the run go
-on, and all ranks compare the files of earlier checkpoints together.
+The rule of which ones stay is here, and not in a `TrainerHook`: a deletion that fails is a failure of the save, which
+`checkpoint.on_save_failure` may let pass, and all ranks compare the files of earlier checkpoints together.
 
 An older checkpoint is deleted when a newer one is on disk and was read back. Only checkpoints whose files were compared
 with their digests count among those to keep. The form of a checkpoint is in `checkpoint`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,41 @@ def background() -> AsyncCheckpoint:
         raise UserError(
             f"checkpoint.asynchronous: expected false on this system, found true: {error}"
         ) from error
+
+
+def steps_to_delete(
+    steps: Sequence[int],
+    newest: int,
+    best: int | None,
+    settings: CheckpointConfig,
+    damage: Callable[[int], str | None],
+) -> list[int]:
+    """The steps whose checkpoints go.
+
+    The newest `checkpoint.keep` whole ones stay, the `best`, and each one that `keep_every` names. A damaged one after
+    step `newest`, which was just written, goes: a resume has fallen back from it.
+
+    Args:
+        steps: those that have a folder, newest first.
+        damage: of a step's checkpoint, "" for none; expensive, and called by all ranks for the same steps.
+    """
+
+    def is_permanent(step: int) -> bool:
+        return settings.keep_every > 0 and step % settings.keep_every == 0
+
+    later = [step for step in steps if step > newest]
+    gone = [step for step in later if damage(step)]
+    rest = steps[len(later) :]
+    whole = 0
+    for number, step in enumerate(rest):
+        candidates = [each for each in rest[number + settings.keep - whole :] if not is_permanent(each)]
+        if not candidates:  # even if all of the next are whole
+            break
+        if whole == settings.keep:
+            gone += candidates
+            break
+        whole += damage(step) == ""
+    return [step for step in gone if step != best]
 
 
 class Saves:
@@ -91,7 +126,7 @@ class Saves:
             SaveFailedError: the checkpoint, or the one before, cannot be written, and the settings are to stop; or the
                 `last` one cannot.
         """
-        self.conclude(goes_on=last)
+        self.conclude(raises=not last)
         with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
             self._make_way(position.step)
             if self._background is None or last:
@@ -113,16 +148,17 @@ class Saves:
         outcome = self._background.poll()
         return outcome is not None and (RankGroup().is_first or outcome.error is not None)
 
-    def conclude(self, goes_on: bool = False) -> None:
+    def conclude(self, raises: bool = True) -> None:
         """Wait for the checkpoint that is written in the background, and delete those that are no longer to keep.
 
         Raises:
-            SaveFailedError: it cannot be written, and the settings are to stop, unless the run `goes_on`.
+            SaveFailedError: it cannot be written, and the settings are to stop. Else, or unless this `raises`, the
+                failure is reported.
         """
         step, self._under_way = self._under_way, None
         if self._background is None or step is None:
             return
-        with self._failing(step, raises=self.settings.on_save_failure == "stop" and not goes_on):
+        with self._failing(step, raises=raises and self.settings.on_save_failure == "stop"):
             checkpoint.wait(self._background, step_folder(self.checkpoints, step))
             self._saved(step)
 
@@ -185,7 +221,7 @@ class Saves:
         try:
             steps = ranks.run_on_first(lambda: saved_steps(self.checkpoints))
             best = self._best_step(steps)
-            doomed = [step for step in self._doomed(steps, newest) if step != best]
+            doomed = steps_to_delete(steps, newest, best, self.settings, self._damage)
             ranks.run_on_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
@@ -209,27 +245,6 @@ class Saves:
             what = f"{step_folder(self.checkpoints, step)}, the best ({best.figure} {value:.4f}), is damaged"
             self.reporter.say(f"{what} ({damage}); {now}")
         return None if found is None else found.step
-
-    def _doomed(self, steps: list[int], newest: int) -> list[int]:
-        """The steps to delete, of those that have a folder, newest first.
-
-        Damaged ones after step `newest`, which was just written, are what a resume has fallen back from.
-        """
-        whole, doomed = 0, []
-        for number, step in enumerate(steps):
-            if step > newest:
-                if self._damage(step):
-                    doomed.append(step)
-            elif whole == self.settings.keep:
-                doomed += [] if self._is_permanent(step) else [step]
-            elif all(map(self._is_permanent, steps[number + self.settings.keep - whole :])):
-                break  # nothing to delete, whether the rest is whole or not
-            else:
-                whole += self._damage(step) == ""
-        return doomed
-
-    def _is_permanent(self, step: int) -> bool:
-        return self.settings.keep_every > 0 and step % self.settings.keep_every == 0
 
     def _damage(self, step: int) -> str | None:
         """The damage of a checkpoint, as in `_damages`. Every rank compares a share of its files, once."""

@@ -20,16 +20,17 @@ from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.environment import RUN_ID, under_torchrun
 from shardwright.train.launch.restarts import AttemptEnd, same_again
-from shardwright.train.run.exits import FAILED, USER_ERROR, End
-from shardwright.train.run.folder import CONTINUE, RUNS, RunFolder, find_run
-from shardwright.train.run.position import recorded_step
+from shardwright.train.run.exits import FAILED, USER_ERROR, Outcome
+from shardwright.train.run.finding import CONTINUE, find_run
+from shardwright.train.run.folder import RUNS, RunFolder
+from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.writing import write_json
 
 
 class GivenUpError(JobError):
     """torchrun has started the job again, but it would have the same `end` as before."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: Outcome) -> None:
         super().__init__(end)
         self.end = end
 
@@ -38,20 +39,20 @@ class GivenUpError(JobError):
 
 
 @dataclass(frozen=True)
-class Launch:
+class TorchrunLaunch:
     """A launch by torchrun, and its attempts in the run's folder.
 
     Attributes:
         agents: the torchrun processes of all hosts, each with host, process and time of its start.
         attempt: 1 for the first one.
-        ends: status, reason and step of the attempts before.
+        ends: of the attempts before.
     """
 
     agents: tuple[str, ...]
     attempt: int = 1
     ends: tuple[AttemptEnd, ...] = ()
 
-    def continues(self, before: Launch) -> bool:
+    def continues(self, before: TorchrunLaunch) -> bool:
         """Return whether this is a later attempt of the launch `before`: a torchrun process is the same.
 
         The id of a rendezvous says less. It is "none" by default, and people use one again.
@@ -60,11 +61,11 @@ class Launch:
 
     def check_worth(self) -> None:
         """Raise GivenUpError if the attempts before ended with an error that the next one would meet, too."""
-        if self.ends and self.ends[-1][0] == USER_ERROR:
-            reason = f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
-            raise GivenUpError(End(USER_ERROR, reason))
+        if self.ends and self.ends[-1].status == USER_ERROR:
+            reason = f"{self.ends[-1].reason} (the attempt before ended with this; a restart cannot help)"
+            raise GivenUpError(Outcome(USER_ERROR, reason))
         if again := same_again(self.ends):
-            raise GivenUpError(End(FAILED, f"{self.ends[-1][1]}: {again}"))
+            raise GivenUpError(Outcome(FAILED, f"{self.ends[-1].reason}: {again}"))
 
 
 def agent() -> str | None:
@@ -100,7 +101,9 @@ def _start_of(process: psutil.Process) -> str:
         return f"{process.create_time():.2f}"
 
 
-def attempt_before(config: Config, resume: str | None, launch: Launch) -> tuple[RunFolder, Launch] | None:
+def attempt_before(
+    config: Config, resume: str | None, launch: TorchrunLaunch
+) -> tuple[RunFolder, TorchrunLaunch] | None:
     for folder in _candidates(config, resume):
         earlier = _read(folder)
         if earlier is not None and launch.continues(earlier):
@@ -119,31 +122,34 @@ def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
         yield from sorted(launched, key=lambda folder: folder.launch_file.stat().st_mtime, reverse=True)
 
 
-def record_end(folder: RunFolder, end: End) -> None:
+def record_end(folder: RunFolder, end: Outcome) -> None:
     """Add the end of this attempt to launch.json, if there is one."""
     launch = _read(folder)
     if launch is not None:
         step = recorded_step(folder.metrics_file) if end.done is None else end.done
         try:
-            write_launch(folder, replace(launch, ends=(*launch.ends, (end.status, end.reason, step))))
+            write_launch(
+                folder, replace(launch, ends=(*launch.ends, AttemptEnd(end.status, end.reason, step)))
+            )
         except UserError:
             pass  # the disk is full; the error that ended the job is what the user needs
 
 
-def write_launch(folder: RunFolder, launch: Launch) -> None:
+def write_launch(folder: RunFolder, launch: TorchrunLaunch) -> None:
     content = {"agents": list(launch.agents), "attempt": launch.attempt}
-    ends = [{"status": status, "reason": reason, "step": step} for status, reason, step in launch.ends]
+    ends = [each._asdict() for each in launch.ends]
     write_json(folder.launch_file, {**content, "ends": ends})
 
 
-def _read(folder: RunFolder) -> Launch | None:
+def _read(folder: RunFolder) -> TorchrunLaunch | None:
     """None without the file, and for one that is damaged."""
     try:
         content = json.loads(folder.launch_file.read_text(encoding="utf-8"))
         ends = tuple(
-            (int(each["status"]), str(each["reason"]), int(each["step"])) for each in content["ends"]
+            AttemptEnd(int(each["status"]), str(each["reason"]), int(each["step"]))
+            for each in content["ends"]
         )
         agents = tuple(str(agent) for agent in content["agents"])
-        return Launch(agents, int(content["attempt"]), ends)
+        return TorchrunLaunch(agents, int(content["attempt"]), ends)
     except (OSError, ValueError, LookupError, TypeError):
         return None

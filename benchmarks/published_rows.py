@@ -1,0 +1,210 @@
+"""Plans beside published figures of memory: torch's FSDP2 in the loop of another trainer, run hollow.
+
+    python -m benchmarks.published_rows [--layers 32]
+
+Source of the rows: https://github.com/pytorch/torchtitan/pull/165 (26 March 2024). 8 H100 with 95.0396 GiB, sequences
+of 2,048 tokens, bfloat16 with reductions in float32, AdamW. The text names no model; the published MFU follows from a
+Llama of 7B. That trainer kept the float32 logits of a step until the next forward had its own. The two rows "1-D" were
+used to find this out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from shardwright.planner.allocator import GIB, replay
+from shardwright.planner.program import Program
+from shardwright.tracing.loop import program_of_loop
+
+RANKS, SEQ_LEN, DEVICE_GIB = 8, 2048, 95.0396
+DIM, HEADS, HIDDEN, VOCABULARY = 4096, 32, 11008, 32000
+#: By name: activation checkpointing, ranks of tensor parallelism, micro-batch; published percentages of the peaks of
+#: live and of reserved bytes.
+ROWS: dict[str, tuple[str, int, int, float, float]] = {
+    "1-D, each block recomputed": ("full", 1, 8, 23.92, 32.64),
+    "1-D, every second product kept": ("selective", 1, 8, 52.13, 62.51),
+    "2-D, each block recomputed": ("full", 2, 16, 50.12, 60.97),
+    "2-D, every second product kept": ("selective", 2, 16, 76.49, 90.14),
+}
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return wide.type_as(x) * self.weight
+
+
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns.view(1, x.shape[1], 1, -1)).flatten(3).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        projected = (each(x).view(batch, length, -1, DIM // HEADS) for each in (self.wq, self.wk, self.wv))
+        q, k, v = projected
+        q, k, v = (each.transpose(1, 2) for each in (rotated(q, turns), rotated(k, turns), v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).contiguous().view(batch, length, -1))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention_norm, self.ffn_norm = Norm(), Norm()
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turns)
+        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.output = Norm(), nn.Linear(DIM, VOCABULARY, bias=False)
+        self.register_buffer("turns", torch.zeros(SEQ_LEN, DIM // HEADS // 2, dtype=torch.complex64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, self.turns)
+        return self.output(self.norm(x)).float()  # type: ignore[no-any-return]
+
+
+def selective() -> Any:
+    """Keep every second matrix product, attention and the results of collectives."""
+    products: Counter[bool] = Counter()
+    kept = {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+
+    def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_kept = func in kept
+        if func == torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            is_kept = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def make_parallel(model: Llama, ranks: int) -> Any:
+    """Tensor parallelism with sequence parallelism over ``ranks``. Returns the mesh of the other axis."""
+    mesh = init_device_mesh("cpu", (RANKS // ranks, ranks), mesh_dim_names=("data", "tensor"))
+    sharded, whole = Shard(1), Replicate()
+    plan = {
+        "embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sharded),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=sharded, output_layouts=whole),
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+    of_block = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(sharded, None), desired_input_layouts=(whole, None)),
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        "attention.wo": RowwiseParallel(output_layouts=sharded),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(sharded,), desired_input_layouts=(whole,)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=sharded),
+    }
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tensor"], of_block)  # type: ignore[arg-type]
+    return mesh["data"]
+
+
+def loop_of(layers: int, checkpoint: str, tensor: int, batch: int) -> Callable[[], Any]:
+    def loop() -> Any:
+        with torch.device("meta"):
+            model = Llama(layers)
+        mesh = make_parallel(model, tensor) if tensor > 1 else init_device_mesh("cpu", (RANKS,))
+        options: dict[str, Any] = {"context_fn": selective} if checkpoint == "selective" else {}
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False, **options)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for i, layer in enumerate(model.layers):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=i + 1 < layers)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for _ in range(2):
+            tokens, labels = (torch.zeros(batch, SEQ_LEN, dtype=torch.int64) for _ in range(2))
+            optimizer.zero_grad()
+            logits = model(tokens)
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+        return model, optimizer, logits
+
+    return loop
+
+
+def figures(program: Program) -> tuple[float, float]:
+    """The peaks of live and of reserved bytes, in percent of the device."""
+    peak = replay(program.events).peak
+    return tuple(100 * nbytes / (DEVICE_GIB * GIB) for nbytes in (peak.active, peak.reserved))  # type: ignore[return-value]
+
+
+def lines(layers: int, rows: Iterable[str]) -> Iterable[str]:
+    yield f"{'row':32}{'live':>8}{'published':>11}{'reserved':>11}{'published':>11}  (percent of {DEVICE_GIB} GiB)"
+    for name in rows:
+        checkpoint, tensor, batch, active, reserved = ROWS[name]
+        found = figures(program_of_loop(loop_of(layers, checkpoint, tensor, batch), RANKS))
+        yield f"{name:32}{found[0]:8.2f}{active:11.2f}{found[1]:11.2f}{reserved:11.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=32, help="fewer are no published row (default: 32)")
+    for line in lines(parser.parse_args().layers, ROWS):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

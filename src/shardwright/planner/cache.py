@@ -1,0 +1,170 @@
+"""Programs that were traced before, in files of the user's cache folder.
+
+A program is found by a text that has everything it follows from. Files are written under another name and then renamed,
+so that no reader sees half of one. A file that cannot be read is as one that is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
+
+FORMAT = 1  #: changes with the content of the files
+KEPT = 64  #: files; the oldest ones are removed
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def folder() -> Path:
+    """``$XDG_CACHE_HOME/shardwright/plans``, by default in ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".cache")
+    return base / "shardwright" / "plans"
+
+
+def load(key: str) -> Program | None:
+    """The program that was stored for a key; None: there is none that can be read."""
+    path = _path(key)
+    try:
+        digest, _, content = path.read_bytes().partition(b"\n")
+        if digest.decode() != _digest(content):
+            return None
+        program = _decoded(json.loads(content))
+        os.utime(path)  # it is among the newest from here on
+        return program
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+def store(key: str, program: Program) -> None:
+    """Store a program. Nothing happens if the folder cannot be written."""
+    path = _path(key)
+    content = json.dumps(_encoded(program), separators=(",", ":")).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_digest(content).encode() + b"\n" + content)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
+        _remove_old(path.parent)
+    except OSError:
+        return
+
+
+def _remove_old(parent: Path) -> None:
+    files = [(each.stat().st_mtime, each.path) for each in os.scandir(parent) if each.is_file()]
+    for _, path in sorted(files, reverse=True)[KEPT:]:
+        os.unlink(path)
+
+
+def _path(key: str) -> Path:
+    return folder() / f"{_digest(f'{FORMAT} {key}'.encode())}.json"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+# -- the form: for each kind of event a letter, and its fields in one list of numbers
+
+
+class _Table:
+    """Values by number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def __call__(self, value: Hashable) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def values(self) -> list[Any]:
+        return list(self._numbers)
+
+
+def _encoded(program: Program) -> dict[str, Any]:
+    words, kernels = _Table(), _Table()
+    letters: list[str] = []
+    numbers: list[int] = []
+    for event in program.events:
+        letters.append(_LETTERS[type(event)])
+        if isinstance(event, Alloc):
+            numbers += event.block, event.nbytes, words(event.stream), event.owner
+        elif isinstance(event, Free):
+            numbers.append(event.block)
+        elif isinstance(event, Kernel):
+            numbers.append(kernels(event))
+        elif isinstance(event, Mark):
+            numbers += event.number, words(event.stream)
+        elif isinstance(event, Wait):
+            numbers += words(event.stream), event.mark
+        elif isinstance(event, HostWait):
+            numbers.append(event.mark)
+        else:
+            numbers.append(words(event.name))
+    return {
+        "letters": "".join(letters),
+        "numbers": numbers,
+        "words": words.values(),
+        "kernels": kernels.values(),
+        "owners": program.owners,
+    }
+
+
+_LETTERS: dict[type, str] = {
+    Alloc: "a",
+    Free: "f",
+    Kernel: "k",
+    Mark: "m",
+    Wait: "w",
+    HostWait: "h",
+    Phase: "p",
+}
+
+
+def _decoded(values: dict[str, Any]) -> Program:
+    words: Sequence[str] = values["words"]
+    kernels = [
+        Kernel(name, stream, nbytes, tuple(map(tuple, shapes)), dtype)
+        for name, stream, nbytes, shapes, dtype in values["kernels"]
+    ]
+    after = iter(values["numbers"])
+    take = after.__next__
+    events: list[Event] = []
+    for letter in values["letters"]:
+        if letter == "k":
+            events.append(kernels[take()])
+        elif letter == "a":
+            events.append(Alloc(take(), take(), words[take()], take()))
+        elif letter == "f":
+            events.append(Free(take()))
+        elif letter == "m":
+            events.append(Mark(take(), words[take()]))
+        elif letter == "w":
+            events.append(Wait(words[take()], take()))
+        elif letter == "h":
+            events.append(HostWait(take()))
+        else:
+            events.append(Phase(words[take()]))
+    return Program(events, [Owner(*each) for each in values["owners"]])

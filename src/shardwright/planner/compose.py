@@ -1,0 +1,526 @@
+"""The program of a model of many layers, from the programs of the same model with few.
+
+Layers of a kind make the same events. So a longer model repeats pieces of the events of a shorter one, a piece for each
+layer: one in forward, one in backward, one in each step. :func:`compose` finds these pieces in three programs, which
+differ in one layer each, and repeats them. It knows events alone: no engine, model or optimizer.
+
+The numbers of an event (bytes, shapes, layers in names, and the event that a ``Free`` or a ``Wait`` refers to) follow
+the number of layers and of the repetition by a law, ``constant + a * repetition + b * layers``. Each law is checked on
+more events than it is made from. The third program is used for checks of everything outside the repetitions. If
+anything differs there is no composed program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
+
+NO_EVENT = -1
+_DIGITS = re.compile(r"\d+")
+
+Values = tuple[int, ...]
+
+
+def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) -> Program | None:
+    """The program of ``wanted`` layers, from three programs of ``layers``, ``layers + 1`` and ``layers + 2``.
+
+    ``edge``: a trace treats tensors of more bytes differently. None if a size that grows with the layers crosses it, or
+    if the programs have no common structure.
+    """
+    words = _Words()
+    shortest, middle, longest = (_Read(program, words) for program in programs)
+    runs = _runs(shortest, middle)
+    if not runs:
+        return None
+    shape = _Shape(len(shortest.events), layers, runs)
+    reads = [shortest, middle, longest]
+    laws = _Laws(shape, reads)
+    if not laws.hold():
+        return None
+    return _Writer(shape, laws, reads[0], wanted, edge).program()
+
+
+# -- reading
+
+
+class _Words:
+    """A number for each text or tuple."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def __call__(self, word: Hashable) -> int:
+        return self._numbers.setdefault(word, len(self._numbers))
+
+
+class _Read:
+    """A program, with the parts of its events that repeat.
+
+    Attributes:
+        exact: for each event a number that is equal for events that differ in the layer alone.
+        kinds: the same, for events that differ in sizes, too.
+        values: the numbers in each event: bytes, shapes, layers in names.
+        refers: the index of the event that a ``Free`` or a wait refers to, or ``NO_EVENT``.
+    """
+
+    def __init__(self, program: Program, words: _Words) -> None:
+        self.events = program.events
+        self.owners = program.owners
+        self.exact: list[int] = []
+        self.kinds: list[int] = []
+        self.values: list[Values] = []
+        self.refers: list[int] = []
+        born: dict[int, int] = {}
+        marked: dict[int, int] = {}
+        owners = [self._owner(each) for each in program.owners]
+        for i, event in enumerate(program.events):
+            exact: Hashable
+            kind: Hashable
+            values: Values = ()
+            refers = NO_EVENT
+            if isinstance(event, Alloc):
+                born[event.block] = i
+                exact_owner, kind_owner, of_owner = owners[event.owner]
+                exact, kind = (0, event.nbytes, event.stream, exact_owner), (0, event.stream, kind_owner)
+                values = event.nbytes, *of_owner
+            elif isinstance(event, Free):
+                refers = born[event.block]
+                exact, kind = (1, self.exact[refers]), (1, self.kinds[refers])
+            elif isinstance(event, Kernel):
+                exact = event
+                kind = 2, event.name, event.stream, event.dtype, tuple(map(len, event.shapes))
+                values = event.nbytes, *(size for shape in event.shapes for size in shape)
+            elif isinstance(event, Mark):
+                marked[event.number] = i
+                exact = kind = 3, event.stream
+            elif isinstance(event, Wait):
+                refers = marked[event.mark]
+                exact = kind = 4, event.stream, self.kinds[refers]
+            elif isinstance(event, HostWait):
+                refers = marked[event.mark]
+                exact = kind = 5, self.kinds[refers]
+            else:
+                exact = kind = 6, event.name
+            self.exact.append(words(exact))
+            self.kinds.append(words(kind))
+            self.values.append(values)
+            self.refers.append(refers)
+
+    @staticmethod
+    def _owner(owner: Owner) -> tuple[Hashable, Hashable, Values]:
+        unit, what = _DIGITS.sub("#", owner.unit), _DIGITS.sub("#", owner.what)
+        values = tuple(map(int, _DIGITS.findall(owner.unit + " " + owner.what)))
+        return (
+            (owner.group, unit, owner.what, owner.line),
+            (owner.group, unit, what, owner.line),
+            values,
+        )
+
+
+# -- finding
+
+
+class _Run(NamedTuple):
+    """A piece of ``period`` events that repeats ``repeats`` times in the shortest program, from event ``start``."""
+
+    start: int
+    period: int
+    repeats: int
+
+    @property
+    def before(self) -> int:
+        """Repetitions before those that are added."""
+        return (self.repeats + 1) // 2
+
+    @property
+    def middle(self) -> int:
+        """The event before which repetitions are added."""
+        return self.start + self.before * self.period
+
+
+def _runs(short: _Read, long: _Read) -> list[_Run] | None:
+    """The runs of a program, of which another one has one more repetition each. None: they differ otherwise, too."""
+    runs: list[_Run] = []
+    a, b = short.exact, long.exact
+    i = j = behind = 0
+    while i < len(a) or j < len(b):
+        if i < len(a) and j < len(b) and a[i] == b[j]:
+            i, j = i + 1, j + 1
+            continue
+        # Either a size grows at this event, or a piece is there once more. The right one goes on for longer.
+        alike = _common(short.kinds, long.kinds, i, j)
+        period, further = _period(short, long, i, j)
+        if period and further > alike:
+            count = _repetitions(a, b[j : j + period], behind, i)
+            if count < 2:
+                return None
+            runs.append(_Run(i - count * period, period, count))
+            j, behind = j + period, i
+        elif alike:
+            i, j = i + 1, j + 1
+        else:
+            return None
+    return runs
+
+
+def _period(short: _Read, long: _Read, i: int, j: int) -> tuple[int, int]:
+    """The length of a piece of ``long`` from ``j`` that repeats the piece before it, and after which ``long`` goes on
+    as ``short`` from ``i``; and for how many events it does so. 0: there is none."""
+    a, b, exact = short.kinds, long.kinds, long.exact
+    best, longest = 0, -1
+    for period in range(1, min(j, (len(b) - j) - (len(a) - i)) + 1):
+        if i < len(a) and b[j + period] != a[i]:
+            continue
+        if exact[j - 1] != exact[j + period - 1] or exact[j - period : j] != exact[j : j + period]:
+            continue
+        length = _common(a, b, i, j + period) if i < len(a) else int(j + period == len(b))
+        if length > longest:
+            best, longest = period, length
+    return best, longest
+
+
+def _common(a: list[int], b: list[int], i: int, j: int) -> int:
+    """The number of equal items from ``i`` and ``j`` on."""
+    most = min(len(a) - i, len(b) - j)
+    n, step = 0, 256
+    while n + step <= most and a[i + n : i + n + step] == b[j + n : j + n + step]:
+        n += step
+    while n < most and a[i + n] == b[j + n]:
+        n += 1
+    return n
+
+
+def _repetitions(a: list[int], piece: list[int], first: int, stop: int) -> int:
+    count = 0
+    while stop - len(piece) >= first and a[stop - len(piece) : stop] == piece:
+        stop -= len(piece)
+        count += 1
+    return count
+
+
+# -- places
+
+
+class _Place(NamedTuple):
+    """The place of an event in programs of any number of layers: event ``offset`` of the shortest program, or of a
+    repetition of a run, unless ``run`` is ``NO_EVENT``."""
+
+    run: int
+    offset: int
+    repetition: int
+
+
+class _Shape:
+    """The order of events of a program of some number of layers.
+
+    Attributes:
+        events: of the shortest program.
+        layers: of the shortest program.
+        runs: its runs.
+    """
+
+    def __init__(self, events: int, layers: int, runs: list[_Run]) -> None:
+        self.events, self.layers, self.runs = events, layers, runs
+
+    def stretches(self, layers: int) -> list[tuple[int, int, int]]:
+        """Events of a program in their order: for each stretch its first event, the one after its last, and a number
+        (even: of the shortest program; odd: repetitions that are added to a run, as many as events by the period)."""
+        more = layers - self.layers
+        stretches, at, number = [], 0, 0
+        for run in self.runs:
+            stretches.append((at, run.middle, 2 * number))
+            stretches.append((0, more * run.period, 2 * number + 1))
+            at, number = run.middle, number + 1
+        stretches.append((at, self.events, 2 * number))
+        return stretches
+
+    def length(self, layers: int) -> int:
+        return self.events + (layers - self.layers) * sum(run.period for run in self.runs)
+
+    def places(self, layers: int) -> list[_Place]:
+        """The place of each event, as a target of references.
+
+        Events beside a run count as of one more repetition. So the first and the last repetition, which refer to them,
+        follow the same law as the others.
+        """
+        more = layers - self.layers
+        places: list[_Place] = []
+        at = 0
+        for number, run in enumerate(self.runs):
+            end = run.start + run.repeats * run.period
+            after = self.runs[number + 1].start if number + 1 < len(self.runs) else self.events
+            first, stop = max(at, run.start - run.period), min(after, end + run.period)
+            places.extend(_Place(NO_EVENT, i, 0) for i in range(at, first))
+            places.extend(
+                _Place(number, i % run.period, i // run.period)
+                for i in range(first - run.start, stop - run.start + more * run.period)
+            )
+            at = stop
+        places.extend(_Place(NO_EVENT, i, 0) for i in range(at, self.events))
+        return places
+
+    def starts(self, layers: int) -> list[int]:
+        """The index of the first event of each run."""
+        more, added = layers - self.layers, 0
+        starts = []
+        for run in self.runs:
+            starts.append(run.start + added)
+            added += more * run.period
+        return starts
+
+
+# -- laws
+
+
+class _Law(NamedTuple):
+    """The values ``constant + by_repetition * repetition + by_layers * layers`` of an event, and where it refers to:
+    the last value is then the repetition there."""
+
+    run: int
+    offset: int
+    constant: Values
+    by_repetition: Values
+    by_layers: Values
+
+    def values(self, repetition: int, layers: int) -> Values:
+        return tuple(
+            c + r * repetition + n * layers
+            for c, r, n in zip(self.constant, self.by_repetition, self.by_layers, strict=True)
+        )
+
+
+class _Sample(NamedTuple):
+    """An event as it is in a program."""
+
+    kind: int
+    run: int
+    offset: int
+    values: Values
+
+
+@dataclass
+class _Of:
+    """Samples of a program.
+
+    Attributes:
+        outside: of the events of the shortest program.
+        added: by run, of the events that are added.
+    """
+
+    outside: list[_Sample]
+    added: list[list[_Sample]]
+
+
+class _Laws:
+    """The law of each event.
+
+    Attributes:
+        outside: of the events of the shortest program.
+        added: by run, of the events of a repetition.
+    """
+
+    def __init__(self, shape: _Shape, reads: Sequence[_Read]) -> None:
+        self._shape = shape
+        self._reads = reads
+        self.outside: list[_Law] = []
+        self.added: list[list[_Law]] = []
+
+    def hold(self) -> bool:
+        """Find the laws; whether they hold in all programs."""
+        shape = self._shape
+        layers = [shape.layers, shape.layers + 1, shape.layers + 2]
+        if any(
+            shape.length(each) != len(read.events) for each, read in zip(layers, self._reads, strict=True)
+        ):
+            return False
+        samples = [self._samples(read, each) for each, read in zip(layers, self._reads, strict=True)]
+        for each in zip(*(of.outside for of in samples), strict=True):
+            law = _fitted(each, layers)
+            if law is None:
+                return False
+            self.outside.append(law)
+        for number, run in enumerate(shape.runs):
+            laws: list[_Law] = []
+            for offset in range(run.period):
+                law = self._law_of_run(samples, layers, number, run, offset)
+                if law is None:
+                    return False
+                laws.append(law)
+            self.added.append(laws)
+        return True
+
+    def _law_of_run(
+        self, samples: list[_Of], layers: list[int], number: int, run: _Run, offset: int
+    ) -> _Law | None:
+        at = run.before
+        one = samples[1].added[number][offset]
+        two, three = (samples[2].added[number][offset + i * run.period] for i in (0, 1))
+        if not one[:3] == two[:3] == three[:3]:
+            return None
+        by_repetition = tuple(b - a for a, b in zip(two.values, three.values, strict=True))
+        by_layers = tuple(b - a for a, b in zip(one.values, two.values, strict=True))
+        constant = tuple(
+            v - r * at - n * layers[1] for v, r, n in zip(one.values, by_repetition, by_layers, strict=True)
+        )
+        law = _Law(one.run, one.offset, constant, by_repetition, by_layers)
+        # A repetition beside those that are added follows it, too: the one before, or the one after.
+        before = (at - 1, 0, run.middle - run.period + offset), (at, 1, run.middle + offset)
+        for repetition, moves, event in before:
+            beside = [of.outside[event] for of in samples]
+            if all(
+                sample[:3] == one[:3] and sample.values == law.values(repetition + moves * (n - layers[0]), n)
+                for sample, n in zip(beside, layers, strict=True)
+            ):
+                return law
+        return None
+
+    def _samples(self, read: _Read, layers: int) -> _Of:
+        places = self._shape.places(layers)
+        samples: list[_Sample] = []
+        for kind, values, refers in zip(read.kinds, read.values, read.refers, strict=True):
+            if refers == NO_EVENT:
+                samples.append(_Sample(kind, NO_EVENT, NO_EVENT, values))
+            else:
+                place = places[refers]
+                samples.append(_Sample(kind, place.run, place.offset, (*values, place.repetition)))
+        outside: list[_Sample] = []
+        added: list[list[_Sample]] = []
+        at = 0
+        for first, stop, number in self._shape.stretches(layers):
+            piece = samples[at : at + stop - first]
+            at += stop - first
+            if number % 2:
+                added.append(piece)
+            else:
+                outside.extend(piece)
+        return _Of(outside, added)
+
+
+def _fitted(samples: Sequence[_Sample], layers: list[int]) -> _Law | None:
+    """The law of an event outside of added repetitions."""
+    one, two, three = samples
+    if not one[:3] == two[:3] == three[:3]:
+        return None
+    zeros = (0,) * len(one.values)
+    if one.values == two.values == three.values:
+        return _Law(one.run, one.offset, one.values, zeros, zeros)
+    by_layers = tuple(b - a for a, b in zip(one.values, two.values, strict=True))
+    if three.values != tuple(b + n for b, n in zip(two.values, by_layers, strict=True)):
+        return None
+    constant = tuple(v - n * layers[0] for v, n in zip(one.values, by_layers, strict=True))
+    return _Law(one.run, one.offset, constant, zeros, by_layers)
+
+
+# -- writing
+
+
+class _Impossible(Exception):
+    """A law leads to events that no program has."""
+
+
+class _Writer:
+    """Writes the events of a program of ``layers`` layers."""
+
+    def __init__(self, shape: _Shape, laws: _Laws, short: _Read, layers: int, edge: int) -> None:
+        self._shape, self._laws, self._short = shape, laws, short
+        self._layers, self._edge = layers, edge
+        self._starts = shape.starts(layers)
+        self._events: list[Event] = []
+        self._owners: dict[Owner, int] = {}
+        self._filled: dict[
+            tuple[int, Values], int
+        ] = {}  #: by the owner in the shortest program, and its numbers
+        self._live: set[int] = set()
+        self._marks: dict[int, int] = {}
+
+    def program(self) -> Program | None:
+        try:
+            for first, stop, number in self._shape.stretches(self._layers):
+                if number % 2:
+                    self._add(number // 2, stop)
+                else:
+                    for i in range(first, stop):
+                        self._write(i, self._laws.outside[i], 0)
+        except _Impossible:
+            return None
+        return Program(self._events, list(self._owners))
+
+    def _add(self, number: int, stop: int) -> None:
+        run, laws = self._shape.runs[number], self._laws.added[number]
+        for k in range(stop // run.period):
+            for offset, law in enumerate(laws):
+                self._write(run.middle - run.period + offset, law, run.before + k)
+
+    def _write(self, like: int, law: _Law, repetition: int) -> None:
+        """Write an event as event ``like`` of the shortest program, with the values of a law."""
+        event, at = self._short.events[like], len(self._events)
+        values = law.values(repetition, self._layers)
+        if isinstance(event, Alloc):
+            nbytes, *numbers = values
+            if (nbytes > self._edge) != (event.nbytes > self._edge) or min(values) < 0:
+                raise _Impossible
+            self._live.add(at)
+            self._events.append(Alloc(at, nbytes, event.stream, self._owner(event.owner, tuple(numbers))))
+        elif isinstance(event, Free):
+            block = self._place(law, values[-1])
+            if block not in self._live:
+                raise _Impossible
+            self._live.remove(block)
+            self._events.append(Free(block))
+        elif isinstance(event, Kernel):
+            nbytes, *sizes = values
+            if min(values) < 0:
+                raise _Impossible
+            rest = iter(sizes)
+            shapes = tuple(tuple(next(rest) for _ in shape) for shape in event.shapes)
+            self._events.append(event._replace(nbytes=nbytes, shapes=shapes))
+        elif isinstance(event, Mark):
+            self._marks[at] = len(self._marks) + 1
+            self._events.append(Mark(self._marks[at], event.stream))
+        elif isinstance(event, Wait):
+            self._events.append(Wait(event.stream, self._mark(law, values[-1])))
+        elif isinstance(event, HostWait):
+            self._events.append(HostWait(self._mark(law, values[-1])))
+        else:
+            assert isinstance(event, Phase)
+            self._events.append(event)
+
+    def _owner(self, like: int, numbers: Values) -> int:
+        key = like, numbers
+        if (index := self._filled.get(key)) is None:
+            owner, rest = self._short.owners[like], iter(numbers)
+            unit, what = (_DIGITS.sub(lambda _: str(next(rest)), text) for text in (owner.unit, owner.what))
+            index = self._owners.setdefault(Owner(owner.group, unit, what, owner.line), len(self._owners))
+            self._filled[key] = index
+        return index
+
+    def _place(self, law: _Law, repetition: int) -> int:
+        """The index of the event to which a law refers."""
+        if law.run == NO_EVENT:
+            more = self._layers - self._shape.layers
+            return law.offset + sum(more * run.period for run in self._shape.runs if run.start <= law.offset)
+        run = self._shape.runs[law.run]
+        if not -1 <= repetition <= run.repeats + self._layers - self._shape.layers:
+            raise _Impossible
+        return self._starts[law.run] + repetition * run.period + law.offset
+
+    def _mark(self, law: _Law, repetition: int) -> int:
+        place = self._place(law, repetition)
+        if place not in self._marks:
+            raise _Impossible
+        return self._marks[place]

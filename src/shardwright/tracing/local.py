@@ -1,0 +1,19 @@
+"""The GPU of this machine, as a device to plan for."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.planner.devices import Device, DeviceError
+
+
+def local_device() -> Device:
+    """The first GPU that this process sees.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("expected a device that is named, found 'local', and this machine has no GPU")
+    properties = torch.cuda.get_device_properties(0)
+    return Device("local", properties.name, properties.total_memory, "torch.cuda.get_device_properties")

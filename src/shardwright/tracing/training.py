@@ -1,0 +1,122 @@
+"""Phases of a training loop, and the names of its modules and tensors, from the models and optimizers that it calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardwright._torch import in_backward, local_of
+from shardwright.tracing.recorder import Recorder
+
+
+@contextmanager
+def watch_training(recorder: Recorder) -> Iterator[Training]:
+    """Inside the context phases are noted, and blocks get the names of the tensors and modules that need them."""
+    training = Training(recorder)
+    with ExitStack() as stack:
+        for handle in (
+            register_module_forward_pre_hook(training.enter),
+            register_module_forward_hook(training.leave, always_call=True),
+            register_optimizer_step_pre_hook(training.before_step),
+            register_optimizer_step_post_hook(training.after_step),
+        ):
+            stack.callback(handle.remove)
+        yield training
+
+
+class Training:
+    """The models and optimizers of a loop: modules that are called from outside, and optimizers that make a step."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._models: list[nn.Module] = []
+        self._names: dict[nn.Module, str] = {}
+        self._steps: Counter[Optimizer] = Counter()
+
+    def check(self) -> None:
+        """Raise ValueError for a loop whose steps do not show what a later step needs."""
+        if not self._models:
+            raise ValueError("expected a loop that calls a model, found none")
+        for optimizer, steps in self._steps.items():
+            if steps == 1:
+                raise ValueError(
+                    f"expected two steps of each optimizer, found one of {type(optimizer).__name__}: the optimizer "
+                    "makes its state in the first one, so the second one needs more memory"
+                )
+
+    def claim(self) -> None:
+        """Say which blocks have parameters, buffers and the states of optimizers."""
+        names: dict[Any, str] = {}
+        for model in self._models:
+            names |= {parameter: name for name, parameter in model.named_parameters()}
+            named = [*model.named_parameters(), *model.named_buffers()]
+            self._recorder.claim("parameters", ((name, _local(tensor)) for name, tensor in named))
+        for optimizer in self._steps:
+            for parameter, state in optimizer.state.items():
+                name = names.get(parameter, "")
+                self._recorder.claim("optimizer", ((name, each) for each in _tensors(state)))
+
+    def _claim_gradients(self) -> None:
+        for model in self._models:
+            gradients = ((name, p.grad) for name, p in model.named_parameters())
+            self._recorder.claim(
+                "gradients", ((name, _local(each)) for name, each in gradients if each is not None)
+            )
+
+    # -- hooks
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "no plan covers DistributedDataParallel, whose reductions are not visible: plan with sw.fully_shard("
+                "model, strategy='ddp')"
+            )
+        if module not in self._names:
+            self._models.append(module)
+            for name, each in module.named_modules():
+                self._names.setdefault(each, name)
+        self._recorder.modules.append(self._names[module])
+        if self._recorder.current_phase not in ("forward", "backward"):
+            self._recorder.phase("forward")
+
+    def leave(self, *_: Any) -> None:
+        if self._recorder.modules:  # torch also calls this if `enter` has raised an error
+            self._recorder.modules.pop()
+
+    def before_step(self, *_: Any) -> None:
+        if not in_backward():  # where an optimizer steps unit by unit
+            self._claim_gradients()
+            self._recorder.phase("optimizer")
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._steps[optimizer] += 1
+        if not in_backward():
+            self.claim()
+            self._recorder.phase("after the optimizer")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if hasattr(tensor, "_local_tensor") else tensor
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield _local(value)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)

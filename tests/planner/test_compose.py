@@ -1,0 +1,222 @@
+"""Programs of many layers from programs of few, on programs that random rules make for any number of layers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from shardwright.planner.compose import compose
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
+
+EDGE = 10_000
+LEAST = 6  #: layers of the shortest program
+WANTED = 17
+STREAMS = "compute", "gather", "reduce"
+
+
+@dataclass
+class Part:
+    """A part of a step: what it does for each layer, in the order of the layers or against it."""
+
+    name: str
+    reverse: bool
+    items: list[tuple[Any, ...]]
+    at_end: list[tuple[Any, ...]]
+
+
+@dataclass
+class Rules:
+    """A step, for any number of layers."""
+
+    parts: list[Part]
+    grows: int = 0  #: bytes for each layer of an allocation at the end of some parts
+    odd: int = 0  #: layers from this one on are different; 0: none is
+
+
+@dataclass
+class Writer:
+    """Writes the program of some number of layers."""
+
+    layers: int
+    events: list[Event] = field(default_factory=list)
+    owners: dict[Owner, int] = field(default_factory=dict)
+    blocks: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    marks: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    count: int = 0
+
+    def owner(self, unit: str, what: str) -> int:
+        return self.owners.setdefault(Owner("other", unit, what, "model.py:7"), len(self.owners))
+
+    def alloc(self, key: tuple[Any, ...], nbytes: int, stream: str, unit: str, what: str) -> None:
+        self.blocks[key] = len(self.events)
+        self.events.append(Alloc(len(self.events), nbytes, stream, self.owner(unit, what)))
+
+    def free(self, key: tuple[Any, ...]) -> None:
+        if (block := self.blocks.pop(key, None)) is not None:
+            self.events.append(Free(block))
+
+    def mark(self, key: tuple[Any, ...], stream: str) -> None:
+        self.count += 1
+        self.marks[key] = self.count
+        self.events.append(Mark(self.count, stream))
+
+    def wait(self, key: tuple[Any, ...], stream: str | None) -> None:
+        if (mark := self.marks.get(key)) is not None:
+            self.events.append(HostWait(mark) if stream is None else Wait(stream, mark))
+
+
+def random_rules(seed: int) -> Rules:
+    """Parts with allocations, of which some are freed there or in later parts, in this layer or one beside."""
+    choose = random.Random(seed)
+    slots: list[tuple[int, int]] = []  # allocations that nothing frees yet: part, slot
+    marks: list[tuple[int, int]] = []
+    parts: list[Part] = []
+    for number in range(choose.randint(1, 5)):
+        items: list[tuple[Any, ...]] = []
+        for slot in range(choose.randint(1, 9)):
+            kind = choose.choice(["alloc", "alloc", "kernel", "mark", "free", "free", "wait"])
+            size = choose.choice([512, 700, 512 * slot + 1])
+            beside = choose.choice([-2, -1, 0, 0, 0, 1])
+            if kind == "alloc":
+                items.append(("alloc", slot, size, choose.choice(STREAMS), choose.random() < 0.5))
+                slots.append((number, slot))
+            elif kind == "kernel":
+                items.append(("kernel", f"mm{choose.randint(0, 2)}", choose.choice(STREAMS), size))
+            elif kind == "mark":
+                items.append(("mark", slot, choose.choice(STREAMS)))
+                marks.append((number, slot))
+            elif kind == "free" and slots:
+                items.append(("free", *slots.pop(choose.randrange(len(slots))), beside))
+            elif kind == "wait" and marks:
+                items.append(("wait", *choose.choice(marks), beside, choose.choice([*STREAMS, None])))
+        ends = [("kernel", f"end{number}", "compute", 64)]
+        if choose.random() < 0.5:
+            ends.append(("grow", number))
+        parts.append(Part(f"part {number}", choose.random() < 0.4, items, ends))
+    return Rules(parts, grows=choose.choice([4, 36]))
+
+
+def written(rules: Rules, layers: int) -> Program:
+    to = Writer(layers)
+    for step in range(2):
+        for number, part in enumerate(rules.parts):
+            to.events.append(Phase(part.name))
+            order = range(layers)
+            for layer in reversed(order) if part.reverse else order:
+                for item in part.items:
+                    _write(to, rules, step, number, layer, item)
+            for item in part.at_end:
+                _write(to, rules, step, number, layers - 1, item)
+    return Program(to.events, list(to.owners))
+
+
+def _write(to: Writer, rules: Rules, step: int, number: int, layer: int, item: tuple[Any, ...]) -> None:
+    match item:
+        case "alloc", slot, size, stream, named:
+            unit = f"layers.{layer}.w{slot}" if named else ""
+            size += 512 if rules.odd and layer >= rules.odd else 0
+            to.alloc((step, number, slot, layer), size, stream, unit, f"mm [8, {size}]")
+        case "kernel", name, stream, size:
+            to.events.append(Kernel(name, stream, size, ((size, 2), ()), "float32"))
+        case "mark", slot, stream:
+            to.mark((step, number, slot, layer), stream)
+        case "free", part, slot, beside:
+            to.free((step, part, slot, layer + beside))
+        case "wait", part, slot, beside, stream:
+            to.wait((step, part, slot, layer + beside), stream)
+        case "grow", number:
+            size = rules.grows * to.layers
+            to.alloc((step, number, "grow"), size, "compute", "", f"stack [{to.layers}]")
+            to.events.append(Kernel("stack", "compute", 2 * size, ((to.layers,),), "float32"))
+            to.free((step, number, "grow"))
+
+
+def composed(rules: Rules, layers: int = WANTED) -> Program | None:
+    return compose([written(rules, LEAST + i) for i in range(3)], LEAST, layers, EDGE)
+
+
+def plain(program: Program) -> list[Any]:
+    """The events, with the owners themselves."""
+    return [
+        (each._replace(owner=0), program.owners[each.owner]) if isinstance(each, Alloc) else each
+        for each in program.events
+    ]
+
+
+def check(seeds: range, least: float) -> None:
+    """A composed program is equal. At least this part of the random rules have one."""
+    count = 0
+    for seed in seeds:
+        rules = random_rules(seed)
+        program = composed(rules)
+        if program is not None:
+            count += 1
+            assert plain(program) == plain(written(rules, WANTED)), f"seed {seed}"
+    assert count >= least * len(seeds)
+
+
+def test_composed_programs_are_equal() -> None:
+    check(range(100), 0.9)
+
+
+@pytest.mark.extensive("many seeds")
+def test_composed_programs_are_equal_for_many_rules() -> None:
+    check(range(100, 10_000), 0.9)
+
+
+SIMPLE = Rules(
+    [
+        Part("forward", False, [("kernel", "mm", "compute", 64), ("alloc", 0, 512, "compute", True)], []),
+        Part("backward", True, [("free", 0, 0, 0), ("kernel", "mm", "compute", 65)], [("grow", 1)]),
+    ],
+    grows=36,
+)
+
+
+def test_backward_frees_what_forward_took_in_the_other_order() -> None:
+    program = composed(SIMPLE)
+    assert program is not None and plain(program) == plain(written(SIMPLE, WANTED))
+    assert not program.live()
+
+
+@pytest.mark.parametrize("odd", [1, 2, 3, LEAST - 1, LEAST, LEAST + 1])
+def test_layers_that_differ_give_an_equal_program_or_none(odd: int) -> None:
+    rules = Rules(SIMPLE.parts, grows=36, odd=odd)
+    program = composed(rules)
+    if odd >= LEAST:
+        assert program is None
+    elif program is not None:
+        assert plain(program) == plain(written(rules, WANTED))
+
+
+def test_a_size_that_crosses_the_edge_gives_no_program() -> None:
+    assert composed(SIMPLE, EDGE // 36) is not None
+    assert composed(SIMPLE, EDGE // 36 + 1) is None
+
+
+def test_growth_that_is_no_line_gives_no_program() -> None:
+    programs = [written(SIMPLE, LEAST + i) for i in range(3)]
+    for i, program in enumerate(programs):
+        at = max(k for k, each in enumerate(program.events) if isinstance(each, Alloc))
+        alloc: Any = program.events[at]
+        program.events[at] = alloc._replace(nbytes=alloc.nbytes + (i == 2))
+    assert compose(programs, LEAST, WANTED, EDGE) is None
+
+
+def test_programs_without_layers_give_no_program() -> None:
+    program = written(SIMPLE, LEAST)
+    assert compose([program, program, program], LEAST, WANTED, EDGE) is None

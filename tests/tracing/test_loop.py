@@ -1,0 +1,231 @@
+"""``sw.plan``: loops of users beside real steps of them, figures by group, and mistakes."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+import shardwright as sw
+from shardwright._torch import absent_ranks
+from shardwright.tracing.hollow import UnknownValueError
+from shardwright.tracing.loop import program_of_loop
+from tests.support.matrix import generate
+
+WIDTH, LAYERS, TOKENS = 256, 3, 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(1024, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.output = nn.Linear(WIDTH, 1024)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adamw8bit": sw.AdamW8bit,
+}
+ROWS = generate(
+    {"engine": ("shardwright", "torch", "none"), "optimizer": tuple(OPTIMIZERS), "micro_batches": (1, 2)},
+    lambda one, a, other, b: {a, b} in ({"torch", "adamw8bit"}, {"none", "adamw8bit"}),
+    2,
+)
+
+
+def loop_of(row: dict[str, Any], begins: Callable[[int], object] = id) -> Callable[[], object]:
+    """The loop of a row. `begins` is called before each step."""
+
+    def loop() -> object:
+        shard: Any = {"shardwright": sw.fully_shard, "torch": torch_fully_shard}.get(row["engine"])
+        with sw.deferred_init() if row["engine"] == "shardwright" else torch.device("cpu"):
+            model = Model()
+        if shard is not None:
+            for layer in model.layers:
+                shard(layer)
+            shard(model)
+        if row["engine"] == "shardwright":
+            sw.materialize(model)
+        optimizer = OPTIMIZERS[row["optimizer"]](model.parameters())
+        if row["engine"] == "shardwright":
+            optimizer = sw.fully_shard_optimizer(optimizer)
+        for step in range(3):
+            begins(step)
+            for _ in range(row["micro_batches"]):
+                logits = model(torch.zeros(2, TOKENS // 2, dtype=torch.int64))
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), torch.zeros(TOKENS, dtype=torch.int64)
+                ).backward()
+                del logits
+            optimizer.step()
+            optimizer.zero_grad()
+        begins(3)
+        return model, optimizer
+
+    return loop
+
+
+def measured(row: dict[str, Any]) -> int:
+    """Bytes at the peak of the second step above those at its begin."""
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def begins(step: int) -> None:
+        gc.collect()
+        if step == 1:
+            profiler.__enter__()
+        elif step == 2:
+            profiler.__exit__(None, None, None)
+
+    with absent_ranks(2):
+        loop_of(row, begins)()
+    events: Any = profiler.profiler
+    changes = [(e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"]
+    now = top = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        now += nbytes
+        top = max(top, now)
+    return top
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_plan_has_the_peak_of_a_loop(row: dict[str, Any]) -> None:
+    program = program_of_loop(loop_of(row), 2, "cpu")
+    phases = list(program.phase_starts())
+    first, second = (i for i, name in phases[:-1] if name == "after the optimizer")
+    begin = next(
+        i for i, name in phases if name == "forward" and i > first
+    )  # gradients are freed, the batch is there
+    planned = program.peak(begin, second).nbytes - sum(each.nbytes for each in program.live(begin))
+    real = measured(row)
+    assert abs(planned - real) <= 0.005 * real, f"{planned} bytes planned, {real} measured"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_figures_by_group() -> None:
+    row = {"engine": "shardwright", "optimizer": "adamw", "micro_batches": 1}
+    verdict = sw.plan(loop_of(row), on="2xh100")
+    assert verdict.fits and str(verdict).startswith("fits?    YES")
+    elements = sum(parameter.numel() for parameter in Model().parameters())
+    half = 2 * elements  # bytes of a half of the elements in float32
+    assert half <= verdict.exact["parameters"] < 1.01 * half
+    assert half <= verdict.exact["gradients"] + verdict.exact["slabs"]
+    assert 2 * half <= verdict.exact["optimizer"] < 2.02 * half
+    assert verdict.exact["slabs"] and verdict.traced["activations"]
+
+
+def test_the_peak_names_its_module_and_its_line() -> None:
+    def loop() -> object:
+        model = Model()
+        model.layers[1].up = nn.Linear(WIDTH, 4 * WIDTH)
+        output = model(torch.zeros(64, TOKENS, dtype=torch.int64))
+        return model, output
+
+    program = program_of_loop(loop, 1)
+    peak = program.peak()
+    assert peak.owner.unit == "output"
+    number = int(re.fullmatch(r"test_loop\.py:(\d+)", peak.owner.line)[1])  # type: ignore[index]
+    lines = inspect.getsourcelines(inspect.getmodule(loop_of))[0]  # type: ignore[arg-type]
+    assert lines[number - 1].strip() == "return self.output(x)"
+
+
+def steps(count: int, read: Callable[[torch.Tensor], object] = id) -> Callable[[], object]:
+    def loop() -> object:
+        model = nn.Linear(256, 256)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(count):
+            loss = model(torch.zeros(512, 256)).square().mean()
+            read(loss)
+            loss.backward()
+            optimizer.step()
+        return model, optimizer
+
+    return loop
+
+
+def test_a_value_that_is_read_is_an_error_or_the_given_number() -> None:
+    seen: list[float] = []
+    loop = steps(2, lambda loss: seen.append(loss.item()))
+    with pytest.raises(UnknownValueError, match=f"{Path(__file__).name}:.*value="):
+        sw.plan(loop, on="h100")
+    sw.plan(loop, on="h100", value=1.5)
+    assert seen == [1.5, 1.5]
+    choices = steps(2, lambda loss: seen.append(1 if loss > 0 else 0))
+    sw.plan(choices, on="h100", value=1)
+    assert seen[2:] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "loop, on, message",
+    [
+        (steps(1), "h100", "two steps of each optimizer, found one of AdamW"),
+        (steps(0), "h100", "calls a model"),
+        (steps(2), "8xh10", "did you mean 'h100'"),
+    ],
+)
+def test_mistakes(loop: Callable[[], object], on: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sw.plan(loop, on=on)
+
+
+def test_what_would_do_nothing_on_the_cpu_is_refused() -> None:
+    def autocast() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            pass
+
+    def on_cuda() -> None:
+        torch.ops.aten.empty.memory_format([4], device=torch.device("cuda"))
+
+    for loop in (autocast, on_cuda):
+        with pytest.raises(ValueError, match="a plan runs on the CPU in place of the GPU"):
+            sw.plan(loop, on="h100")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_ddp_is_refused() -> None:
+    def loop() -> None:
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 4))(torch.zeros(2, 4)).sum().backward()
+
+    with pytest.raises(ValueError, match="no plan covers DistributedDataParallel"):
+        sw.plan(loop, on="2xh100")
+
+
+def test_a_rank_of_a_group_makes_no_plan() -> None:
+    with absent_ranks(2), pytest.raises(RuntimeError, match="a plan needs a process of its own"):
+        sw.plan(steps(2), on="h100")
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "planning.md", "exec"), {})
+    assert "fits?    YES" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""Steps of the trainer as they are measured and as they are planned: rank 0 of a group without other ranks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardwright._torch import absent_ranks, local_of
+from shardwright.planner.program import Program
+from shardwright.train.config import Config
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.native.styles import even_routing
+from shardwright.train.parallel.world import World
+from shardwright.train.planning import STEP, AbsentData, AbsentStream, program_of
+from shardwright.train.step.trainer import Trainer
+
+
+def real_step(config: Config) -> tuple[int, dict[str, int]]:
+    """Bytes at the peak of the second step above those at its begin, and bytes of each group of tensors that stay."""
+    stream = AbsentStream(config.train.seq_len, separate=False)
+    data: Any = AbsentData(stream, config.model.shape().vocab_size)
+    with absent_ranks(2), even_routing():
+        trainer = Trainer(config, World.of(config.parallel, 0, 2, torch.device("cpu")), data)
+        trainer.train_step(StopRequest())
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            trainer.train_step(StopRequest())
+        kept = {
+            "parameters": _bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
+            "optimizer": _bytes([t for state in trainer.optimizer.state.values() for t in _tensors(state)]),
+        }
+        trainer.close()
+        del trainer
+    gc.collect()
+    events: Any = profiled.profiler
+    changes = [(e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"]
+    now = top = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        now += nbytes
+        top = max(top, now)
+    return top, kept
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {}
+    for each in tensors:
+        local = local_of(each) if hasattr(each, "_local_tensor") else each
+        storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [t for each in values for t in _tensors(each)]
+
+
+def planned_step(program: Program) -> tuple[int, dict[str, int]]:
+    """The same figures of the last step of a plan."""
+    *_, start = (i for i, name in program.phase_starts() if name == STEP)
+    live = sum(each.nbytes for each in program.live(start))
+    kept: dict[str, int] = {}
+    for each in program.live():
+        group = program.owners[each.owner].group
+        kept[group] = kept.get(group, 0) + each.nbytes
+    return program.peak(start).nbytes - live, kept
+
+
+def compare(config: Config, words: str, part: float) -> None:
+    """Plan the step and measure it: the peaks differ by at most this part, and what stays does not."""
+    real, real_kept = real_step(config)
+    planned, kept = planned_step(program_of(config, 2, "cpu"))
+    assert abs(planned - real) <= part * real, f"{words}: {planned} bytes planned, {real} measured"
+    for group, nbytes in real_kept.items():
+        assert kept.get(group, 0) == nbytes, (
+            f"{words}: {group}: {kept.get(group, 0)} planned, {nbytes} measured"
+        )
