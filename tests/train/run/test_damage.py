@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwright import cli
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage import places
 from shardwright.errors import Damaged
@@ -271,8 +272,8 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
     for module, name, action, expected in (
         (saving, "write_parts", saved, "saving"),
         (saving, "open_together", saved, "saving"),
-        (loading, "verify", loaded, "loading"),
-        (loading, "_read_tensors", loaded, "loading"),
+        (OwnCheckpoint, "verify", loaded, "loading"),
+        (loading, "read_boxes", loaded, "loading"),
     ):
         job.said.clear()
         spoken.clear()
