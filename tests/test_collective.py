@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import OtherRankFailed, RankGroup
+from shardwright.errors import Damaged
 from tests.support import multirank, world_mesh
 
 
@@ -31,7 +32,12 @@ def test_values_of_ranks(rank: int, world_size: int) -> None:
 def test_an_error_on_any_rank_is_raised_on_all(rank: int, world_size: int) -> None:
     mesh = RankGroup.of_mesh(world_mesh(world_size))
     for failing in (0, 1):
-        for kind, there in ((ValueError, ValueError), (OSError, OSError), (ZeroDivisionError, RuntimeError)):
+        for kind, there in (
+            (ValueError, ValueError),
+            (Damaged, Damaged),
+            (OSError, OSError),
+            (ZeroDivisionError, RuntimeError),
+        ):
 
             def action(failing: int = failing, kind: type[Exception] = kind) -> None:
                 if rank == failing:
@@ -50,6 +56,19 @@ def test_an_error_on_any_rank_is_raised_on_all(rank: int, world_size: int) -> No
                 mesh.run_or_stop(action, LookupError)
     with pytest.raises(ValueError, match=r"^equal$"):
         RankGroup().run_on_all(lambda: (_ for _ in ()).throw(ValueError("equal")))
+
+
+@multirank(2)
+def test_damage_yields_to_a_rank_that_could_not_work(rank: int, world_size: int) -> None:
+    ranks = RankGroup()
+    for other, wins in ((OSError, OSError), (KeyError, KeyError), (ValueError, Damaged)):
+
+        def action(other: type[Exception] = other) -> None:
+            raise (other if rank else Damaged)("on purpose")
+
+        with pytest.raises(wins, match="on purpose") as caught:
+            ranks.run_on_all(action)
+        assert type(caught.value) is wins
 
 
 def test_one_process_and_words() -> None:

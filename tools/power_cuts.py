@@ -22,10 +22,11 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import load_state, read_description, verify
+from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 ALONE = RankGroup(alone=True)
 
@@ -75,7 +76,7 @@ def step_found(path: Path, size: int) -> int:
         checkpoint = read_description(path)
     except FileNotFoundError:
         return 0
-    verify(checkpoint)
+    checkpoint.verify()
     read = torch.zeros(size)
     step = int(load_state(path, {"model": {"w": read}}, ALONE)["step"])
     if not torch.equal(read, values(step, size)):

@@ -21,15 +21,16 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.noted import noted
+from shardwright.errors import Damaged
 
 T = TypeVar("T")
 
-#: Errors that keep their kind on every rank; others become a RuntimeError on the ranks without them. The first kind
-#: that any rank has wins.
-_KINDS: list[type[Exception]] = [
-    RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, ValueError,
-]  # fmt: skip
-
+#: Errors that keep their kind on every rank; every other error arrives as a RuntimeError. If ranks raise different
+#: kinds, all ranks raise the first one of this table. So a rank that could do no work (a missing file, no right to
+#: write) wins over a rank that did its work and found damage or a wrong value.
+_KINDS: tuple[type[Exception], ...] = (
+    RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, Damaged, ValueError,
+)  # fmt: skip
 
 LOST_CONTACT = (
     "Connection closed", "Connection reset", "Broken pipe", "imed out", "timeout", "[c10d]", "gloo/",
@@ -201,11 +202,6 @@ class RankGroup:
 
 
 # -- errors that travel ------------------------------------------------------------------------------------------------
-
-
-def keep_kind(kind: type[ValueError]) -> None:
-    """Let errors of this kind keep it on every rank, too. Called when a module is imported, on every rank."""
-    _KINDS.insert(len(_KINDS) - 1, kind)
 
 
 def raise_for(failures: list[tuple[int, int, str]], ranks: int, own: BaseException | None) -> None:

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
 from shardwright.checkpoint.convert.convert import FORMS, convert
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.names import Joined, Transposed
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.support import multirank, world_mesh
 
 
@@ -196,7 +197,7 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
         values = load_state(tmp_path / "theirs-ours", state, RankGroup(alone=True))
         assert same(plain.state_dict(), expected)
         assert values["step"] == 7 and values["optimizer"]["param_groups"][0]["lr"] == its.defaults["lr"] / 5
-        assert read_description(tmp_path / "flat-ours").shapes().keys() == {
+        assert read_description(tmp_path / "flat-ours").tensors.keys() == {
             f"model.{name}" for name in expected
         }
     torch.distributed.barrier()
@@ -206,10 +207,10 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 def test_damage_is_noticed_while_reading(saved: Path, tmp_path: Path) -> None:
-    index = read_description(saved).index
-    assert index is not None
+    opened = read_description(saved)
+    assert isinstance(opened, OwnCheckpoint)
     content = bytearray((saved / "__0_0.distcp").read_bytes())
-    content[index.tensors["model.0.weight"].parts[0].data] ^= 16
+    content[opened.index.tensors["model.0.weight"].parts[0].data] ^= 16
     (saved / "__0_0.distcp").write_bytes(content)
     before = sorted(p.name for p in tmp_path.iterdir())
     for form in FORMS:
@@ -229,7 +230,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
 
     for form, name in zip((*FORMS, "safetensors"), ("a", "b", "c", "d.pt", "e.safetensors"), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr("shardwright.checkpoint.save.written_in_order.os.fsync", full)
+            patched.setattr("shardwright.checkpoint.save.torch_file.os.fsync", full)
             patched.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
             patched.setattr("zipfile._ZipWriteFile.write", full)
             with pytest.raises(OSError, match="No space left"):
@@ -314,7 +315,7 @@ import sys, threading, time
 from pathlib import Path
 from shardwright.checkpoint.format import nested
 from shardwright.checkpoint.convert.convert import convert
-state.PART_BYTES = 4 << 20
+nested.PART_BYTES = 4 << 20
 
 def anonymous():
     text = Path("/proc/self/status").read_text()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.checkpoint.format.digests import digest_of
-from shardwright.checkpoint.format.index import INDEX, StoredFile, index_text, parse_index
+from shardwright.checkpoint.format.index import StoredFile, index_text, parse_index
+from shardwright.checkpoint.format.names import INDEX
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, saved_with

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, parse_index
+from shardwright.checkpoint.format.index import parse_index
+from shardwright.checkpoint.format.names import INDEX
+from shardwright.errors import Damaged
 from tools.faults.history import History, Place, read
 from tools.faults.jobs import Job, run_attempt
 from tools.faults.points import Fault

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.position import saved_steps
 from tools.faults.campaign import Setting, digest_of

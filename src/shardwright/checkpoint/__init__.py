@@ -21,11 +21,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwright.errors import Damaged
+
 if TYPE_CHECKING:
     from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
-    from shardwright.checkpoint.format.digests import Damaged
     from shardwright.checkpoint.format.index import UnknownVersion
     from shardwright.checkpoint.format.nested import nested
+    from shardwright.checkpoint.load.checkpoints import StoredForm
     from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.save import save_pretrained
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
         seed_generators,
         set_generator_states,
     )
-    from shardwright.checkpoint.training.opened import StoredCheckpoint, StoredForm, open_checkpoint
+    from shardwright.checkpoint.training.opened import StoredCheckpoint, open_checkpoint
     from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint, save_state
 
 __all__ = [
@@ -81,7 +83,6 @@ __all__ = [
 
 _HOMES = {
     "AsyncCheckpoint": "asynchronous.saves",
-    "Damaged": "format.digests",
     "Joined": "pretrained.names",
     "KeyMap": "pretrained.names",
     "Loaded": "pretrained.load",
@@ -89,7 +90,7 @@ _HOMES = {
     "Stacked": "pretrained.names",
     "Transposed": "pretrained.names",
     "StoredCheckpoint": "training.opened",
-    "StoredForm": "training.opened",
+    "StoredForm": "load.checkpoints",
     "UnknownVersion": "format.index",
     "generator_states": "training.generators",
     "check_writable": "storage.keeping",

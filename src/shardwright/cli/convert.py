@@ -23,7 +23,7 @@ def _run(call: Call) -> int:
     import torch
 
     from shardwright.checkpoint.convert.convert import convert
-    from shardwright.checkpoint.format.digests import Damaged
+    from shardwright.errors import Damaged
     from shardwright.train.errors import UserError, counted
 
     options = call.options

@@ -16,7 +16,7 @@ import torch
 from shardwright.checkpoint import Damaged, is_checkpoint
 from shardwright.checkpoint.dcp.folders import not_plain
 from shardwright.checkpoint.format.digests import open_regular
-from shardwright.checkpoint.format.index import INDEX, METADATA
+from shardwright.checkpoint.format.names import INDEX, METADATA
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 

@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwright.checkpoint.dcp.foreign import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
-from shardwright.checkpoint.format.digests import Damaged, share
+from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.nested import NamedTensor
-from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
 
 

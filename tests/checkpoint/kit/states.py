@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.load.loading import load_state, read_description, verify
+from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
@@ -34,7 +35,7 @@ def state(step: int) -> dict[str, Any]:
 def small_tensors_spread() -> Iterator[None]:
     """Every rank writes some of the tensors, which are so small that the first rank would write all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_SMALL", 0)
+        patch.setattr(saving, "_is_first_ranks", lambda each, shared: False)
         yield
 
 
@@ -44,7 +45,7 @@ def step_of(path: Path) -> int | None:
         checkpoint = read_description(path)
     except FileNotFoundError:
         return None
-    verify(checkpoint)
+    checkpoint.verify()
     read = {
         "weight": torch.full((3, 5), -1.0),
         "none": torch.empty(0, 2),

@@ -22,9 +22,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint.dcp.containers import Container, value_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import (
-    INDEX,
     Index,
     Part,
     StoredFile,
@@ -34,9 +32,11 @@ from shardwright.checkpoint.format.index import (
     index_text,
     parse_index,
 )
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.checkpoint.kit.children import run_into
 from tests.checkpoint.kit.hostile import put_index, read_index, repair
 from tests.support.payloads import Payload, saved_with

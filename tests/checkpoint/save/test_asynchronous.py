@@ -23,8 +23,10 @@ import shardwright as sw
 from shardwright.checkpoint.asynchronous import background, notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
+from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.format.nested import PART_BYTES
-from shardwright.checkpoint.load.loading import load_state, read_description, verify
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import SavePlan, write_state
 from shardwright.checkpoint.save.writing import write_parts
 from shardwright.checkpoint.storage.places import LocalStore, partial_folder
@@ -62,8 +64,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def digests(path: Path) -> dict[str, str]:
     """The digests of all files, after they were compared with the files."""
     checkpoint = read_description(path)
-    verify(checkpoint)
-    assert checkpoint.index is not None
+    checkpoint.verify()
+    assert isinstance(checkpoint, OwnCheckpoint)
     assert {each.name for each in path.iterdir()} == {*checkpoint.index.files, "index.json"}
     return {name: file.sha256 for name, file in checkpoint.index.files.items()}
 
@@ -333,7 +335,7 @@ def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
     assert notes.read(folder, 0, "attempt") == written
     with pytest.raises(RuntimeError, match="of another save"):
         notes.read(folder, 0, "other")
-    path = tmp_path / notes.name_of(0)
+    path = tmp_path / note_of_rank(0)
     path.write_text(path.read_text().replace("b", "c", 1))
     with pytest.raises(RuntimeError, match="note of rank 0 cannot be read"):
         notes.read(folder, 0, "attempt")

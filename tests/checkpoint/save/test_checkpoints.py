@@ -21,13 +21,15 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
 from shardwright.checkpoint.format.archive import ALIGNMENT, container
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, UnknownVersion, check_coverage, parse_index
+from shardwright.checkpoint.format.index import UnknownVersion, check_coverage, parse_index
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.support.pool import multirank, world_mesh
 
 DTYPES = [
@@ -246,8 +248,9 @@ def test_a_large_tensor_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 100)
     state = {"wide": torch.randn(1, 3, 40), "tall": torch.randn(90, 2), "view": torch.randn(8, 9).t()}
     write_state(tmp_path / "c", state, RankGroup())
-    index = read_description(tmp_path / "c").index
-    assert index is not None
+    opened = read_description(tmp_path / "c")
+    assert isinstance(opened, OwnCheckpoint)
+    index = opened.index
     assert all(math.prod(part.sizes) * 4 <= 100 for each in index.tensors.values() for part in each.parts)
     read = {name: torch.zeros(each.shape) for name, each in state.items()}
     load_state(tmp_path / "c", read, RankGroup())

@@ -18,6 +18,7 @@ import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
 from shardwright.checkpoint.pretrained import save
 from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint.storage import places
 from shardwright.engine.tensors.ragged import RaggedTensor
 from tests.checkpoint.kit.models import LAYOUTS, source_model
 from tests.engine.kit.models import build, shard
@@ -130,7 +131,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
         with pytest.raises(RuntimeError if rank else OSError, match="No space left"):
             sw.save_pretrained(model, tmp_path / "saved", overwrite=True)
         patch.undo()
-        patch.setattr(os, "replace", full_disk)
+        patch.setattr(os, "rename", full_disk)
         with pytest.raises(RuntimeError if rank else TypeError):
             sw.save_pretrained(model, tmp_path / "other")
     with pytest.raises(
@@ -142,7 +143,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
     dist.barrier()
     with torch.no_grad():
         model.norm.bias.add_(1)
-    (tmp_path / ".saved.partial").mkdir(exist_ok=True)  # of a process that was killed
+    (tmp_path / f".saved.{'0a' * 8}.partial").mkdir(exist_ok=True)  # of a process that was killed
     sw.save_pretrained(model, tmp_path / "saved", overwrite=True, max_shard_size=300)
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
     assert "model.safetensors" not in os.listdir(tmp_path / "saved")
@@ -226,15 +227,16 @@ def test_the_old_folder_comes_back_if_the_last_step_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sw.save_pretrained(nn.Linear(2, 2), tmp_path / "saved")
-    replace, calls = os.replace, []
+    monkeypatch.setattr(places, "_exchange", lambda one, other: False)
+    rename, calls = os.rename, []
 
     def interrupted(*args: Any) -> None:
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        replace(*args)
+        rename(*args)
 
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sw.save_pretrained(nn.Linear(3, 3), tmp_path / "saved", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

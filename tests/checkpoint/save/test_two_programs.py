@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
 
@@ -44,7 +46,7 @@ def test_a_checkpoint_is_replaced_before_it_is_read(
 ) -> None:
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
-    real = loading.verify
+    real = OwnCheckpoint.verify
 
     def verify(*args: Any) -> None:
         if when == "after the description":
@@ -53,14 +55,14 @@ def test_a_checkpoint_is_replaced_before_it_is_read(
         if when == "after the comparison":
             save(path, 2)
 
-    monkeypatch.setattr(loading, "verify", verify)
+    monkeypatch.setattr(OwnCheckpoint, "verify", verify)
     with pytest.raises(
         OSError,
         match=r"c: another program has replaced or removed the checkpoint while it was read\. Load it again",
     ):
         load_checkpoint(path, read, generators=False)
     assert values(read) == {-1}
-    monkeypatch.setattr(loading, "verify", real)
+    monkeypatch.setattr(OwnCheckpoint, "verify", real)
     check_holds(path, 2)
 
 
@@ -71,16 +73,16 @@ def test_a_checkpoint_is_replaced_while_it_is_read(
     """A load reads the checkpoint that it has compared to the end."""
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
-    real = loading._read_tensors
+    real = loading.read_boxes
 
     def read_tensors(*args: Any) -> None:
         if removed:
-            places.remove(path)
+            LocalStore(path).clear()
         else:
             save(path, 2)
         real(*args)
 
-    monkeypatch.setattr(loading, "_read_tensors", read_tensors)
+    monkeypatch.setattr(loading, "read_boxes", read_tensors)
     assert load_checkpoint(path, read, generators=False)["value"] == 1
     assert values(read) == {1}
 
@@ -89,10 +91,9 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
     """As on file systems that number files when they are looked up."""
     path = tmp_path / "c"
     save(path, 1)
-    checkpoint = loading.read_description(path)
+    checkpoint = read_description(path)
     (tmp_path / "copy").write_bytes((path / "index.json").read_bytes())
     os.replace(tmp_path / "copy", path / "index.json")
-    assert checkpoint.origin is not None
     assert checkpoint.origin.is_replaced(None) and not checkpoint.origin.is_replaced(checkpoint.fingerprint)
     check_holds(path, 1)
 
@@ -103,14 +104,14 @@ def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     check_holds(path, 1)
-    real = loading._read_tensors
+    real = loading.read_boxes
 
     def read_tensors(*args: Any) -> None:
         save(path, 2)
         real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loading, "_read_tensors", read_tensors)
+        patched.setattr(loading, "read_boxes", read_tensors)
         with pytest.raises(
             OSError, match=r"Some values were read before that, and others were not\. Load it again"
         ):
@@ -136,7 +137,7 @@ def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch:
         os.close(descriptor)
 
     monkeypatch.setattr("shutil.rmtree", rmtree)
-    places.remove_leftovers(path, new_attempt())
+    LocalStore(path).remove_leftovers(new_attempt())
     check_holds(path, 1)
 
 
@@ -145,24 +146,24 @@ def test_two_first_saves_end_together(tmp_path: Path) -> None:
     path = tmp_path / "c"
     for value in (1, 2):
         save(tmp_path / f"new-{value}", value)
-    places.commit(tmp_path / "new-1", path, overwrite=False)
+    new = [LocalStore(tmp_path / f"new-{value}") for value in (1, 2)]
+    LocalStore(path).commit(new[0], overwrite=False)
     with pytest.raises(FileExistsError, match="another save has just written it"):
-        places.commit(tmp_path / "new-2", path, overwrite=False)
+        LocalStore(path).commit(new[1], overwrite=False)
     check_holds(path, 1)
-    places.commit(tmp_path / "new-2", path, overwrite=True)
+    LocalStore(path).commit(new[1], overwrite=True)
     check_holds(path, 2)
 
 
 def test_something_appears_at_the_place_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "c", places.begin
+    path, real = tmp_path / "c", LocalStore.begin
 
-    def begin(*args: Any) -> Path:
-        folder = real(*args)
+    def begin(*args: Any) -> None:
+        real(*args)
         path.mkdir()
         (path / "mine.txt").write_text("kept")
-        return folder
 
-    monkeypatch.setattr(places, "begin", begin)
+    monkeypatch.setattr(LocalStore, "begin", begin)
     with pytest.raises(FileExistsError, match="is no checkpoint"):
         save(path, 1)
     assert [each.name for each in tmp_path.iterdir()] == ["c"] and (path / "mine.txt").read_text() == "kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +16,16 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX
-from shardwright.checkpoint.load.loading import load_state, read_description
+from shardwright.checkpoint.format.names import INDEX
+from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.places import LocalStore, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 from tests.checkpoint.kit.models import trained
 from tests.support.pool import multirank
 
@@ -82,7 +84,7 @@ def test_a_url_holds_the_checkpoint_and_nothing_else() -> None:
     model = nn.Linear(3, 4)
     sw.save_checkpoint(url, model, extra={"step": 3})
     stored = [each["name"].rsplit("/", 1)[1] for each in fsspec.filesystem("memory").ls("/runs/one/step-3")]
-    attempt = read_description(url).index.attempt  # type: ignore[union-attr]
+    attempt = read_description(url).index.attempt  # type: ignore[attr-defined]
     assert sorted(stored) == [".metadata", f"__0_0.{attempt}.distcp", f"__values.{attempt}.distcp", INDEX]
     other = nn.Linear(3, 4)
     assert sw.load_checkpoint(url, other) == {"step": 3}
@@ -199,6 +201,19 @@ def test_a_whole_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match=r"holds a whole checkpoint.*cannot be renamed"):
             write_state(url, state(1), RankGroup(alone=True), overwrite=overwrite)
     assert names(tmp_path / "c") == before and loads(url)
+
+
+def test_a_folder_that_was_copied_is_read_and_removed(tmp_path: Path) -> None:
+    """Its files have no attempt in their names."""
+    write_state(tmp_path / "saved", state(), RankGroup(alone=True))
+    shutil.copytree(tmp_path / "saved", tmp_path / "c")
+    url = f"fake://{tmp_path}/c"
+    assert loads(url)
+    with pytest.raises(FileExistsError, match="which no save has written"):
+        write_state(url, state(1), RankGroup(alone=True), overwrite=True)
+    (tmp_path / "c" / "thesis.txt").write_text("mine")
+    remove_checkpoint(url)
+    assert names(tmp_path / "c") == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("damage", ["index", "short", "missing", "uncommitted"])

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.kit.fake_store import FakeStore  # noqa: E402
@@ -135,7 +136,7 @@ def test_a_checkpoint_at_a_url_is_replaced_during_a_load(
 ) -> None:
     url = f"fake://{tmp_path}/c"
     write_state(url, state(1), ALONE)
-    verify, read_tensors = loading.verify, loading._read_tensors
+    verify, read_boxes = OwnCheckpoint.verify, loading.read_boxes
 
     def verify_slowly(*args: Any) -> None:
         if when == "before the comparison":
@@ -147,10 +148,10 @@ def test_a_checkpoint_at_a_url_is_replaced_during_a_load(
     def read_slowly(*args: Any) -> None:
         if when == "while it is read":
             replace(url, 2)
-        read_tensors(*args)
+        read_boxes(*args)
 
-    monkeypatch.setattr(loading, "verify", verify_slowly)
-    monkeypatch.setattr(loading, "_read_tensors", read_slowly)
+    monkeypatch.setattr(OwnCheckpoint, "verify", verify_slowly)
+    monkeypatch.setattr(loading, "read_boxes", read_slowly)
     read = {"t": torch.zeros(3)}
     with pytest.raises(
         OSError, match=r"c: another program has replaced or removed the checkpoint while it was read"

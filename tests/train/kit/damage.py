@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.checkpoint.format.digests import digest_of
-from shardwright.checkpoint.format.index import INDEX, StoredFile, index_text, parse_index
+from shardwright.checkpoint.format.index import StoredFile, index_text, parse_index
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.train.run.position import Position
 from shardwright.train.step.saving import checkpoint
 

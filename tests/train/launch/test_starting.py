@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from shardwright import cli
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.cli import program
+from shardwright.errors import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.launch.environment import collective_timeout

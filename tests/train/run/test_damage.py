@@ -18,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage import places
+from shardwright.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
@@ -198,7 +199,8 @@ def _dies_at(moment: int, action: Any) -> bool:
         for name in ("rename", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
         patch.setattr(places, "_exchange", counted(places._exchange))
-        patch.setattr(places, "abandon", lambda folder: None)  # a process that was killed tidies nothing
+        # A process that was killed tidies nothing.
+        patch.setattr(places.LocalStore, "abandon", lambda store, names: None)
         try:
             action()
         except Killed:
@@ -270,8 +272,8 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
     for module, name, action, expected in (
         (saving, "write_parts", saved, "saving"),
         (saving, "open_together", saved, "saving"),
-        (loading, "verify", loaded, "loading"),
-        (loading, "_read_tensors", loaded, "loading"),
+        (OwnCheckpoint, "verify", loaded, "loading"),
+        (loading, "read_boxes", loaded, "loading"),
     ):
         job.said.clear()
         spoken.clear()

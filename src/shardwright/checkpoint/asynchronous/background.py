@@ -14,8 +14,9 @@ from typing import Any
 from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
+from shardwright.checkpoint.format.names import file_of_rank, note_of_rank
 from shardwright.checkpoint.save.saving import commit_parts, read_back, unless_removed
-from shardwright.checkpoint.save.writing import Written, file_of_rank, write_parts
+from shardwright.checkpoint.save.writing import Written, write_parts
 from shardwright.collective import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
@@ -100,7 +101,7 @@ class BackgroundWriter:
         is_local = folder.path is not None
         patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
         longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
-        names = {rank: folder.stored_name(notes.name_of(rank)) for rank in range(ranks)}
+        names = {rank: folder.stored_name(note_of_rank(rank)) for rank in range(ranks)}
         writes: dict[int, Written] = {}
         seen: dict[str, int] = {}
         change, pause = time.monotonic(), 0.002

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.checkpoint.format.digests import Damaged, sealed, unsealed
+from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import Part
+from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.save.writing import Written
 from shardwright.checkpoint.storage.stores import Store
-
-
-def name_of(rank: int) -> str:
-    """The name of a rank's note."""
-    return f"rank-{rank}.note"
+from shardwright.errors import Damaged
 
 
 def leave(folder: Store, rank: int, attempt: str, written: Written) -> None:
@@ -31,7 +28,7 @@ def leave_failure(folder: Store, rank: int, attempt: str, kind: int, text: str) 
 
 
 def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
-    folder.leave(folder.stored_name(name_of(rank)), sealed(content).encode())
+    folder.leave(folder.stored_name(note_of_rank(rank)), sealed(content).encode())
 
 
 def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
@@ -40,7 +37,7 @@ def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
     Raises:
         RuntimeError: the note is damaged or of another save.
     """
-    name = name_of(rank)
+    name = note_of_rank(rank)
     try:
         content = unsealed(folder.read(folder.stored_name(name)), name)
         if content["attempt"] != attempt:
@@ -60,4 +57,4 @@ def _part(values: list[Any]) -> Part:
 def remove(folder: Store, ranks: int) -> None:
     """Remove the notes, before the files become a checkpoint."""
     for rank in range(ranks):
-        folder.remove(folder.stored_name(name_of(rank)))
+        folder.remove(folder.stored_name(note_of_rank(rank)))

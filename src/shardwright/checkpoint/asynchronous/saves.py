@@ -24,16 +24,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright import board as boards
-from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.load.loading import read_description
-from shardwright.checkpoint.save.saving import SavePlan, names_of_files, open_save
+from shardwright.checkpoint.format.names import files_of_save, note_of_rank
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.save.saving import SavePlan, open_save
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
-from shardwright.checkpoint.training.save_load import state_to_save
+from shardwright.checkpoint.training.save_load import SHARED, state_to_save
 from shardwright.collective import RankGroup, described, raise_for
+from shardwright.errors import Damaged
 
 Failure = tuple[int, str]  #: number of the error's kind, and its text
 
@@ -88,7 +88,7 @@ class _Save:
 
     def abandon(self) -> None:
         """Remove what was written, as far as that is possible."""
-        names = [*names_of_files(self.ranks.size), *map(notes.name_of, range(self.ranks.size))]
+        names = [*files_of_save(self.ranks.size), *map(note_of_rank, range(self.ranks.size))]
         self.place.unfinished(self.attempt).abandon(names)
 
     def outcome(self) -> Outcome:
@@ -168,7 +168,7 @@ class AsyncCheckpoint:
         ranks = self._ranks
         place = place_of(path, ranks)
         self.wait()
-        plan = SavePlan.of(state, ranks)
+        plan = SavePlan.of(state, ranks, shared=SHARED)
         with open_save(place, plan, ranks, overwrite):
             job = SaveJob(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.run_on_all(lambda: self._stage(job))
@@ -330,10 +330,10 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        index = read_description(save.place).index
+        opened = read_description(save.place)
     except (OSError, Damaged):
         return False
-    return index is not None and index.attempt == save.attempt
+    return isinstance(opened, OwnCheckpoint) and opened.index.attempt == save.attempt
 
 
 #: Those with a save under way, which the end of the interpreter finishes.

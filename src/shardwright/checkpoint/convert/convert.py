@@ -6,10 +6,7 @@ destination gets its name when all of it is on disk.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,26 +25,25 @@ from shardwright.checkpoint.convert.sources import (
     open_source,
 )
 from shardwright.checkpoint.format.index import StoredValue, name_of
+from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import NamedTensor
 from shardwright.checkpoint.format.values import encoded
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
-from shardwright.checkpoint.pretrained.save import write_stored_form
+from shardwright.checkpoint.pretrained.save import write_stored_file, write_stored_form
 from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
-from shardwright.checkpoint.save.saving import names_of_files
+from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
     about,
-    file_of_rank,
     write_descriptions,
+    write_parts_in_order,
 )
-from shardwright.checkpoint.save.written_in_order import write_parts_in_order, write_torch_file
-from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.places import store_of
-from shardwright.checkpoint.storage.stores import Store, new_attempt, sync_folder
+from shardwright.checkpoint.storage.places import SingleFile, store_of
+from shardwright.checkpoint.storage.stores import Store, new_attempt, publish
 from shardwright.checkpoint.training.save_load import MODEL
 
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
@@ -252,20 +248,11 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
-    unfinished = place.unfinished(attempt)
-    try:
-        place.begin(attempt, chosen.nbytes, overwrite=False)
+    with publish(place, chosen.nbytes, attempt=attempt, names=files_of_save(1)) as unfinished:
         written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
         if not written.parts:
             unfinished.remove(written.file)
         write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
-        if place.path is not None:
-            _check_free(place.path)
-        place.commit(unfinished, overwrite=False)
-    except BaseException:
-        unfinished.abandon(names_of_files(1))
-        raise
-    place.remove_leftovers(attempt)
 
 
 def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
@@ -278,37 +265,10 @@ def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
             del box
 
 
-def _check_free(destination: Path) -> None:
-    """Raise FileExistsError if another process has made the destination in the meantime."""
-    if os.path.lexists(destination):
-        raise FileExistsError(f"{destination} exists now: another program has made it. Choose another name")
-
-
 def _to_torch(destination: Path, chosen: _Chosen) -> None:
-    with _new_file(destination, chosen.nbytes) as partial:
+    with publish(SingleFile(destination), chosen.nbytes) as unfinished:
         values = {each.path: each.value for each in chosen.values.values()}
-        write_torch_file(partial, chosen.forms, values, chosen.read())
-        _give_name(partial, destination)
-
-
-@contextlib.contextmanager
-def _new_file(destination: Path, nbytes: int) -> Iterator[Path]:
-    """The name under which a file or its folder is written. Nothing of that name is left."""
-    attempt = new_attempt()
-    partial = places.partial_folder(destination, attempt)
-    free = shutil.disk_usage(destination.resolve().parent).free
-    if free < nbytes:
-        raise OSError(errno.ENOSPC, f"it needs {nbytes:,} bytes, {free:,} are free")
-    try:
-        yield partial
-    finally:
-        places.remove(partial)
-
-
-def _give_name(file: Path, destination: Path) -> None:
-    _check_free(destination)
-    os.rename(file, destination)
-    sync_folder(destination.resolve().parent)
+        write_torch_file(unfinished.path, chosen.forms, values, chosen.read())
 
 
 def _to_safetensors(
@@ -337,14 +297,10 @@ def _to_safetensors(
     def read(group: list[ModelTensor]) -> dict[str, Tensor]:
         return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
 
-    def write(folder: Path, size: int | str) -> None:
-        write_stored_form(folder, form, read, max_shard_size=size, config=settings)
-
     nbytes = sum(map(form.nbytes, form.keys))
     if destination.suffix == ".safetensors":
-        with _new_file(destination, nbytes) as partial:
-            write(partial, max(nbytes, 1))
-            _give_name(partial / "model.safetensors", destination)
+        with publish(SingleFile(destination), nbytes) as unfinished:
+            write_stored_file(unfinished.path, form, read)
     else:
-        write(destination, max_shard_size)
+        write_stored_form(destination, form, read, max_shard_size=max_shard_size, config=settings)
     return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)

@@ -6,12 +6,8 @@ describes it; nothing in it is called. A tensor of ours is compared with its dig
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-import pickle
-import zipfile
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -20,23 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
-from shardwright.checkpoint.dcp.folders import check_sizes, files_of, not_plain
-from shardwright.checkpoint.format.digests import Damaged, open_regular
-from shardwright.checkpoint.format.index import Index, Part, StoredTensor, StoredValue
 from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.index import StoredValue
 from shardwright.checkpoint.format.nested import NestedState, nested
-from shardwright.checkpoint.load.loading import check_lengths, fill, read_description
-from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch, open_stored
-from shardwright.checkpoint.save.writing import bytes_of
+from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
+from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
+from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.storage.places import is_checkpoint
-from shardwright.checkpoint.storage.stores import Files, Store
+from shardwright.checkpoint.storage.stores import Store
+from shardwright.errors import Damaged
 
 SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
 
@@ -97,16 +86,10 @@ def open_source(location: Path | Store) -> InputCheckpoint:
     """
     path = location if isinstance(location, Path) else location.path or location
     if not isinstance(path, Path) or (path.is_dir() and is_checkpoint(path)):
-        try:
+        with _named(path):
             checkpoint = read_description(path)
-            if checkpoint.index is not None:
-                check_lengths(checkpoint)
-                return _ours(path, checkpoint.place, checkpoint.index)
-            path = checkpoint.folder
-            assert checkpoint.metadata is not None
-            return _of_dcp(path, checkpoint.metadata)
-        except Damaged as problem:
-            raise Damaged(f"{path} is damaged: {problem}") from problem
+            checkpoint.check_lengths()
+            return _of_checkpoint(path, checkpoint)
     if path.is_file() and path.suffix in TORCH_SUFFIXES:
         return _of_torch(path)
     if (path / "checkpoints").is_dir():
@@ -115,7 +98,7 @@ def open_source(location: Path | Store) -> InputCheckpoint:
         )
         example = newest if newest is not None else path / "checkpoints" / "step-N"
         raise ValueError(f"{path} is a run. Give one of its checkpoints, such as {example}")
-    stored = open_stored(path)
+    stored = open_model(path)
     form = SAFETENSORS if all(each.file.suffix == ".safetensors" for each in stored.values()) else TORCH
     ordered = sorted(stored.items(), key=lambda item: (str(item[1].file), item[1].position))
     return InputCheckpoint(
@@ -150,183 +133,76 @@ def _paths(values: Mapping[str, StoredValue]) -> dict[str, Keys]:
     return {name: each.path for name, each in values.items()}
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
+# -- checkpoints of ours, and of torch's distributed checkpoint --------------------------------------------------------
 
 
-def _ours(path: Path | Store, files: Files, index: Index) -> InputCheckpoint:
-    first = {name: min((p.file, p.start) for p in each.parts) if each.parts else ("", 0)
-             for name, each in index.tensors.items()}  # fmt: skip
-    tensors = {
-        name: SourceTensor(each.path, each.dtype, each.shape, partial(_read_ours, files, each))
-        for name, each in sorted(index.tensors.items(), key=lambda item: first[item[0]])
-    }
-    return InputCheckpoint(
-        path, SHARDWRIGHT, tensors, _paths(index.values), lambda: index.values, index.ranks
-    )
+def _of_checkpoint(path: Path | Store, checkpoint: Checkpoint) -> InputCheckpoint:
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        with _named(path):
+            return checkpoint.read_whole(name, dtype)
 
-
-def _read_ours(files: Files, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-    whole = torch.empty(stored.shape, dtype=dtype)
-    for part in stored.parts:
-        _box(whole, part.offsets, part.sizes).copy_(_verified(files, part, stored.dtype))
-    return whole
-
-
-def _verified(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
-    """The values of a part, whose container has the digest of the index."""
-    reader = files.open(part.file)
-    try:
-        container = torch.empty(part.length, dtype=torch.uint8)
-        fill(container, reader, part.start)
-    except Damaged as problem:
-        raise Damaged(f"{files} is damaged: {problem}") from None
-    finally:
-        reader.close()
-    if hashlib.sha256(bytes_of(container)[0]).hexdigest() != part.sha256:
-        raise Damaged(
-            f"{files} is damaged: {part.file} is not the file that was saved: the SHA-256 of its bytes "
-            f"{part.start:,} to {part.start + part.length:,} differs"
+    if isinstance(checkpoint, OwnCheckpoint):
+        index = checkpoint.index
+        first = {name: min(((p.file, p.start) for p in each.parts), default=("", 0))
+                 for name, each in index.tensors.items()}  # fmt: skip
+        tensors = {
+            name: SourceTensor(each.path, each.dtype, each.shape, partial(read, name))
+            for name, each in sorted(index.tensors.items(), key=lambda item: first[item[0]])
+        }
+        return InputCheckpoint(
+            path, SHARDWRIGHT, tensors, _paths(index.values), lambda: index.values, index.ranks
         )
-    begin = part.data - part.start
-    data = container[begin : begin + prod(part.sizes) * dtype.itemsize]
-    if data.data_ptr() % dtype.itemsize:  # of no writer of ours
-        data = data.clone()
-    return data.view(dtype).view(part.sizes)
-
-
-def _box(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
-
-
-# -- torch's distributed checkpoint ------------------------------------------------------------------------------------
-
-
-def _of_dcp(path: Path, metadata: Metadata) -> InputCheckpoint:
-    check_sizes(path, files_of(metadata))
-    paths = metadata.planner_data or {}
-    entries = metadata.state_dict_metadata
-    leaves: dict[Any, Any] = {}
-    names: dict[int, str] = {}
-    for name, entry in entries.items():
-        leaf: Any = name
-        if isinstance(entry, TensorStorageMetadata):
-            leaf = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            names[id(leaf)] = name
-        leaves[paths.get(name, (name,))] = leaf
-    try:
-        state = NestedState.of(nested(leaves))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Damaged(f"the keys of its values contradict one another ({error})") from None
-    if len(leaves) < len(entries):
-        raise Damaged("two of its values have the same keys")
-    tensors = {}
-    for name, each in state.tensors.items():
-        stored_name = names[id(each.tensor)]
-        read = partial(_read_dcp, path, metadata, stored_name)
-        tensors[name] = SourceTensor(each.path, each.dtype, each.shape, read)
+    state, names = _state_of(checkpoint)
+    tensors = {
+        name: SourceTensor(each.path, each.dtype, each.shape, partial(read, names[id(each.tensor)]))
+        for name, each in state.tensors.items()
+    }
 
     def values() -> Mapping[str, StoredValue]:
+        with _named(path):
+            stored = checkpoint.values_below(
+                {keys[0] for keys in checkpoint.keys.values()}, weights_only=True
+            )
         return {
-            name: StoredValue(each.path, _filled(each.value, path, metadata))
+            name: StoredValue(each.path, _filled(each.value, checkpoint.keys, stored))
             for name, each in state.values.items()
         }
 
     return InputCheckpoint(path, DCP, tensors, _paths(state.values), values)
 
 
-def _filled(value: Any, path: Path, metadata: Metadata) -> Any:
+@contextlib.contextmanager
+def _named(path: Path | Store) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as problem:
+        raise Damaged(f"{path} is damaged: {problem}") from problem
+
+
+def _state_of(checkpoint: Checkpoint) -> tuple[NestedState, dict[int, str]]:
+    """The nested state of a folder by torch's writer, with tensors on the meta device, and the names of values as
+    values; and the name of each tensor, by its identity."""
+    leaves: dict[Any, Any] = {}
+    names: dict[int, str] = {}
+    for name, keys in checkpoint.keys.items():
+        leaf: Any = name
+        if (form := checkpoint.tensors.get(name)) is not None:
+            leaf = torch.empty(form.shape, dtype=form.dtype, device="meta")
+            names[id(leaf)] = name
+        leaves[keys] = leaf
+    try:
+        state = NestedState.of(nested(leaves))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Damaged(f"the keys of its values contradict one another ({error})") from None
+    if len(leaves) < len(checkpoint.keys):
+        raise Damaged("two of its values have the same keys")
+    return state, names
+
+
+def _filled(value: Any, keys: Mapping[str, Keys], stored: Mapping[Keys, Any]) -> Any:
     """A nested value, whose leaves are names of stored values, with the values."""
     if isinstance(value, Mapping):
-        return {key: _filled(each, path, metadata) for key, each in value.items()}
+        return {key: _filled(each, keys, stored) for key, each in value.items()}
     if isinstance(value, list):
-        return [_filled(each, path, metadata) for each in value]
-    return _loaded(path, metadata, MetadataIndex(value))
-
-
-def _read_dcp(folder: Path, metadata: Metadata, name: str, dtype: torch.dtype) -> Tensor:
-    entry = metadata.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    if len(entry.chunks) == 1:  # then one tensor is in memory, not two
-        return _chunk(folder, metadata, name, entry, entry.chunks[0]).to(dtype)
-    whole = torch.empty(entry.size, dtype=dtype)
-    for chunk in entry.chunks:
-        values = _chunk(folder, metadata, name, entry, chunk)
-        _box(whole, tuple(chunk.offsets), tuple(chunk.sizes)).copy_(values)
-    return whole
-
-
-def _chunk(
-    folder: Path, metadata: Metadata, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata
-) -> Tensor:
-    index = MetadataIndex(name, chunk.offsets)
-    dtype, nbytes = entry.properties.dtype, prod(chunk.sizes) * entry.properties.dtype.itemsize
-    if nbytes > metadata.storage_data[index].length:
-        raise Damaged(f"{folder} is damaged: a part of {name!r} has fewer bytes than its shape needs")
-    values = _loaded(folder, metadata, index)
-    if (
-        type(values) is not Tensor
-        or values.layout is not torch.strided
-        or values.device.type != "cpu"
-        or (values.dtype, values.shape) != (dtype, chunk.sizes)
-    ):
-        raise Damaged(
-            f"{folder} is damaged: a part of {name!r} is not the tensor that its .metadata describes"
-        )
-    return values.detach().contiguous()
-
-
-def _loaded(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
-    """The tensor or value in a range of a file, by ``torch.load`` with ``weights_only=True``."""
-    place, name = metadata.storage_data[index], index.fqn
-    descriptor = open_regular(folder / place.relative_path)
-    with io.FileIO(descriptor, "r") as file:
-        section = _FileSection(file, place.offset, place.length)
-        try:
-            with zipfile.ZipFile(section) as records:  # type: ignore[arg-type]
-                # Otherwise a small file could fill the memory.
-                if any(each.compress_type != zipfile.ZIP_STORED for each in records.infolist()):
-                    raise Damaged(
-                        f"{folder} is damaged: {name!r} is compressed, which torch's writer does not do"
-                    )
-            section.seek(0)
-            return torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        except pickle.UnpicklingError as error:
-            raise Damaged(f"{folder}: {name!r} {not_plain(error)}") from error
-        except (Damaged, MemoryError):
-            raise
-        except Exception as error:  # damaged bytes can raise nearly any exception
-            raise Damaged(
-                f"{folder} is damaged: torch.load cannot read {name!r} in {place.relative_path} "
-                f"({type(error).__name__})"
-            ) from error
-
-
-class _FileSection(io.RawIOBase):
-    """A range of a file, as a file."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the start")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
-        count = os.preadv(self._file.fileno(), [view], self._start + self._at) if view else 0
-        self._at += count
-        return count
+        return [_filled(each, keys, stored) for each in value]
+    return stored[keys[value]]

@@ -7,12 +7,10 @@ reach beyond their container raise an error, so no short file asks for much memo
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,7 +18,8 @@ import torch
 from shardwright.checkpoint.dcp.folders import not_plain
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
 from shardwright.checkpoint.format.archive import zipped
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.storage.stores import Reader
+from shardwright.errors import Damaged
 
 LARGEST_DIRECTORY = 1 << 20  #: bytes of the list of records
 LARGEST_PICKLE = 1 << 26  #: bytes of a pickled value
@@ -37,21 +36,18 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 class Container(NamedTuple):
     """A range of an open file."""
 
-    descriptor: int
-    file: Path
+    reader: Reader
+    file: str  #: its name
     start: int
     length: int
 
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.length:
-            raise Damaged(f"{self.file.name} has a record outside its container at byte {self.start:,}")
-        try:
-            data = os.pread(self.descriptor, length, self.start + offset)
-        except OSError as error:
-            raise Damaged(f"{self.file.name} cannot be read: {error.strerror}") from None
-        if len(data) != length:
-            raise Damaged(f"{self.file.name} ends at byte {self.start + offset + len(data):,}")
-        return data
+            raise Damaged(f"{self.file} has a record outside its container at byte {self.start:,}")
+        data, position = bytearray(length), 0
+        while position < length:
+            position += self.reader.read_into(memoryview(data)[position:], self.start + offset + position)
+        return bytes(data)
 
 
 class Described(NamedTuple):
@@ -76,7 +72,7 @@ def describe(container: Container, name: str) -> Described:
     except Damaged as problem:
         raise Damaged(f"{name!r}: {problem}") from None
     except Exception as error:  # damaged bytes can raise nearly any exception
-        raise Damaged(f"{name!r} in {container.file.name} is no tensor ({type(error).__name__})") from None
+        raise Damaged(f"{name!r} in {container.file} is no tensor ({type(error).__name__})") from None
 
 
 def value_of(container: Container, name: str) -> Any:
@@ -102,7 +98,7 @@ def value_of(container: Container, name: str) -> Any:
 
 def _pickle_of(contents: Mapping[str, bytes], container: Container) -> bytes:
     if "data.pkl" not in contents or len(contents["data.pkl"]) > LARGEST_PICKLE:
-        raise Damaged(f"{container.file.name} has no readable container at byte {container.start:,}")
+        raise Damaged(f"{container.file} has no readable container at byte {container.start:,}")
     return contents["data.pkl"]
 
 
@@ -116,7 +112,7 @@ def _records(container: Container) -> dict[str, tuple[int, int]]:
     except (struct.error, UnicodeDecodeError, IndexError):
         entries = {}
     if not entries:
-        raise Damaged(f"{container.file.name} has no readable container at byte {container.start:,}")
+        raise Damaged(f"{container.file} has no readable container at byte {container.start:,}")
     return entries
 
 
@@ -148,7 +144,7 @@ def _entries(container: Container) -> dict[str, tuple[int, int]]:
         nbytes, packed, local = _wide(more, nbytes, packed, local)
         if method or flags & 1 or packed != nbytes:
             raise Damaged(
-                f"{container.file.name} has the compressed record {text!r}; torch's writer compresses none"
+                f"{container.file} has the compressed record {text!r}; torch's writer compresses none"
             )
         header = container.read(local, 30)
         inner = sum(struct.unpack_from("<HH", header, 26))
@@ -219,7 +215,7 @@ _REBUILDS = {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_
 def _described(container: Container, records: Mapping[str, tuple[int, int]]) -> Described:
     offset, nbytes = records["data.pkl"]
     if nbytes > 1 << 16 or "data/0" not in records:
-        raise Damaged(f"{container.file.name} has no tensor in the container at byte {container.start:,}")
+        raise Damaged(f"{container.file} has no tensor in the container at byte {container.start:,}")
     if "byteorder" in records and container.read(*records["byteorder"]) != b"little":
         raise Damaged("its bytes are in the other order")
     data = container.read(offset, nbytes)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
-from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
-
-from shardwright.checkpoint.format.digests import Damaged, size_of
 
 
 def files_of(metadata: Metadata) -> dict[str, int]:
@@ -19,13 +15,6 @@ def files_of(metadata: Metadata) -> dict[str, int]:
         end = place.offset + place.length
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), end)
     return sizes
-
-
-def check_sizes(folder: Path, sizes: Mapping[str, int], links: bool = False) -> None:
-    """Raise Damaged if a file is missing, is no regular file or is too short."""
-    for name, nbytes in sizes.items():
-        if (nbytes_on_disk := size_of(folder / name, links)) < nbytes:
-            raise Damaged(f"{name} holds {nbytes_on_disk:,} bytes, at least {nbytes:,} expected")
 
 
 def not_plain(error: pickle.UnpicklingError) -> str:

@@ -7,38 +7,37 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-from collections.abc import Callable, Container, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
 from shardwright.checkpoint.dcp import containers
-from shardwright.checkpoint.format.digests import Damaged, open_regular
 from shardwright.checkpoint.format.index import Part, StoredTensor
 from shardwright.checkpoint.format.nested import NamedTensor, meet
+from shardwright.checkpoint.storage.stores import Files, Reader
+from shardwright.errors import Damaged
 
 #: For parts that are not contiguous in their file: the steps between their elements, and the number of elements.
 Strides = dict[Part, tuple[tuple[int, ...], int]]
 
 
 def tensors_of(
-    folder: Path, metadata: Metadata, wanted: Mapping[str, NamedTensor], strides: Strides, links: bool = False
-) -> dict[str, StoredTensor]:
-    """The parts of the wanted tensors that this rank needs. Adds the strides of those that are not contiguous.
+    files: Files, metadata: Metadata, wanted: Mapping[str, NamedTensor]
+) -> tuple[dict[str, StoredTensor], Strides]:
+    """The parts of the wanted tensors that this rank needs, and the strides of those that are not contiguous.
 
     Raises:
         Damaged: a container is damaged, or holds another tensor than ``.metadata`` says.
     """
     stored: dict[str, StoredTensor] = {}
-    with _opener(folder, metadata, links) as container_of:
+    strides: Strides = {}
+    with _opener(files, metadata) as container_of:
         for name, each in wanted.items():
             entry = metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
@@ -51,40 +50,32 @@ def tensors_of(
                 found = containers.describe(container, name)
                 if (found.dtype, found.shape) != (entry.properties.dtype, sizes):
                     raise Damaged(
-                        f"{name!r} has {found.dtype} and shape {found.shape} in {container.file.name}, and "
+                        f"{name!r} has {found.dtype} and shape {found.shape} in {container.file}, and "
                         f"{entry.properties.dtype} and {sizes} in .metadata"
                     )
-                part = Part(
-                    offsets, sizes, container.file.name, container.start, container.length, found.data, ""
-                )
+                part = Part(offsets, sizes, container.file, container.start, container.length, found.data, "")
                 parts.append(part)
                 if found.strides != _contiguous(sizes):
                     strides[part] = found.strides, found.elements
             path = (metadata.planner_data or {}).get(name) or (name,)
             stored[name] = StoredTensor(path, entry.properties.dtype, each.shape, tuple(parts))
-    return stored
+    return stored, strides
 
 
-def values_of(
-    folder: Path, metadata: Metadata, keys: Container[str], weights_only: bool, links: bool = False
-) -> dict[Any, Any]:
-    """The values below these keys of the saved state, by their paths.
+def values_of(files: Files, metadata: Metadata, names: Iterable[str], weights_only: bool) -> dict[str, Any]:
+    """The values of these names.
 
     Raises:
         Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads, if ``weights_only``.
     """
-    paths = metadata.planner_data or {}
-    values: dict[Any, Any] = {}
-    with _opener(folder, metadata, links) as container_of:
-        for name, entry in metadata.state_dict_metadata.items():
-            path = paths.get(name) or (name,)
-            if not isinstance(entry, BytesStorageMetadata) or path[0] not in keys:
-                continue
+    values: dict[str, Any] = {}
+    with _opener(files, metadata) as container_of:
+        for name in names:
             container = container_of(MetadataIndex(name))
             if weights_only:
-                values[path] = containers.value_of(container, name)
+                values[name] = containers.value_of(container, name)
             else:
-                values[path] = torch.load(io.BytesIO(container.read(0, container.length)), weights_only=False)
+                values[name] = torch.load(io.BytesIO(container.read(0, container.length)), weights_only=False)
     return values
 
 
@@ -97,24 +88,23 @@ def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _opener(
-    folder: Path, metadata: Metadata, links: bool
-) -> Iterator[Callable[[MetadataIndex], containers.Container]]:
+def _opener(files: Files, metadata: Metadata) -> Iterator[Callable[[MetadataIndex], containers.Container]]:
     """A function that gives the container of an item. The file of the last one stays open."""
-    descriptors: dict[str, int] = {}
+    readers: dict[str, Reader] = {}
+
+    def close() -> None:
+        while readers:
+            readers.popitem()[1].close()
 
     def container_of(index: MetadataIndex) -> containers.Container:
         place = metadata.storage_data[index]
         name = place.relative_path
-        if name not in descriptors:
-            for each in descriptors.values():
-                os.close(each)
-            descriptors.clear()
-            descriptors[name] = open_regular(folder / name, links)
-        return containers.Container(descriptors[name], folder / name, place.offset, place.length)
+        if name not in readers:
+            close()
+            readers[name] = files.open(name)
+        return containers.Container(readers[name], name, place.offset, place.length)
 
     try:
         yield container_of
     finally:
-        for each in descriptors.values():
-            os.close(each)
+        close()

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.index import check_coverage
+from shardwright.errors import Damaged
 
 MOST_DIMS = 64
 BYTES_OF_PART = (

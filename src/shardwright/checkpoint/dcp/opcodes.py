@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.errors import Damaged
 
 LARGEST_KEY = 1000  #: values in a tuple, those of inner tuples included
 MOST_MARKS = 1000  #: lists, dicts and tuples that are open inside one another

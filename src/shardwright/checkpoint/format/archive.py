@@ -6,6 +6,7 @@ the tensor, and its bytes. The bytes here depend on the tensor alone, so equal t
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import pickle
@@ -17,6 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright._torch import storage_class
 
@@ -50,6 +52,19 @@ def _around(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, crc32: int)
         whole.head += data
     whole.add("archive/data/0", nbytes, crc32, ALIGNMENT)
     return bytes(whole.head), whole.directory(nbytes)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host. The tensor must live as long as they are used."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
+    """The bytes of a tensor in its order, and what owns them on the host: a copy if the tensor is not contiguous."""
+    held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memory_of(held), held
 
 
 def zipped(records: Mapping[str, bytes]) -> bytes:

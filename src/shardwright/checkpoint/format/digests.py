@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwright.errors import Damaged
+
 READ_AT_ONCE = 1 << 22
 SEAL = "sha256"  #: the key of a JSON object's digest of its other keys
-
-
-class Damaged(ValueError):
-    """A checkpoint does not hold what a save has written. The message says what is wrong, without the folder."""
 
 
 class Digest(NamedTuple):

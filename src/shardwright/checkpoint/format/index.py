@@ -20,14 +20,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
+from shardwright.errors import Damaged
 
-INDEX = "index.json"
-METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
-VALUES = (
-    "__values.distcp"  #: plain values as ``torch.save`` writes them, for torch's reader; ours reads the index
-)
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read

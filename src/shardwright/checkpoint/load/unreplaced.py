@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.storage.stores import Files, Reader
+from shardwright.errors import Damaged
 
 HELD = 256  #: files that a rank keeps open; systems allow a process 1,024 by default
 
@@ -50,7 +50,7 @@ class DescriptionFile(NamedTuple):
 
 @contextmanager
 def unless_replaced(
-    origin: DescriptionFile | None, fingerprint: str | None = None, *, changing: bool = False
+    origin: DescriptionFile, fingerprint: str | None = None, *, changing: bool = False
 ) -> Iterator[None]:
     """Raise an OSError, also in the place of Damaged, if the checkpoint was replaced before the end of the block.
 
@@ -60,15 +60,10 @@ def unless_replaced(
     try:
         yield
     except Damaged:
-        if origin is not None and origin.is_replaced(fingerprint):
+        if origin.is_replaced(fingerprint):
             raise replaced(origin.files, changing) from None
         raise
-    if (
-        not changing
-        and origin is not None
-        and origin.identity is not None
-        and origin.is_replaced(fingerprint)
-    ):
+    if not changing and origin.identity is not None and origin.is_replaced(fingerprint):
         raise replaced(origin.files)
 
 
@@ -84,10 +79,10 @@ class OpenFiles:
 
     Args:
         files: the checkpoint's.
-        origin, fingerprint: of its description; None if nobody replaces it.
+        origin, fingerprint: of its description.
     """
 
-    def __init__(self, files: Files, origin: DescriptionFile | None, fingerprint: str) -> None:
+    def __init__(self, files: Files, origin: DescriptionFile, fingerprint: str) -> None:
         self._files, self._origin, self._fingerprint = files, origin, fingerprint
         self._held: dict[str, Reader] = {}
 
@@ -119,7 +114,7 @@ class OpenFiles:
 
     def _check_same(self) -> None:
         origin = self._origin
-        if origin is not None and origin.identity is not None and origin.is_replaced(self._fingerprint):
+        if origin.identity is not None and origin.is_replaced(self._fingerprint):
             raise replaced(self._files, changing=True)
 
     def close(self) -> None:

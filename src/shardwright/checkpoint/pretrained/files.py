@@ -8,7 +8,6 @@ ranks.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -24,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.archive import bytes_of
+from shardwright.checkpoint.storage.stores import LocalWriter
+from shardwright.errors import Damaged
 
 #: The format's names of dtypes.
 DTYPES: dict[str, torch.dtype] = {
@@ -247,23 +248,26 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        os.truncate(self._descriptor, self._data + end)
-        _write(self._descriptor, memoryview(struct.pack("<Q", len(text)) + text), 0)
+        self._writer = LocalWriter(file)
+        os.truncate(file, self._data + end)
+        self._writer.write(struct.pack("<Q", len(text)) + text, 0)
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the tensor of this key, with the shape and dtype from the constructor."""
-        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if tensor.nbytes:
-            data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            _write(self._descriptor, memoryview(data).cast("B"), self._data + self._places[key])
+        data, _held = bytes_of(tensor)
+        self._writer.write(data, self._data + self._places[key])
 
-    def close(self, sync: bool = True) -> None:
+    def close(self) -> None:
+        """Return when the file is on disk. Raises OSError."""
         try:
-            if sync:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+            self._writer.finish()
+        except BaseException:
+            self._writer.discard()
+            raise
+
+    def discard(self) -> None:
+        """Give up after a failure."""
+        self._writer.discard()
 
 
 def name_of(dtype: torch.dtype, key: str) -> str:
@@ -273,12 +277,6 @@ def name_of(dtype: torch.dtype, key: str) -> str:
             f"{key!r} has {dtype}, which safetensors cannot store; pass another dtype to save_pretrained"
         )
     return _NAMES[dtype]
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:  # one call writes 2 GiB at most
-        count = os.pwrite(descriptor, data[: 1 << 30], offset)
-        data, offset = data[count:], offset + count
 
 
 # -- torch.save --------------------------------------------------------------------------------------------------------
@@ -333,15 +331,6 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Without this a crash of the machine can lose names although the files are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def shard_names(count: int) -> Iterable[str]:

@@ -21,7 +21,8 @@ from shardwright import board as boards
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint.format.nested import Box
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
-from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory, open_stored
+from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
+from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.pretrained.model import (
     ModelTensor,
     aliases_of,
@@ -189,7 +190,7 @@ def _plan(
     may_be_unexpected: tuple[str, ...],
 ) -> _LoadPlan:
     """The tensors to read. Raises a ValueError for everything that does not fit."""
-    stored = in_memory(path) if isinstance(path, Mapping) else open_stored(path)
+    stored = in_memory(path) if isinstance(path, Mapping) else open_model(path)
     plan = _LoadPlan()
     used: set[str] = set()
     missing: list[str] = []

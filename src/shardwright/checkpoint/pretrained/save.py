@@ -7,40 +7,27 @@ into its place. The folder gets its name when it is complete.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from shardwright import board as boards
-from shardwright.checkpoint.pretrained.files import (
-    INDEX,
-    SafetensorsFile,
-    abbreviated,
-    shard_names,
-    sync_folder,
-    write_json,
-)
-from shardwright.checkpoint.pretrained.model import (
-    ModelTensor,
-    at_rest,
-    first_rank,
-    mesh_of,
-)
+from shardwright.checkpoint.pretrained.files import INDEX, SafetensorsFile, shard_names, write_json
+from shardwright.checkpoint.pretrained.folder import ModelFolder
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
+from shardwright.checkpoint.storage.stores import publish
 from shardwright.collective import RankGroup
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-@boards.during(boards.SAVE)
 def save_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -65,7 +52,7 @@ def save_pretrained(
 
     Args:
         model: plain, or sharded by ``fully_shard`` in any layout and strategy.
-        path: the folder; it must be new or empty, unless ``overwrite``.
+        path: the folder, or its URL ``file:///folder``; it must be new or empty, unless ``overwrite``.
         key_map: as for :func:`load_pretrained`. Pass the same key map to load these files. Default: for a model of
             transformers 5 the names under which transformers stores it, for other models the same names.
         max_shard_size: bytes of tensors in a file, as a number or such as "5 GB" or "512 MiB". A larger tensor gets a
@@ -81,16 +68,42 @@ def save_pretrained(
         OSError: the folder cannot be written.
         RuntimeError: another rank failed, or the model is in use.
     """
+    write_model(
+        model,
+        path,
+        key_map=key_map,
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        config=config,
+        overwrite=overwrite,
+    )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+@boards.during(boards.SAVE)
+def write_model(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key_map: KeyMap | None,
+    max_shard_size: int | str,
+    dtype: torch.dtype | None,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    add_files: Callable[[Path], None] | None = None,
+) -> None:
+    """:func:`save_pretrained`. ``add_files`` changes the files in the folder on the first rank, before its rename."""
     units = units_of(model)
     mesh = mesh_of(units)
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    plan: _FilePlan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, key_map, dtype, limit))
-    writer = _FolderWriter(Path(path), plan, overwrite)
+    ranks = RankGroup.of_mesh(mesh)
+    plan, place = ranks.run_or_stop(lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)))
     writes = first_rank(mesh)
     error: Exception | None = None
-    try:
-        RankGroup.of_mesh(mesh).run_or_stop(writer.begin if writes else lambda: None)
+    with _FolderWriter(place, plan, overwrite) as writer:
+        ranks.run_or_stop(writer.begin if writes else lambda: None)
         for group in plan.form.groups:
             whole = {
                 entry.name: _whole(entry) for entry in group
@@ -103,12 +116,10 @@ def save_pretrained(
             del whole
         if writes and error is None:
             try:
-                writer.finish(config)
+                writer.finish(config, add_files)
             except Exception as failure:
                 error = failure
-        RankGroup.of_mesh(mesh).stop_after(error)
-    finally:
-        writer.clean_up()
+        ranks.stop_after(error)
 
 
 def write_stored_form(
@@ -132,16 +143,22 @@ def write_stored_form(
     Raises:
         FileExistsError, OSError: as :func:`save_pretrained`. Nothing is left then.
     """
-    writer = _FolderWriter(
-        path, _FilePlan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False
-    )
-    try:
+    plan = _FilePlan(form, _files(form, bytes_of(max_shard_size, "max_shard_size")))
+    with _FolderWriter(ModelFolder.at(path), plan, overwrite=False) as writer:
         writer.begin()
         for group in form.groups:
             writer.write(group, read(group))
         writer.finish(config, add_files)
-    finally:
-        writer.clean_up()
+
+
+def write_stored_file(
+    file: Path, form: StoredModel, read: Callable[[list[ModelTensor]], dict[str, Tensor]]
+) -> None:
+    """Write stored tensors into one new safetensors file, which is on disk then. Raises OSError."""
+    with closing(SafetensorsFile(file, form.keys)) as target:
+        for group in form.groups:
+            for key, tensor in form.stored_tensors(group, read(group)):
+                target.write(key, tensor)
 
 
 def _whole(entry: ModelTensor) -> Tensor:
@@ -181,52 +198,25 @@ def _files(form: StoredModel, limit: int) -> dict[str, list[str]]:
 
 
 class _FolderWriter:
-    """The folder while it is written, on the writing rank."""
+    """The folder while it is written, on the writing rank. Without :meth:`finish` nothing is left of it."""
 
-    def __init__(self, path: Path, plan: _FilePlan, overwrite: bool) -> None:
-        self._final = path.resolve()
-        self._partial = self._final.with_name(f".{self._final.name}.partial")
-        self._plan = plan
-        self._overwrite = overwrite
-        self._begun = False
+    def __init__(self, place: ModelFolder, plan: _FilePlan, overwrite: bool) -> None:
+        self._place, self._plan, self._overwrite = place, plan, overwrite
+        self._publication = ExitStack()
         self._open: dict[str, SafetensorsFile] = {}
         self._file_of = {key: name for name, keys in plan.files.items() for key in keys}
 
+    def __enter__(self) -> Self:
+        return self
+
     def begin(self) -> None:
         """Make every file with its header and its full size."""
-        self._check_place()
-        if self._partial.exists():  # left by a killed process
-            shutil.rmtree(self._partial)
-        self._partial.mkdir(parents=True)
-        self._begun = True
-        need, free = (
-            sum(map(self._plan.form.nbytes, self._plan.form.keys)),
-            shutil.disk_usage(self._partial).free,
-        )
-        if need > free:
-            raise OSError(f"{self._final}: needs {need:,} bytes, {free:,} are free")
+        form = self._plan.form
+        nbytes = sum(map(form.nbytes, form.keys))
+        unfinished = self._publication.enter_context(publish(self._place, nbytes, self._overwrite))
+        self._folder = unfinished.path
         for name, keys in self._plan.files.items():
-            contents = {key: self._plan.form.keys[key] for key in keys}
-            self._open[name] = SafetensorsFile(self._partial / name, contents)
-
-    def _check_place(self) -> None:
-        if not self._final.exists():
-            return
-        if not self._final.is_dir():
-            raise FileExistsError(f"{self._final}: expected a folder, or none yet, found a file")
-        there = sorted(item.name for item in self._final.iterdir())
-        others = [
-            name for name in there if not (name.endswith(".safetensors") or name in (INDEX, "config.json"))
-        ]
-        if there and not self._overwrite:
-            raise FileExistsError(
-                f"{self._final}: the folder exists and is not empty; pass another folder, or overwrite=True"
-            )
-        if others:
-            raise FileExistsError(
-                f"{self._final}: overwrite=True replaces the whole folder, and the folder has other files than a "
-                f"saved model: {abbreviated(others)}. Pass another folder."
-            )
+            self._open[name] = SafetensorsFile(self._folder / name, {key: form.keys[key] for key in keys})
 
     def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
         """Write all stored tensors that these tensors of the model form."""
@@ -241,29 +231,14 @@ class _FolderWriter:
             self._open.popitem()[1].close()
         if len(self._plan.files) > 1:
             size = sum(map(self._plan.form.nbytes, self._plan.form.keys))
-            write_json(self._partial / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
+            write_json(self._folder / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
         if config is not None:
-            write_json(self._partial / "config.json", config)
+            write_json(self._folder / "config.json", config)
         if add_files is not None:
-            add_files(self._partial)
-        sync_folder(self._partial)
-        old = self._final.with_name(f".{self._final.name}.old")
-        if self._final.is_dir() and any(self._final.iterdir()):
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(self._final, old)
-        try:
-            os.replace(self._partial, self._final)
-        except BaseException:
-            if old.is_dir():
-                os.replace(old, self._final)
-            raise
-        self._begun = False
-        sync_folder(self._final.parent)
-        shutil.rmtree(old, ignore_errors=True)
+            add_files(self._folder)
+        self._publication.close()
 
-    def clean_up(self) -> None:
-        """Remove the unfinished folder."""
+    def __exit__(self, *error: Any) -> None:
         while self._open:
-            self._open.popitem()[1].close(sync=False)
-        if self._begun:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._open.popitem()[1].discard()
+        self._publication.__exit__(*error)

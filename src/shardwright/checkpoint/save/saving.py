@@ -18,32 +18,29 @@ from typing import Any
 import torch
 
 from shardwright import board as boards
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, VALUES, Index, StoredValue, check_coverage
+from shardwright.checkpoint.format.index import Index, StoredValue, check_coverage
+from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import Box, NamedTensor, NestedState, Progress, ignore
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.load.loading import (
-    check_parts,
-    open_together,
-    read_description,
-    verify_descriptions,
-)
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.loading import open_together
+from shardwright.checkpoint.load.reading import check_parts
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
     Written,
     about,
     drop_from_cache,
-    file_of_rank,
     write_descriptions,
     write_parts,
 )
 from shardwright.checkpoint.storage.places import Location, store_of
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 TensorForm = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
-_SMALL = 1 << 20  #: bytes of a whole tensor of a model, which need not be spread over ranks
+_SMALL = 1 << 20  #: bytes of a whole tensor that need not be spread over ranks
 BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes
 
 
@@ -56,13 +53,14 @@ def write_state(
     overwrite: bool = False,
     verified: bool = False,
     notes: Mapping[str, str] | None = None,
+    shared: Container[str] = (),
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
     With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
     checkpoint appears, and before anything that it replaces is touched.
-    ``notes`` are texts for :attr:`Index.about`, beside the versions of libraries.
+    ``notes`` are texts for :attr:`Index.about`, beside the versions of libraries. ``shared``: see :meth:`SavePlan.of`.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
@@ -70,7 +68,7 @@ def write_state(
         OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
             reason. Anything there is unchanged.
     """
-    plan = SavePlan.of(state, ranks, notes)
+    plan = SavePlan.of(state, ranks, notes, shared)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
 
@@ -102,9 +100,16 @@ class SavePlan:
 
     @classmethod
     def of(
-        cls, state: Mapping[str, Any], ranks: RankGroup, notes: Mapping[str, str] | None = None
+        cls,
+        state: Mapping[str, Any],
+        ranks: RankGroup,
+        notes: Mapping[str, str] | None = None,
+        shared: Container[str] = (),
     ) -> SavePlan:
         """Agree on what every rank writes.
+
+        Plain tensors may have other values on each rank, so the first rank that has one writes it. Below the keys
+        ``shared`` large ones are equal on all ranks, so any rank may write them.
 
         Raises:
             ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
@@ -118,7 +123,7 @@ class SavePlan:
             mine = NestedState.of(state)
             for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
-                if _is_first_ranks(each):
+                if _is_first_ranks(each, shared):
                     of_first.add(each.name)
                 for box in each.boxes_to_save():
                     parts[each.name, box.offsets, box.sizes] = box
@@ -164,11 +169,11 @@ def _agreed_forms(everyones: list[dict[str, TensorForm]]) -> dict[str, TensorFor
     return whole
 
 
-def _is_first_ranks(each: NamedTensor) -> bool:
+def _is_first_ranks(each: NamedTensor, shared: Container[str]) -> bool:
     """Whether the first rank that has a tensor writes it, since others may have other values: buffers, say."""
     if type(each.tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False  # it says which part of it each rank has
-    return each.path[0] not in ("model", "optimizer") or each.tensor.nbytes <= _SMALL
+    return each.path[0] not in shared or each.tensor.nbytes <= _SMALL
 
 
 def _shares(
@@ -207,11 +212,6 @@ def _nbytes(forms: Mapping[str, TensorForm], box: BoxName) -> int:
     return prod(box[2]) * forms[box[0]][1].itemsize
 
 
-def names_of_files(ranks: int) -> list[str]:
-    """Names of the files of a save by ``ranks`` ranks, without the file for torch's reader."""
-    return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
-
-
 @contextlib.contextmanager
 def open_save(path: Location, plan: SavePlan, ranks: RankGroup, overwrite: bool) -> Iterator[Store]:
     """The unfinished store into which the ranks write. Every rank sees it. It is removed if anything fails.
@@ -239,7 +239,7 @@ def open_save(path: Location, plan: SavePlan, ranks: RankGroup, overwrite: bool)
         yield unfinished
     except BaseException:
         if ranks.is_first:
-            unfinished.abandon(names_of_files(ranks.size))
+            unfinished.abandon(files_of_save(ranks.size))
         raise
 
 
@@ -301,7 +301,9 @@ def commit_parts(
         index = describe_parts(unfinished, contents, writes)
         if verified:
             with _other_bytes(folder):
-                verify_descriptions(read_description(unfinished))
+                opened = read_description(unfinished)
+                assert isinstance(opened, OwnCheckpoint)
+                opened.verify_descriptions()
     _commit(path, unfinished, contents.attempt, overwrite)
     return index
 

@@ -5,13 +5,13 @@ Nothing here communicates. Every file is durable when its function returns.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import hashlib
 import io
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,12 +22,8 @@ from torch import Tensor
 
 from shardwright._torch import flatten_state_dict, storage_info
 from shardwright._version import __version__
-from shardwright.checkpoint.format.archive import container, lengths
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.checkpoint.format.archive import bytes_of, container, lengths
 from shardwright.checkpoint.format.index import (
-    INDEX,
-    METADATA,
-    VALUES,
     Index,
     Part,
     StoredFile,
@@ -37,12 +33,11 @@ from shardwright.checkpoint.format.index import (
     index_text,
     parse_index,
 )
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
 from shardwright.checkpoint.format.nested import Progress, ignore
 from shardwright.checkpoint.storage.stores import Files, Writer, files_of
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
-
-#: Takes the place of VALUES where no index is meant to be: a folder with VALUES and without index is damaged.
-VALUES_FOR_TORCH = "__0_1.distcp"
+from shardwright.errors import Damaged
 
 
 class PartToWrite(NamedTuple):
@@ -69,19 +64,6 @@ class Written(NamedTuple):
         return digest_of_parts(part.sha256 for _, part in self.parts)
 
 
-def file_of_rank(rank: int) -> str:
-    """The name of a rank's file, as torch's distributed checkpoint names it."""
-    return f"__{rank}_0.distcp"
-
-
-def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
-    """The bytes of a tensor on the host in its order, and what owns them: a copy if the tensor is not contiguous."""
-    held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if not held.nbytes:
-        return memoryview(b""), held
-    return memoryview((ctypes.c_char * held.nbytes).from_address(held.data_ptr())).cast("B"), held
-
-
 def write_parts(
     folder: Path | Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
 ) -> Written:
@@ -91,30 +73,50 @@ def write_parts(
         OSError: the file cannot be written, or is there already. It names the file.
     """
     files = files_of(folder)
-    file = files.stored_name(file)
     placed, end = [], 0
     for part in parts:
         placed.append((end, part))
         head, tail = lengths(part.values.dtype, part.sizes)
         end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
     wait_for_devices(part.values for _, part in placed)
-    writer = files.create(file)
-
-    def write(each: tuple[int, PartToWrite]) -> tuple[str, Part]:
-        return _write_part(writer, file, *each)
-
-    try:
-        written: list[tuple[str, Part]] = []
+    with _new_file(files, file) as (writer, name):
         if writer.in_order:
-            for each in placed:
-                written.append(write(each))
-                progress(written[-1][1].length)
-        else:  # in threads, because hashing takes longer than writing, and both let go of the interpreter
-            written = in_threads(placed, write, lambda each: progress(each[1].length))
+            return _written_in_order(writer, name, (part for _, part in placed), progress)
+
+        def write(each: tuple[int, PartToWrite]) -> tuple[str, Part]:
+            return _write_part(writer, name, *each)
+
+        # In threads, because hashing takes longer than writing, and both let go of the interpreter.
+        return Written(name, in_threads(placed, write, lambda each: progress(each[1].length)))
+
+
+def write_parts_in_order(files: Files, file: str, parts: Iterable[PartToWrite]) -> Written:
+    """Write a file as :func:`write_parts` does, of parts that are read while it is written: one is in memory."""
+    with _new_file(files, file) as (writer, name):
+        return _written_in_order(writer, name, parts, ignore)
+
+
+@contextlib.contextmanager
+def _new_file(files: Files, file: str) -> Iterator[tuple[Writer, str]]:
+    """A file to write, and the name under which it is stored. It is durable after the block."""
+    name = files.stored_name(file)
+    writer = files.create(name)
+    try:
+        yield writer, name
         writer.finish()
     except BaseException:
         writer.discard()
         raise
+
+
+def _written_in_order(writer: Writer, file: str, parts: Iterable[PartToWrite], progress: Progress) -> Written:
+    written: list[tuple[str, Part]] = []
+    end = 0
+    for part in parts:
+        written.append(_write_part(writer, file, end, part))
+        del part  # so that the next part is not read while this one is in memory
+        end += written[-1][1].length
+        progress(written[-1][1].length)
     return Written(file, written)
 
 

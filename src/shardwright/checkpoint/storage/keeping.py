@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.stores import new_attempt, sync
+from shardwright.checkpoint.storage.stores import publish, sync
 
 
 def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
@@ -57,7 +57,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder of a checkpoint is there, which may be damaged. One that was being replaced when a process
     ended gets its name back before."""
-    places.recover(path)
+    places.LocalStore(path).recover()
     return path.is_dir() and places.is_checkpoint(path)
 
 
@@ -69,22 +69,18 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     Raises:
         OSError: it cannot be written. The message names ``path``, and anything there is unchanged.
     """
-    places.recover(path)
-    places.make_durable(path.parent)
-    attempt = new_attempt()
-    partial = places.partial_folder(path, attempt)
     try:
-        with open(partial, "xb") as stream:
+        with (
+            publish(places.SingleFile(path), overwrite=True) as unfinished,
+            open(unfinished.path, "xb") as stream,
+        ):
             write(stream)
             stream.flush()
             sync(stream.fileno(), path)
-        places.commit(partial, path, overwrite=True)
     except BaseException as error:
-        places.abandon(partial)
         reason = (
             error.__context__ if isinstance(error, RuntimeError) else error
         )  # torch.save reports another error
         if isinstance(reason, OSError):
             raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise
-    places.remove_leftovers(path, attempt)

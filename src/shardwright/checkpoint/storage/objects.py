@@ -11,22 +11,26 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, METADATA, UnknownVersion, parse_index
+from shardwright.checkpoint.format.index import UnknownVersion, parse_index
+from shardwright.checkpoint.format.names import (
+    INDEX,
+    MARK,
+    METADATA,
+    is_mark,
+    is_of_checkpoint,
+    is_of_save_at_url,
+    with_attempt,
+)
 from shardwright.checkpoint.storage.stores import Store, new_attempt
+from shardwright.errors import Damaged
 from shardwright.extend.registry import import_value
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
 SLICE = 8 << 20  #: bytes of a request that reads, and of a write into the buffer of an upload
 READ_AT_ONCE = 4 * SLICE  #: read by several requests at the same time
-_MARK = "__begun.save"  #: an object that every rank must see before it writes
-_OURS = re.compile(
-    r"__\d+_0\.[0-9a-f]{16}\.distcp|__values\.[0-9a-f]{16}\.distcp|__begun\.[0-9a-f]{16}\.save|"
-    rf"rank-\d+\.[0-9a-f]{{16}}\.note|index\.[0-9a-f]{{16}}\.json|{re.escape(METADATA)}|{re.escape(INDEX)}"
-)
 #: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
 _WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "dask", "dbfs"}
 _CREDENTIALS = {
@@ -135,10 +139,7 @@ class ObjectStore:
     # -- files --
 
     def stored_name(self, name: str) -> str:
-        if name == METADATA:  # torch's reader looks for it under this name
-            return name
-        stem, dot, suffix = name.rpartition(".")
-        return f"{stem}.{self._attempt}{dot}{suffix}"
+        return with_attempt(name, self._attempt)
 
     def create(self, name: str) -> ObjectWriter:
         with self._objects.reported(name, "written"):
@@ -216,10 +217,10 @@ class ObjectStore:
             with self._objects.reported("", "made"):
                 system, path = self._objects.at("")
                 system.makedirs(path, exist_ok=True)
-        mark = unfinished.stored_name(_MARK)
+        mark = unfinished.stored_name(MARK)
         promptly(lambda: unfinished.write(mark, b"a save has begun\n"), self._url)
         # Two saves that begin at once each have a mark there before they look for others, so one of them sees both.
-        if any(name.startswith("__begun.") and name != mark for name in self.sizes()):
+        if any(is_mark(name) and name != mark for name in self.sizes()):
             raise self._busy()
 
     def _busy(self) -> FileExistsError:
@@ -227,8 +228,8 @@ class ObjectStore:
             f"{self._url}: another save to this URL is under way. Let one save at a time write to a URL"
         )
 
-    def unfinished(self, attempt: str) -> ObjectStore:
-        return ObjectStore(self._url, attempt)
+    def unfinished(self, attempt: str) -> Self:
+        return type(self)(self._url, attempt)
 
     def check_free(self, overwrite: bool) -> None:
         pass  # the commit writes only where nothing is
@@ -237,7 +238,7 @@ class ObjectStore:
         self.write(name, content)
 
     def check_seen(self) -> None:
-        mark = self.stored_name(_MARK)
+        mark = self.stored_name(MARK)
         if not promptly(lambda: self.has(mark), self._url):
             raise OSError(
                 f"{self._url}/{mark} is not there, though the first rank has written it: all ranks must save to a "
@@ -262,13 +263,13 @@ class ObjectStore:
             if self._holds(text):
                 self.remove(INDEX)
             raise self._busy()
-        for name in (_MARK, INDEX):
+        for name in (MARK, INDEX):
             with contextlib.suppress(OSError):
                 unfinished.remove(unfinished.stored_name(name))
 
     def is_removed(self) -> bool:
         try:
-            return not promptly(lambda: self.has(self.stored_name(_MARK)), self._url)
+            return not promptly(lambda: self.has(self.stored_name(MARK)), self._url)
         except OSError:  # no answer; the save is complete
             return False
 
@@ -280,7 +281,7 @@ class ObjectStore:
 
     def abandon(self, names: Iterable[str]) -> None:
         """Objects stay if they may be of a committed checkpoint: if ``index.json`` names them, or cannot be read."""
-        own = {self.stored_name(name) for name in (*names, _MARK)}
+        own = {self.stored_name(name) for name in (*names, MARK)}
         try:
             # First, and promptly: a store that does not answer would keep each of the requests below waiting.
             if promptly(lambda: self._names_attempt(INDEX), self._url):
@@ -310,13 +311,13 @@ class ObjectStore:
 
     def check_writable(self) -> None:
         unfinished = self.unfinished(new_attempt())
-        mark = unfinished.stored_name(_MARK)
+        mark = unfinished.stored_name(MARK)
         promptly(lambda: unfinished.write(mark, b"a check\n"), self._url)
         unfinished.remove(mark)
 
     def clear(self) -> None:
-        """Other objects than those of saves stay."""
-        self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
+        """Other objects than those of saves stay. Files of a folder that was copied here are removed."""
+        self._remove(name for name in self.sizes() if is_of_checkpoint(name))
         # A folder that stays would count as a checkpoint. Of a user's file system nobody knows whether it has folders.
         if self._objects.protocol in _WITH_FOLDERS or ":" in self._objects.protocol:
             with (
@@ -330,7 +331,7 @@ class ObjectStore:
 
     def _clear(self, names: list[str], overwrite: bool) -> None:
         """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""
-        foreign = min((name for name in names if not _OURS.fullmatch(name)), default=None)
+        foreign = min((name for name in names if not is_of_save_at_url(name)), default=None)
         if foreign is not None:
             raise FileExistsError(
                 f"{self._url} holds {foreign}, which no save has written. Choose another URL"
@@ -354,10 +355,10 @@ class ObjectStore:
 
     def _remove(self, names: Iterable[str]) -> None:
         # First what would let a load or another save take the rest for theirs.
-        ordered = sorted(names, key=lambda name: (name != INDEX, not name.startswith("__begun"), name))
+        ordered = sorted(names, key=lambda name: (name != INDEX, not is_mark(name), name))
         is_checked = False
         for name in ordered:
-            if not is_checked and name != INDEX and not name.startswith("__begun"):
+            if not is_checked and name != INDEX and not is_mark(name):
                 is_checked = True
                 if self.has(INDEX):  # another save has written it meanwhile: see commit
                     raise self._busy()

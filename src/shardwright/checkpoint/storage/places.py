@@ -1,8 +1,11 @@
-"""The place of a checkpoint, from a path or URL. A folder gets its name when it is whole.
+"""The place of a checkpoint, from a path or URL. A folder or file gets its name when it is whole.
 
-A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. A checkpoint that is replaced exchanges
-names with the new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
-:func:`recover` gives it its name back after a crash in between. Nothing here communicates.
+A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. What is replaced exchanges names with the
+new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
+:meth:`LocalStore.recover` gives it its name back after a crash in between. Nothing here communicates.
+
+This is the one way in which folders and files of this package become whole or stay absent: checkpoints by all ranks,
+and by :func:`shardwright.checkpoint.storage.stores.publish` what one process writes.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import shutil
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
-from shardwright.checkpoint.format.digests import Damaged
-from shardwright.checkpoint.format.index import INDEX, METADATA, VALUES
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES
 from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, sync_folder
+from shardwright.errors import Damaged
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 _LOCAL_URLS = ("file://", "local://")
@@ -58,7 +62,10 @@ def store_of(location: Location) -> Store:
 
 
 class LocalStore(LocalFiles):
-    """A folder that is renamed when it is whole."""
+    """The folder of a checkpoint, which is renamed when it is whole.
+
+    A subclass is a place of something else: it decides what may be replaced, and what a save begins with.
+    """
 
     def address(self) -> str:
         return str(self.path.absolute())
@@ -68,7 +75,7 @@ class LocalStore(LocalFiles):
             with contextlib.suppress(
                 OSError
             ):  # of a file system that cannot be written; then the name is not there
-                recover(self.path / old.name.removeprefix(".").removesuffix(".old"))
+                LocalStore(self.path / old.name.removeprefix(".").removesuffix(".old")).recover()
         return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
 
     def check_writable(self) -> None:
@@ -80,10 +87,21 @@ class LocalStore(LocalFiles):
             raise PermissionError(f"{self.path} cannot be written: this process may not write in {there}")
 
     def clear(self) -> None:
-        remove(self.path)
+        """Also remove a link or a file, and nothing if nothing is there."""
+        path = self.path
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.is_dir():
+            # Renamed first, so that a half-removed checkpoint is never under a checkpoint's name, also after a crash.
+            doomed = path
+            if not path.name.startswith("."):
+                doomed = partial_folder(path, new_attempt())
+                os.rename(path, doomed)
+                sync_folder(path.parent)
+            shutil.rmtree(doomed)
 
     def description(self) -> str:
-        recover(self.path)
+        self.recover()
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path}: {self._found()}")
         if os.path.lexists(self.path / INDEX):  # whatever .metadata says
@@ -122,11 +140,38 @@ class LocalStore(LocalFiles):
             f"{self.path}: the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint{hint}"
         )
 
-    def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
-        begin(self.path, attempt, nbytes, overwrite)
+    # -- whole or absent --
 
-    def unfinished(self, attempt: str) -> LocalStore:
-        return LocalStore(partial_folder(self.path, attempt))
+    def unfinished(self, attempt: str) -> Self:
+        return type(self)(partial_folder(self.path, attempt))
+
+    def check_free(self, overwrite: bool) -> None:
+        path = self.path
+        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            if not overwrite:
+                raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
+            if not self.may_be_replaced(path):
+                kind = "a link" if path.is_symlink() else "no checkpoint"
+                raise FileExistsError(f"{path} is {kind}, so it is not overwritten. Choose another path")
+
+    def may_be_replaced(self, path: Path) -> bool:
+        """Whether a checkpoint is at a path: a folder, or a file of ``torch.save``. A link is none."""
+        return not path.is_symlink() and (
+            is_checkpoint(path) or (path.is_file() and zipfile.is_zipfile(path))
+        )
+
+    def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
+        self.recover()
+        self.check_free(overwrite)
+        make_durable(self.path.parent)
+        free = shutil.disk_usage(self.path.parent).free
+        if free < nbytes:
+            reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
+            raise OSError(errno.ENOSPC, reason, str(self.path))
+        self._make_unfinished(partial_folder(self.path, attempt))
+
+    def _make_unfinished(self, path: Path) -> None:
+        path.mkdir()
 
     def check_seen(self) -> None:
         if not self.path.is_dir():
@@ -134,9 +179,6 @@ class LocalStore(LocalFiles):
                 f"{self.path} is not there, though the first rank has made it: all ranks must save to a file system "
                 "that they share"
             )
-
-    def check_free(self, overwrite: bool) -> None:
-        check_free(self.path, overwrite)
 
     def leave(self, name: str, content: bytes) -> None:
         unnamed = self.path / f"{name}.new"
@@ -152,17 +194,124 @@ class LocalStore(LocalFiles):
         return found
 
     def commit(self, unfinished: Store, overwrite: bool) -> None:
+        """Give a written folder or file its name. The earlier owner of the name is deleted after that.
+
+        Raises:
+            FileExistsError: a folder with content has this name, and ``overwrite`` is false.
+            OSError: it cannot be renamed, or the names cannot be written to disk. Anything there is still there.
+        """
         assert isinstance(unfinished, LocalStore)
-        commit(unfinished.path, self.path, overwrite)
+        written = unfinished.path
+        if written.is_dir():
+            sync_folder(written)
+        identity = os.stat(written)
+        try:
+            replaced = self._put_in_place(written, overwrite)
+            sync_folder(self.path.parent)
+        except BaseException:
+            self._take_back(written, identity)
+            raise
+        if replaced is not None:
+            with contextlib.suppress(OSError):
+                if (
+                    replaced != written
+                ):  # no half-removed folder is called old, which recover would bring back
+                    os.rename(replaced, written)
+                unfinished.clear()
+
+    def _put_in_place(self, written: Path, overwrite: bool) -> Path | None:
+        """Rename a folder or file. Returns where the replaced one is now, if there was one."""
+        path = self.path
+        if not overwrite or not os.path.lexists(path):
+            try:
+                os.rename(written, path)  # no folder takes the name of one that has content
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise FileExistsError(
+                    f"{path}: another save has just written it. Choose another path"
+                ) from None
+            return None
+        if _exchange(written, path):
+            return written
+        old = _old(path)
+        LocalStore(old).clear()
+        os.rename(path, old)
+        os.rename(written, path)
+        return old
+
+    def _take_back(self, written: Path, identity: os.stat_result) -> None:
+        """Give the names back that a failed commit may have changed, as far as that is possible."""
+        path = self.path
+        with contextlib.suppress(OSError):
+            if os.path.lexists(path) and os.path.samestat(os.lstat(path), identity):
+                if not os.path.lexists(written):
+                    os.rename(path, written)
+                else:
+                    _exchange(written, path)
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(path) and os.path.lexists(_old(path)):
+                os.rename(_old(path), path)
+        try:
+            sync_folder(path.parent)
+        except OSError:
+            # Until the names are on disk, a crash could give the checkpoint's name to what a failed save removes. So it
+            # is not removed: it gets another name, and the next save that works removes it.
+            with contextlib.suppress(OSError):
+                os.rename(written, partial_folder(path, new_attempt()))
+
+    def recover(self) -> None:
+        """Finish what a crash has interrupted: what was being replaced gets its name back."""
+        old = _old(self.path)
+        if os.path.lexists(self.path) or not self.may_be_replaced(old):
+            return
+        try:
+            os.rename(old, self.path)
+        except OSError:
+            if not os.path.lexists(self.path):  # another rank was not faster
+                raise
+        sync_folder(self.path.parent)
 
     def is_removed(self) -> bool:
         return not self.path.exists()
 
     def abandon(self, names: Iterable[str]) -> None:
-        abandon(self.path)
+        with contextlib.suppress(OSError):
+            self.clear()
 
     def remove_leftovers(self, attempt: str) -> None:
-        remove_leftovers(self.path, attempt)
+        # Exactly such names: a save to ``NAME.more`` may be under way.
+        name = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.partial")
+        for left in self.path.parent.iterdir():
+            if name.fullmatch(left.name) and left != partial_folder(self.path, attempt):
+                self._discard(left)
+        if os.path.lexists(self.path):
+            self._discard(_old(self.path))
+
+    def _discard(self, left: Path) -> None:
+        # Renamed first: if another process writes this folder after all, it can no longer give it the checkpoint's
+        # name. Or it has done so already, and what has the old name is the one that it has replaced.
+        doomed = partial_folder(self.path, new_attempt())
+        try:
+            os.rename(left, doomed)
+        except FileNotFoundError:
+            return
+        except OSError:
+            doomed = left
+        shutil.rmtree(doomed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            doomed.unlink()
+
+
+class SingleFile(LocalStore):
+    """One file. The caller decides what it may replace."""
+
+    def check_free(self, overwrite: bool) -> None:
+        if not overwrite and os.path.lexists(self.path):
+            raise FileExistsError(f"{self.path} exists. Choose another name")
+
+    def _make_unfinished(self, path: Path) -> None:
+        pass  # the caller creates the file
 
 
 def partial_folder(path: Path, attempt: str) -> Path:
@@ -179,167 +328,12 @@ def is_checkpoint(path: Path) -> bool:
     return any((path / name).is_file() for name in (INDEX, METADATA))
 
 
-def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
-    """Make the folder in which a save writes.
-
-    Raises:
-        FileExistsError: something is there already, and is not to be overwritten, or is no checkpoint.
-        OSError: the folder cannot be made, or the disk has less than ``nbytes`` free.
-    """
-    recover(path)
-    check_free(path, overwrite)
-    make_durable(path.parent)
-    folder = partial_folder(path, attempt)
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes:
-        reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
-        raise OSError(errno.ENOSPC, reason, str(path))
-    folder.mkdir()
-    return folder
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if a save must not give this name to its folder."""
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        if not overwrite:
-            raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
-        if not _may_be_replaced(path):
-            kind = "a link" if path.is_symlink() else "no checkpoint"
-            raise FileExistsError(f"{path} is {kind}, so it is not overwritten. Choose another path")
-
-
-def _may_be_replaced(path: Path) -> bool:
-    """Whether a checkpoint is there: a folder, or a file of ``torch.save``. A link is none."""
-    return not path.is_symlink() and (is_checkpoint(path) or (path.is_file() and zipfile.is_zipfile(path)))
-
-
 def make_durable(folder: Path) -> None:
     """Make a folder and those above it, so that a crash does not lose their names."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
         sync_folder(each.parent)
-
-
-def commit(folder: Path, path: Path, overwrite: bool) -> None:
-    """Give a written folder or file its name. The earlier owner of the name is deleted after that.
-
-    Raises:
-        FileExistsError: a folder with content has this name, and ``overwrite`` is false.
-        OSError: it cannot be renamed, or the names cannot be written to disk. Anything there is still there.
-    """
-    if folder.is_dir():
-        sync_folder(folder)
-    written = os.stat(folder)
-    try:
-        replaced = _put_in_place(folder, path, overwrite)
-        sync_folder(path.parent)
-    except BaseException:
-        _take_back(folder, path, written)
-        raise
-    if replaced is not None:
-        with contextlib.suppress(OSError):
-            if replaced != folder:  # no half-removed folder is called old, which recover would bring back
-                os.rename(replaced, folder)
-            remove(folder)
-
-
-def _put_in_place(folder: Path, path: Path, overwrite: bool) -> Path | None:
-    """Rename a folder or file. Returns where the replaced one is now, if there was one."""
-    if not overwrite or not os.path.lexists(path):
-        try:
-            os.rename(folder, path)  # no folder takes the name of one that has content
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise FileExistsError(f"{path}: another save has just written it. Choose another path") from None
-        return None
-    if _exchange(folder, path):
-        return folder
-    old = _old(path)
-    remove(old)
-    os.rename(path, old)
-    os.rename(folder, path)
-    return old
-
-
-def _take_back(folder: Path, path: Path, written: os.stat_result) -> None:
-    """Give the names back that a failed commit may have changed, as far as that is possible."""
-    with contextlib.suppress(OSError):
-        if os.path.lexists(path) and os.path.samestat(os.lstat(path), written):
-            if not os.path.lexists(folder):
-                os.rename(path, folder)
-            else:
-                _exchange(folder, path)
-    with contextlib.suppress(OSError):
-        if not os.path.lexists(path) and os.path.lexists(_old(path)):
-            os.rename(_old(path), path)
-    try:
-        sync_folder(path.parent)
-    except OSError:
-        # Until the names are on disk, a crash could give the checkpoint's name to what a failed save removes. So it is
-        # not removed: it gets another name, and the next save that works removes it.
-        with contextlib.suppress(OSError):
-            os.rename(folder, partial_folder(path, new_attempt()))
-
-
-def recover(path: Path) -> None:
-    """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
-    old = _old(path)
-    if os.path.lexists(path) or not _may_be_replaced(old):
-        return
-    try:
-        os.rename(old, path)
-    except OSError:
-        if not os.path.lexists(path):  # another rank was not faster
-            raise
-    sync_folder(path.parent)
-
-
-def abandon(folder: Path) -> None:
-    """Remove what a failed save has written, as far as that is possible."""
-    with contextlib.suppress(OSError):
-        remove(folder)
-
-
-def remove_leftovers(path: Path, attempt: str) -> None:
-    """Remove what killed saves to the same place have left, except for ``attempt``'s."""
-    # Exactly such names: a save to ``NAME.more`` may be under way.
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.partial")
-    for left in path.parent.iterdir():
-        if name.fullmatch(left.name) and left != partial_folder(path, attempt):
-            _discard(left, path)
-    if os.path.lexists(path):
-        _discard(_old(path), path)
-
-
-def _discard(left: Path, path: Path) -> None:
-    # Renamed first: if another process writes this folder after all, it can no longer give it the checkpoint's name. Or
-    # it has done so already, and what has the old name is the one that it has replaced.
-    doomed = partial_folder(path, new_attempt())
-    try:
-        os.rename(left, doomed)
-    except FileNotFoundError:
-        return
-    except OSError:
-        doomed = left
-    shutil.rmtree(doomed, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        doomed.unlink()
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, a link or a file, if it is there."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        # Renamed first, so that a half-removed checkpoint is never under a checkpoint's name, also after a crash.
-        doomed = path
-        if not path.name.startswith("."):
-            doomed = partial_folder(path, new_attempt())
-            os.rename(path, doomed)
-            sync_folder(path.parent)
-        shutil.rmtree(doomed)
 
 
 def _exchange(one: Path, other: Path) -> bool:

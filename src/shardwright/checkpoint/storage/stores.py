@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
-from shardwright.checkpoint.format.digests import Damaged, open_regular, read_regular, size_of
+from shardwright.checkpoint.format.digests import open_regular, read_regular, size_of
+from shardwright.errors import Damaged
 
 
 class Writer(Protocol):
@@ -120,7 +122,7 @@ class Store(Files, Protocol):
             OSError: the place cannot be written, or has too little room.
         """
 
-    def unfinished(self, attempt: str) -> Store:
+    def unfinished(self, attempt: str) -> Self:
         """The store into which the save writes. It can be read before it is committed."""
 
     def check_free(self, overwrite: bool) -> None:
@@ -149,6 +151,44 @@ class Store(Files, Protocol):
 
     def remove_leftovers(self, attempt: str) -> None:
         """Remove what killed saves to this place have left, except for ``attempt``'s."""
+
+
+S = TypeVar("S", bound=Store)
+
+
+@contextmanager
+def publish(
+    place: S,
+    nbytes: int = 0,
+    overwrite: bool = False,
+    *,
+    attempt: str | None = None,
+    names: Iterable[str] = (),
+) -> Iterator[S]:
+    """A save by one process: the block writes into the unfinished store, which becomes the place's content after it.
+
+    After an error, and if the process is killed at any moment, the place is unchanged.
+
+    Args:
+        place: where it appears.
+        nbytes, overwrite: as for :meth:`Store.begin`.
+        attempt: identity of the save. Default: a new one.
+        names: of the files that the block may write.
+
+    Raises:
+        FileExistsError, OSError: as :meth:`Store.begin` and :meth:`Store.commit`.
+    """
+    attempt = attempt or new_attempt()
+    unfinished = place.unfinished(attempt)
+    try:
+        place.begin(attempt, nbytes, overwrite)
+        yield unfinished
+        place.check_free(overwrite)  # since the begin something may have come there
+        place.commit(unfinished, overwrite)
+    except BaseException:
+        unfinished.abandon(names)
+        raise
+    place.remove_leftovers(attempt)
 
 
 def new_attempt() -> str:

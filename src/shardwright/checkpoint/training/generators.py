@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
 
 GENERATORS = "generators"  #: the part of a checkpoint
 

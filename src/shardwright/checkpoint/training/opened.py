@@ -11,35 +11,18 @@ import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardwright.checkpoint.dcp import foreign
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import ignore, nested
 from shardwright.checkpoint.load import loading
-from shardwright.checkpoint.load.loading import Checkpoint
+from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """A tensor of a checkpoint: its name, its dtype, its shape, and in how many parts it is stored."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -59,42 +42,26 @@ class StoredCheckpoint:
     @property
     def has_digests(self) -> bool:
         """Whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``."""
-        return self._opened.index is not None
+        return self._opened.has_digests
 
-    @cached_property
+    @property
     def tensors(self) -> dict[str, StoredForm]:
         """Each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``."""
-        index, metadata = self._opened.index, self._opened.metadata
-        if index is not None:
-            return {
-                name: StoredForm(name, t.dtype, t.shape, len(t.parts)) for name, t in index.tensors.items()
-            }
-        assert metadata is not None
-        return {
-            name: StoredForm(name, entry.properties.dtype, tuple(entry.size), len(entry.chunks))
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        return self._opened.tensors
 
-    @cached_property
+    @property
     def values(self) -> dict[str, Any]:
         """Each plain value by its name. The largest part of a state without tensors is one value, such as ``extra``.
         Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None."""
-        index = self._opened.index
-        if index is not None:
-            return {name: each.value for name, each in index.values.items()}
-        return dict.fromkeys(sorted(self._opened.names() - self.tensors.keys()))
+        return self._opened.values
 
     @cached_property
     def entries(self) -> dict[Keys, Any]:
         """The saved state taken apart: by the keys of each entry a :class:`StoredForm`, or a value as in ``values``.
         In a path an integer key of a dict is a tuple of one, and the place in a list an integer."""
-        index, metadata = self._opened.index, self._opened.metadata
-        if index is not None:
-            values = {each.path: each.value for each in index.values.values()}
-            return values | {each.path: self.tensors[name] for name, each in index.tensors.items()}
-        paths = (metadata.planner_data if metadata is not None else None) or {}
-        return {paths.get(name) or (name,): self.tensors.get(name) for name in self._opened.names()}
+        return {
+            path: self.tensors.get(name, self.values.get(name)) for name, path in self._opened.keys.items()
+        }
 
     def value(self, part: str) -> Any:
         """The plain values below one key of the saved state, nested as they were saved; None if there are none."""
@@ -108,10 +75,7 @@ class StoredCheckpoint:
             Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads. With
                 ``weights_only=False`` a value may run any code.
         """
-        opened = self._opened
-        if opened.metadata is None:
-            return {}
-        return foreign.values_of(opened.folder, opened.metadata, parts, weights_only, opened.links)
+        return {} if self.has_digests else self._opened.values_below(parts, weights_only)
 
     @property
     def files(self) -> dict[str, int]:
@@ -121,16 +85,16 @@ class StoredCheckpoint:
     @property
     def ranks(self) -> int | None:
         """Number of ranks that have saved it; None for torch's folders."""
-        return None if self._opened.index is None else self._opened.index.ranks
+        return self._opened.ranks
 
     @property
     def about(self) -> Mapping[str, str]:
         """The versions of libraries that wrote it, and the notes of the save."""
-        return {} if self._opened.index is None else self._opened.index.about
+        return self._opened.about
 
     def check_lengths(self) -> None:
         """Compare the lengths of all files. Not collective. Raises :class:`Damaged` for the first that differs."""
-        loading.check_lengths(self._opened)
+        self._opened.check_lengths()
 
     def verify(self, progress: Callable[[int], None] = ignore) -> None:
         """Compare all files with their digests, each rank a share; of torch's folders the lengths. Collective.
@@ -187,6 +151,6 @@ def open_checkpoint(
         UnknownVersion: a later version of shardwright has saved it.
         OSError: the store behind a URL does not answer.
     """
-    opened = loading.read_description(path, links=links)
+    opened = read_description(path, links=links)
     place = opened.place
     return StoredCheckpoint(str(place), opened.fingerprint, opened, process_group)

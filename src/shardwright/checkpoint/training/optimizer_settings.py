@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.checkpoint.format.digests import Damaged
+from shardwright.errors import Damaged
 
 
 def check_states(stored: Any, mine: Mapping[str, Any]) -> None:

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.training.optimizer_settings import check_settings
 from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
+from shardwright.errors import Damaged
 
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "state", "param_groups"

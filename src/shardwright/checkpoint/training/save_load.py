@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,16 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.format.digests import Damaged
 from shardwright.checkpoint.format.nested import NestedState, ignore
-from shardwright.checkpoint.load.loading import (
-    Checkpoint,
-    check_lengths,
-    check_same_description,
-    check_tensors,
-    load_state,
-    read_description,
-)
+from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
+from shardwright.checkpoint.load.loading import check_same_description, check_tensors, load_state
 from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
 from shardwright.checkpoint.save import saving
 from shardwright.checkpoint.storage.stores import Store
@@ -72,9 +66,11 @@ from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.collective import RankGroup
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
+from shardwright.errors import Damaged
 
 MODEL, EXTRA = "model", "extra"
 GROUPS = f"{OPTIMIZER}.param_groups"
+SHARED = (MODEL, OPTIMIZER)  #: large plain tensors below these keys are equal on all ranks
 #: Name parts of wrapper modules, which the plain model does not have.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -120,7 +116,7 @@ def save_checkpoint(
     ranks = RankGroup(process_group)
     place = place_of(path, ranks)
     state = state_to_save(model, optimizer, extra, generators, frozen, ranks)
-    saving.write_state(place, state, ranks, overwrite=overwrite, verified=verified)
+    saving.write_state(place, state, ranks, overwrite=overwrite, verified=verified, shared=SHARED)
 
 
 def save_state(
@@ -146,8 +142,9 @@ def save_state(
         ValueError, FileExistsError, OSError: as :func:`save_checkpoint`.
     """
     ranks = RankGroup(process_group)
+    place = place_of(path, ranks)
     saving.write_state(
-        place_of(path, ranks), state, ranks, overwrite=overwrite, verified=verified, notes=notes
+        place, state, ranks, overwrite=overwrite, verified=verified, notes=notes, shared=SHARED
     )
 
 
@@ -314,7 +311,9 @@ def _load(
             if again.fingerprint != checkpoint.fingerprint:
                 raise replaced(folder)
             # it explains what follows
-            check_tensors(folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, arguments.convert)
+            check_tensors(
+                folder, again, NestedState.of({MODEL: state[MODEL]}).tensors, arguments.convert, _advice
+            )
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
@@ -340,6 +339,7 @@ def _load(
             first=lambda each: id(each.tensor) in new,
             accept=accept,
             convert=arguments.convert,
+            advice=_advice,
             progress=arguments.progress,
         )
         read = content.get(MODEL, {})
@@ -353,6 +353,12 @@ def _load(
     if saved_ranks:
         _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
     return result
+
+
+def _advice(name: str, dtype: torch.dtype) -> str:
+    if name.startswith(f"{OPTIMIZER}."):  # which torch makes in the gradients' dtype
+        return "Use the precision policy of the save (grad_dtype), or load the model alone"
+    return f"Make the model in {dtype}"
 
 
 def _examine(
@@ -374,7 +380,7 @@ def _examine(
         if known is not None and known.fingerprint != opened.fingerprint:
             raise replaced(opened.place)
         with unless_replaced(opened.origin, opened.fingerprint):
-            check_lengths(opened)  # before there is memory for what it says
+            opened.check_lengths()  # before there is memory for what it says
         found.append((opened, optimizers, _model_state(arguments.model, arguments.frozen)))
         passed = summary(optimizers, arguments.extra, arguments.generators)
         return passed, (opened.fingerprint, str(folder))

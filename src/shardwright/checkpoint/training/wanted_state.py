@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.load.loading import Checkpoint
+from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
 from shardwright.checkpoint.storage.stores import Store
 
 
@@ -18,18 +17,16 @@ class StoredNames:
     """The tensors and values of a checkpoint by name.
 
     Attributes:
-        tensors: dtype and shape of each tensor.
+        tensors: the form of each tensor.
         names: of all tensors and values.
         values: the values; none of a folder by torch's writer, where reading them comes later.
     """
 
     def __init__(self, folder: Store, checkpoint: Checkpoint) -> None:
         self.folder = folder
-        self.tensors = checkpoint.shapes()
-        self.names = checkpoint.names()
-        index = checkpoint.index
-        self.values = {name: each.value for name, each in index.values.items()} if index is not None else {}
-        self.is_ours = index is not None
+        self.tensors = checkpoint.tensors
+        self.names = checkpoint.keys.keys()
+        self.values = checkpoint.values if checkpoint.has_digests else {}
 
     def has(self, key: str, name: str) -> bool:
         """Whether there is anything below ``name`` in the part ``key``."""
@@ -61,18 +58,17 @@ class StoredNames:
             ValueError: there is no memory for a new one.
         """
         return {
-            name.removeprefix(f"{part}."): own[name] if name in own else self._new(name, dtype, shape)
-            for name, (dtype, shape) in self.tensors.items()
+            name.removeprefix(f"{part}."): own[name] if name in own else self._new(form)
+            for name, form in self.tensors.items()
             if name.startswith(f"{part}.")
         }
 
-    def _new(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _new(self, form: StoredForm) -> Tensor:
         try:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(form.shape, dtype=form.dtype)
         except (RuntimeError, MemoryError, OverflowError):
-            nbytes = prod(shape) * dtype.itemsize
             raise ValueError(
-                f"{self.folder}: there is no memory for {name!r}, which holds {nbytes:,} bytes"
+                f"{self.folder}: there is no memory for {form.name!r}, which holds {form.nbytes:,} bytes"
             ) from None
 
     def fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,7 +76,8 @@ class StoredNames:
         return {
             name: each
             for name, each in tensors.items()
-            if self.tensors.get(name) == (each.dtype, tuple(each.shape))
+            if (form := self.tensors.get(name))
+            and (form.dtype, form.shape) == (each.dtype, tuple(each.shape))
         }
 
     def check_values(self, key: str, state: Mapping[str, Any]) -> None:

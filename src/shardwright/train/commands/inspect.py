@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, folder_or_url, open_checkpoint
-from shardwright.checkpoint.format.index import INDEX, METADATA, VERSION
+from shardwright.checkpoint.format.index import VERSION
+from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
 from shardwright.train.launch.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, sync_folder, write_json
-from shardwright.checkpoint.pretrained.model import first_rank, mesh_of, same_bits
+from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, write_json
+from shardwright.checkpoint.pretrained.model import mesh_of, same_bits
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
+from shardwright.checkpoint.pretrained.save import write_model
 from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.catalog.hub import is_hub_name
@@ -122,31 +122,19 @@ def write_adapters(
     _check_peft_keeps(model)
     mesh = mesh_of(units_of(model))
     RankGroup.of_mesh(mesh).run_or_stop(lambda: _check_place(final))
-    partial = final.with_name(f".{final.name}.adapters")
 
-    def finish() -> None:
+    def finish(partial: Path) -> None:
         if names.copies:
             _write_again(partial / "model.safetensors", partial / WEIGHTS_FILE, names.copies)
         else:
             os.replace(partial / "model.safetensors", partial / WEIGHTS_FILE)
         write_json(partial / CONFIG_FILE, _config(settings, names, base, task))
-        sync_folder(partial)
-        os.replace(partial, final)  # an empty folder gives way
-        sync_folder(final.parent)
-
-    def prepare() -> None:
-        if first_rank(mesh) and partial.exists():  # left by a killed process
-            shutil.rmtree(partial)
 
     try:
-        RankGroup.of_mesh(mesh).run_or_stop(prepare)
-        sw.save_pretrained(model, partial, key_map=names.key_map, max_shard_size=1 << 60, dtype=dtype)
-        RankGroup.of_mesh(mesh).run_or_stop(finish if first_rank(mesh) else lambda: None)
-    except BaseException as error:
-        if first_rank(mesh):
-            shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
+        write_model(
+            model, final, key_map=names.key_map, max_shard_size=1 << 60, dtype=dtype, add_files=finish
+        )
+    except OSError as error:
         raise UserError(f"{final}: cannot write: {error}; choose another folder") from error
 
 

@@ -23,7 +23,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shardwright.checkpoint import Damaged
-from shardwright.checkpoint.pretrained.files import sync_folder
 from shardwright.train.data.sources.documents import DataFiles, places, spans
 from shardwright.train.data.sources.places import (
     PYDOC,
@@ -291,14 +290,14 @@ def _make(
                     raise _changes(place)
             write_facts(building, facts)
             for file in building.iterdir():
-                sync_folder(file)
-            sync_folder(building)
+                _sync(file)
+            _sync(building)
             if folder.exists():  # and is damaged
                 damaged = folder.with_name(f"{ours}damaged")
                 os.rename(folder, damaged)
                 shutil.rmtree(damaged, ignore_errors=True)
             os.rename(building, folder)
-            sync_folder(folder.parent)
+            _sync(folder.parent)
         except OSError:
             if not _is_complete(folder):  # else another host has made it meanwhile
                 raise
@@ -395,3 +394,12 @@ def _is_complete(folder: Path) -> bool:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,11 +1,7 @@
-"""Files that are written one tensor after another, so a state is never in memory as a whole.
-
-A file of ``torch.save``, and a file of the parts of a checkpoint.
-"""
+"""A file of ``torch.save`` that is written one tensor after another, so a state is never in memory as a whole."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 import zipfile
@@ -16,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.archive import ALIGNMENT, container, described, pickled
-from shardwright.checkpoint.format.index import Part
+from shardwright.checkpoint.format.archive import ALIGNMENT, bytes_of, described, pickled
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.save.writing import PartToWrite, Written, bytes_of
-from shardwright.checkpoint.storage.stores import Files
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 
@@ -72,32 +65,3 @@ def _add(records: zipfile.ZipFile, name: str, data: memoryview) -> None:
         while data:
             target.write(data[: 1 << 24])
             data = data[1 << 24 :]
-
-
-def write_parts_in_order(files: Files, file: str, parts: Iterable[PartToWrite]) -> Written:
-    """Write the parts of a checkpoint, which are read while they are written, and wait until they are durable.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    written: list[tuple[str, Part]] = []
-    file, start = files.stored_name(file), 0
-    writer = files.create(file)
-    try:
-        for part in parts:
-            data, held = bytes_of(part.values)
-            head, tail = container(held.dtype, part.sizes, data)
-            sha256, length = hashlib.sha256(), 0
-            for piece in (head, data, tail):
-                sha256.update(piece)
-                writer.write(piece, start + length)
-                length += len(piece)
-            place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
-            written.append((part.name, place))
-            start += length
-            del data, held, part, piece  # so that the next part is not read while this one is in memory
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
-    return Written(file, written)

@@ -1,0 +1,297 @@
+"""A checkpoint that was opened: what it holds, and where its values are. There are two kinds with one interface.
+
+:class:`OwnCheckpoint` is described by ``index.json`` alone. :class:`TorchCheckpoint` is a folder of torch's distributed
+checkpoint, described by ``.metadata``, which an unpickler reads that calls nothing. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardwright.checkpoint.dcp import folders, foreign
+from shardwright.checkpoint.dcp.foreign import Strides
+from shardwright.checkpoint.dcp.metadata import parse_metadata
+from shardwright.checkpoint.format.digests import share
+from shardwright.checkpoint.format.index import LARGEST, Index, StoredTensor, parse_index
+from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.names import METADATA
+from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, ignore
+from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
+from shardwright.checkpoint.load.unreplaced import DescriptionFile, unless_replaced
+from shardwright.checkpoint.storage.places import Location, store_of
+from shardwright.checkpoint.storage.stores import Files, LocalFiles
+from shardwright.errors import Damaged
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """A tensor of a checkpoint: its name, its dtype, its shape, and in how many parts it is stored."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Checkpoint(ABC):
+    """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them."""
+
+    place: Files
+    fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
+    origin: DescriptionFile  #: of the description, to notice that another save has replaced it
+
+    @property
+    @abstractmethod
+    def has_digests(self) -> bool:
+        """Whether bytes can be compared."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int | None:
+        """Number of ranks that have saved it, where that is known."""
+
+    @property
+    @abstractmethod
+    def about(self) -> Mapping[str, str]:
+        """The versions of libraries that wrote it, and the notes of the save."""
+
+    @cached_property
+    @abstractmethod
+    def tensors(self) -> dict[str, StoredForm]:
+        """Each tensor by its name."""
+
+    @cached_property
+    @abstractmethod
+    def keys(self) -> dict[str, Keys]:
+        """The keys of each tensor and value in the saved state, by its name."""
+
+    @cached_property
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Each plain value by its name; None for pickled ones, which :meth:`values_below` reads."""
+
+    @abstractmethod
+    def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
+        """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
+
+    @abstractmethod
+    def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
+        """The stored form of these tensors, with the parts that this rank needs, and the strides of some parts.
+
+        Raises:
+            Damaged: a file holds another tensor than the description says.
+        """
+
+    @abstractmethod
+    def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
+
+    @abstractmethod
+    def files(self) -> dict[str, int]:
+        """The bytes of each file apart from the description; of torch's folders the least there can be."""
+
+    @abstractmethod
+    def check_lengths(self) -> None:
+        """Raise Damaged for the first file that is missing or has another length, in torch's folders a lower one."""
+
+    def verify(self, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
+        """Compare this rank's share of all files with their digests; without digests the lengths.
+
+        Raises:
+            Damaged: names the first file that differs.
+        """
+        self.check_lengths()
+
+
+@dataclass(frozen=True)
+class OwnCheckpoint(Checkpoint):
+    """A checkpoint by :func:`save_checkpoint`, in a folder or behind a URL."""
+
+    index: Index
+    has_digests = True
+
+    @property
+    def ranks(self) -> int:
+        return self.index.ranks
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        return self.index.about
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredForm]:
+        return {
+            name: StoredForm(name, each.dtype, each.shape, len(each.parts))
+            for name, each in self.index.tensors.items()
+        }
+
+    @cached_property
+    def keys(self) -> dict[str, Keys]:
+        return {name: each.path for name, each in [*self.index.values.items(), *self.index.tensors.items()]}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        return {name: each.value for name, each in self.index.values.items()}
+
+    def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
+        return {each.path: each.value for each in self.index.values.values()}
+
+    def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
+        return self.index.tensors, {}
+
+    def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        stored = self.index.tensors[name]
+        whole = torch.empty(stored.shape, dtype=dtype)
+        for part in stored.parts:
+            target = whole
+            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
+            target.copy_(compared_values(self.place, part, stored.dtype))
+        return whole
+
+    def files(self) -> dict[str, int]:
+        return {name: file.nbytes for name, file in self.index.files.items()}
+
+    def check_lengths(self) -> None:
+        for name, expected in self.files().items():
+            if (nbytes := self.place.size(name)) != expected:
+                raise Damaged(f"{name} holds {nbytes:,} bytes, {expected:,} expected")
+
+    def verify(self, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
+        super().verify(rank, ranks, progress)
+        by_file, files = self.index.parts_of_files(), self.index.files
+        sizes = {name: file.nbytes for name, file in files.items() if not file.has_parts}
+        parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
+        sizes.update({key: part.length for key, part in parts.items()})
+        of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
+        for key in sorted(share(sizes, rank, ranks)):
+            if key in parts:
+                part = parts[key]
+                of_file.setdefault(part.file, []).append((part.start, part.start + part.length, part.sha256))
+            else:
+                of_file[key] = [(0, files[key].nbytes, files[key].sha256)]
+        for name, ranges in of_file.items():
+            check_ranges(self.place, name, ranges, progress)
+
+    def verify_descriptions(self) -> None:
+        """Compare the files that hold no parts of tensors. Raises Damaged for the first that differs."""
+        for name, file in self.index.files.items():
+            if not file.has_parts:
+                check_ranges(self.place, name, [(0, file.nbytes, file.sha256)])
+
+
+@dataclass(frozen=True)
+class TorchCheckpoint(Checkpoint):
+    """A folder of torch's distributed checkpoint."""
+
+    metadata: Metadata
+    has_digests = False
+
+    @property
+    def ranks(self) -> None:
+        return None
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        return {}
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredForm]:
+        return {
+            name: StoredForm(name, entry.properties.dtype, tuple(entry.size), len(entry.chunks))
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    @cached_property
+    def keys(self) -> dict[str, Keys]:
+        paths = self.metadata.planner_data or {}
+        return {name: paths.get(name) or (name,) for name in self.metadata.state_dict_metadata}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        return dict.fromkeys(sorted(self.keys.keys() - self.tensors.keys()))
+
+    def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
+        names = [name for name in self.values if self.keys[name][0] in keys]
+        values = foreign.values_of(self.place, self.metadata, names, weights_only)
+        return {self.keys[name]: value for name, value in values.items()}
+
+    def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
+        return foreign.tensors_of(self.place, self.metadata, tensors)
+
+    def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(self.tensors[name].shape, dtype=dtype)
+        stored, strides = self.parts_of({name: NamedTensor(name, self.keys[name], whole)})
+        box = Box((0,) * whole.dim(), whole)
+        for part in stored[name].parts:
+            with closing(self.place.open(part.file)) as reader:
+                read_box(reader, part, stored[name].dtype, box, strides.get(part))
+        return whole
+
+    def files(self) -> dict[str, int]:
+        return folders.files_of(self.metadata)
+
+    def check_lengths(self) -> None:
+        for name, least in self.files().items():
+            if (nbytes := self.place.size(name)) < least:
+                raise Damaged(f"{name} holds {nbytes:,} bytes, at least {least:,} expected")
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def read_description(path: Location, *, links: bool = False) -> Checkpoint:
+    """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
+
+    Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
+    folder that has only torch's files has no digests.
+
+    Raises:
+        FileNotFoundError: there is no folder, or behind a URL no whole checkpoint.
+        Damaged: the folder holds no checkpoint, or its description contradicts itself.
+        UnknownVersion: its description is of a later version of the format.
+        OSError: the store behind a URL does not answer.
+    """
+    store = store_of(path)
+    name = store.description()
+    follows = links and name == METADATA  # ours have no links
+    described: Files = store if store.path is None else LocalFiles(store.path, follows)
+    content, origin = _description(described, name, b"." if name == METADATA else b'"}\n')
+    fingerprint = hashlib.sha256(content).hexdigest()
+    if name == METADATA:
+        return TorchCheckpoint(described, fingerprint, origin, parse_metadata(content))
+    return OwnCheckpoint(store, fingerprint, origin, parse_index(content))
+
+
+def _description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
+    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
+    no more is read."""
+    nbytes = files.size(name)
+    origin = DescriptionFile.of(files, name)
+    with unless_replaced(origin):
+        if nbytes > LARGEST:
+            raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
+        last = bytearray(min(len(end), nbytes))
+        if last:
+            with closing(files.open(name)) as reader:
+                reader.read_into(memoryview(last), nbytes - len(last))
+        if last != end:
+            raise Damaged(f"no readable {name}: its end is missing")
+        return files.read(name), origin

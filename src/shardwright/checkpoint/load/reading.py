@@ -1,0 +1,167 @@
+"""Bytes of the files of a checkpoint: compared with their digests, and read into the boxes of tensors.
+
+Nothing here communicates, and nothing here knows the description of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.dcp.foreign import Strides
+from shardwright.checkpoint.format.archive import memory_of
+from shardwright.checkpoint.format.index import Part, StoredTensor
+from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, ignore, meet
+from shardwright.checkpoint.load.unreplaced import OpenFiles
+from shardwright.checkpoint.storage.stores import Files, Reader, files_of
+from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.errors import Damaged
+
+# -- compared with digests ---------------------------------------------------------------------------------------------
+
+
+def check_parts(place: Path | Files, name: str, parts: Sequence[Part], progress: Progress = ignore) -> None:
+    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
+    ranges = [(part.start, part.start + part.length, part.sha256) for part in parts]
+    check_ranges(files_of(place), name, ranges, progress)
+
+
+def check_ranges(
+    files: Files, name: str, ranges: Sequence[tuple[int, int, str]], progress: Progress = ignore
+) -> None:
+    """Compare ranges of a file, each with start, end and digest. Raises Damaged for the first that differs."""
+    with closing(files.open(name)) as reader:
+        in_threads(ranges, lambda each: _check_range(reader, name, *each), progress)
+
+
+def _check_range(
+    reader: Reader, name: str, start: int, end: int, expected: str, kept: memoryview | None = None
+) -> int:
+    """The length of a range, if its bytes are the ones that were saved. They are in ``kept`` then, if it is given."""
+    buffer = memoryview(bytearray(min(reader.at_once, end - start))) if kept is None else kept
+    sha256, position = hashlib.sha256(), start
+    while position < end:
+        free = buffer if kept is None else kept[position - start :]
+        count = reader.read_into(free[: min(reader.at_once, end - position)], position)
+        sha256.update(free[:count])
+        position += count
+    if sha256.hexdigest() != expected:
+        raise Damaged(
+            f"{name} is not the file that was saved: the SHA-256 of its bytes {start:,} to {end:,} differs"
+        )
+    return end - start
+
+
+def compared_values(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
+    """The values of a part, on the host. Raises Damaged if its bytes are not the ones that were saved."""
+    container = torch.empty(part.length, dtype=torch.uint8)
+    end = part.start + part.length
+    with closing(files.open(part.file)) as reader:
+        _check_range(reader, part.file, part.start, end, part.sha256, memory_of(container))
+    begin = part.data - part.start
+    data = container[begin : begin + prod(part.sizes) * dtype.itemsize]
+    if data.data_ptr() % dtype.itemsize:  # of no writer of ours
+        data = data.clone()
+    return data.view(dtype).view(part.sizes)
+
+
+# -- read into tensors -------------------------------------------------------------------------------------------------
+
+
+def reads_of(
+    known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
+) -> list[tuple[Part, StoredTensor, Box]]:
+    """Parts that this rank needs, in the order of the files."""
+    reads: list[tuple[Part, StoredTensor, Box]] = []
+    for each in tensors:
+        stored = known[each.name]
+        for box in each.boxes_to_load():
+            reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
+    reads.sort(key=lambda read: (read[0].file, read[0].start))
+    return reads
+
+
+def read_boxes(
+    files: OpenFiles,
+    known: Mapping[str, StoredTensor],
+    tensors: list[NamedTensor],
+    strides: Strides,
+    progress: Progress,
+) -> None:
+    """Read every box that this rank needs."""
+    reads = reads_of(known, tensors)
+    wait_for_devices(box.local for _, _, box in reads)
+    for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
+        with files.reader(name) as reader:
+            _read_of_file(reader, list(of_file), strides, progress)
+    wait_for_devices(box.local for _, _, box in reads)
+
+
+def _read_of_file(
+    reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], strides: Strides, progress: Progress
+) -> None:
+    def read(each: tuple[Part, StoredTensor, Box]) -> int:
+        part, stored, box = each
+        with torch.no_grad():
+            read_box(reader, part, stored.dtype, box, strides.get(part))
+        return prod(part.sizes) * stored.dtype.itemsize
+
+    in_threads(reads, read, progress)
+
+
+def read_box(
+    reader: Reader, part: Part, dtype: torch.dtype, box: Box, layout: tuple[tuple[int, ...], int] | None
+) -> None:
+    """Read what the part and the box share. Only the rows of the first dimension that are needed are read, or
+    all, if the part's elements are not contiguous and have this layout: strides and number."""
+    dims = range(len(part.sizes))
+    begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
+    end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
+    target = box.local
+    for dim in dims:
+        target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
+    if layout is not None:
+        elements = torch.empty(layout[1], dtype=dtype)
+        _fill(elements, reader, part.data)
+        stored = elements.as_strided(part.sizes, layout[0])
+        first = 0
+    else:
+        sizes, skipped, first = list(part.sizes), 0, 1
+        if sizes:
+            skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
+            sizes[0] = end[0] - begin[0]
+        if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+            _fill(target, reader, part.data + skipped)
+            torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+            return
+        stored = torch.empty(sizes, dtype=dtype)
+        _fill(stored, reader, part.data + skipped)
+    for dim in dims[first:]:
+        stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
+    target.copy_(stored)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the bytes at its address are its values in their order."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _fill(target: Tensor, reader: Reader, position: int) -> None:
+    """Fill a contiguous tensor on the host with the bytes of a file from ``position`` on."""
+    rest = memory_of(target)
+    while rest:
+        count = reader.read_into(rest[: 1 << 30], position)
+        rest, position = rest[count:], position + count

@@ -1,0 +1,5 @@
+"""Errors that several rooms know. Nothing is imported here."""
+
+
+class Damaged(ValueError):
+    """A checkpoint does not hold what a save has written. The message says what is wrong, without the folder."""

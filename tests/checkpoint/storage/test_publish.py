@@ -1,0 +1,131 @@
+"""A process that is killed between any two steps: what was at the place is there, or what was written, and all of it.
+
+Checkpoints, folders of models, and single files become whole in the same way. The next save removes what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.checkpoint.convert.convert import convert
+from shardwright.checkpoint.pretrained.folder import open_model
+from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.storage import places
+from tests.checkpoint.kit.calls import Call, recorded
+from tests.checkpoint.kit.states import ALONE, state, step_of
+from tests.support.pool import forkserver
+
+
+def save_model(path: Path, step: int) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, step)
+    nn.init.constant_(model.bias, step)
+    sw.save_pretrained(model, path, max_shard_size=16, overwrite=True)
+
+
+def step_of_model(path: Path) -> int | None:
+    try:
+        stored = open_model(path)
+    except FileNotFoundError:
+        return None
+    (step,) = {value for each in stored.values() for value in each.view().flatten().tolist()}
+    assert len(stored) == 2
+    return int(step)
+
+
+def save_file(path: Path, step: int) -> None:
+    sw.checkpoint.write_file(path, lambda stream: torch.save({"step": step}, stream))
+
+
+def step_of_file(path: Path) -> int | None:
+    sw.checkpoint.is_checkpoint(path)  # a load begins with it
+    return int(torch.load(path)["step"]) if path.exists() else None
+
+
+def convert_to(form: str) -> Callable[[Path, int], None]:
+    def save(path: Path, step: int) -> None:
+        source = path.parent.parent / f"source-{step}.pt"
+        torch.save({"weight": torch.full((2, 2), float(step))}, source)
+        path.unlink(missing_ok=True)  # a conversion replaces nothing
+        convert(source, path, form)
+
+    return save
+
+
+def step_of_weights(path: Path) -> int | None:
+    return int(open_model(path)["weight"].view()[0, 0]) if path.exists() else None
+
+
+class Kind(NamedTuple):
+    name: str
+    save: Callable[[Path, int], object]
+    step_of: Callable[[Path], int | None]
+
+
+KINDS = {
+    "checkpoint": Kind(
+        "c", lambda path, step: write_state(path, state(step), ALONE, overwrite=True), step_of
+    ),
+    "model": Kind("c", save_model, step_of_model),
+    "file": Kind("c", save_file, step_of_file),
+    "torch": Kind("c.pt", convert_to("torch"), step_of_weights),
+    "safetensors": Kind("c.safetensors", convert_to("safetensors"), step_of_weights),
+}
+
+
+def save_and_die(kind: str, path: Path, number: int, exchange: bool) -> None:
+    """Save step 2, and be killed before a call that changes the file system. Exits with 0 if there are fewer calls."""
+
+    def die(at: int, call: Call) -> None:
+        if at == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if not exchange:
+        places._exchange = lambda one, other: False
+    with recorded(path.parent, before=die):
+        KINDS[kind].save(path, 2)
+    os._exit(0)
+
+
+CASES = [
+    *(
+        (kind, older)
+        for kind in ("checkpoint", "model", "file")
+        for older in ("first", "exchange", "renames")
+    ),
+    *((kind, "first") for kind in ("torch", "safetensors")),
+]
+
+
+@pytest.mark.extensive("a process for each call", but=("model-renames", "file-renames", "safetensors-first"))
+@pytest.mark.parametrize(("kind", "older"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_kill_between_any_two_steps(tmp_path: Path, kind: str, older: str) -> None:
+    name, save, step_of = KINDS[kind]
+    number, outcomes, exit_code = 0, set(), -9
+    while exit_code == -9:
+        path = tmp_path / f"{number}" / name
+        path.parent.mkdir()
+        if older != "first":
+            save(path, 1)
+        child = forkserver().Process(target=save_and_die, args=(kind, path, number, older == "exchange"))
+        child.start()
+        child.join()
+        exit_code = child.exitcode
+        step = step_of(path)
+        assert step in (None if older == "first" else 1, 2), number
+        outcomes.add(step)
+        save(path, 3)
+        assert os.listdir(path.parent) == [name], number
+        assert step_of(path) == 3
+        number += 1
+    assert exit_code == 0 and step == 2
+    assert len(outcomes) == 2 and number > 4, (outcomes, number)
