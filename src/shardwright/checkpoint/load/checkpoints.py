@@ -143,7 +143,8 @@ class OwnCheckpoint(Checkpoint):
 
     @cached_property
     def keys(self) -> dict[str, Keys]:
-        return {name: each.path for name, each in [*self.index.values.items(), *self.index.tensors.items()]}
+        of_values = {name: each.path for name, each in self.index.values.items()}
+        return of_values | {name: each.path for name, each in self.index.tensors.items()}
 
     @cached_property
     def values(self) -> dict[str, Any]:
