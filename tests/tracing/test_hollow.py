@@ -82,7 +82,7 @@ assert SMALL < POSITIONS * 8 < NUMBERS
 
 
 def test_many_integers_are_computed() -> None:
-    """Of positions transformers asks whether a sample has several documents."""
+    """A model of transformers asks its positions whether a sample has several documents."""
     with trace(1, "cpu"):
         positions = torch.arange(POSITIONS).unsqueeze(0).expand(2, -1)
         assert (positions.diff(dim=-1) == 1).all()
