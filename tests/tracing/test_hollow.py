@@ -11,8 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.planner.program import Program
+from shardwright.init import truncated
+from shardwright.optim import adamw8bit
+from shardwright.planner.program import Alloc, Free, Program
 from shardwright.tracing.hollow import NUMBERS, SMALL, UnknownValueError
 from shardwright.tracing.kernels import META
 from shardwright.tracing.trace import trace
@@ -108,10 +112,11 @@ def test_grouped_products_have_the_form_of_the_kernel(dims: str, dtype: torch.dt
     """With rows that are no multiple of 16 bytes, too."""
     groups, rows, inner, columns = 3, 24, 16, 20
     shapes = {
-        "2x3": ((rows, inner), (groups, inner, columns)), "3x2": ((groups, columns, inner), (inner, rows)),
-        "2x2": ((columns, rows), (rows, columns)), "3x3": ((groups, rows, inner), (groups, inner, columns)),
+        "2x3": ((rows, inner), (groups, columns, inner)), "3x2": ((groups, columns, inner), (rows, inner)),
+        "2x2": ((columns, rows), (columns, rows)), "3x3": ((groups, rows, inner), (groups, columns, inner)),
     }  # fmt: skip
     one, other = (torch.zeros(shape, dtype=dtype) for shape in shapes[dims])
+    other = other.mT  # else the kernel refuses these columns in bfloat16
     offs = None if dims == "3x3" else torch.tensor([8, 16, 24], dtype=torch.int32)
     real = torch.ops.aten._grouped_mm(one, other, offs)
     planned = META["aten::_grouped_mm"](
@@ -211,3 +216,55 @@ def test_attention_takes_the_kernel_of_a_gpu(case: tuple[Any, ...]) -> None:
     assert bool(squares) == (
         KERNELS[case] == "softmax"
     )  # the formula keeps a weight for each pair of positions
+
+
+def test_shapes_that_torch_infers_are_no_blocks() -> None:
+    def body() -> Any:
+        mesh = init_device_mesh("cpu", (1,))
+        # A shape that nothing has had before: DTensor keeps what it has inferred.
+        tensor = DTensor.from_local(torch.empty(3 * LARGE, LARGE), mesh, [Shard(0)], run_check=False)
+        return tensor.detach() + 1
+
+    program = program_of(body)
+    large = [each for each in program.events if isinstance(each, Alloc) and each.nbytes > SMALL]
+    assert len(large) == 2  # the tensor and the sum
+
+
+def test_tables_that_stay_for_the_process_have_their_values() -> None:
+    cpu = torch.device("cpu")
+    for table in (adamw8bit._values, adamw8bit._bounds):
+        table.cache_clear()
+    with trace(1, "cpu"):
+        in_trace = [
+            (adamw8bit._values(m, cpu), *adamw8bit._bounds(m, cpu)) for m in ("exp_avg", "exp_avg_sq")
+        ]
+    for table in (adamw8bit._values, adamw8bit._bounds):
+        table.cache_clear()
+    for moment, tensors in zip(("exp_avg", "exp_avg_sq"), in_trace, strict=True):
+        expected = adamw8bit._values(moment, cpu), *adamw8bit._bounds(moment, cpu)
+        assert all(map(torch.equal, tensors, expected))
+
+
+def test_large_weights_are_drawn_in_the_memory_of_a_piece() -> None:
+    truncated._draws_in_pieces.cache_clear()
+
+    def body() -> Any:
+        weight = torch.empty(5 * truncated.PIECE)
+        plain = torch.nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
+        return truncated.with_little_memory(plain)(weight, 0.0, 1.0, -3.0, 3.0)
+
+    program = program_of(body)
+    room = 4 * truncated.PIECE
+    assert program.peak().nbytes == pytest.approx(5 * room + room + 3 * room / 4, rel=0.01)
+    assert len(program.events) < 30
+    assert truncated.fill_in_pieces.__module__ == truncated.__name__
+
+
+def test_blocks_that_are_freed_together_have_one_order() -> None:
+    def body() -> None:
+        with_values = {torch.empty(LARGE, LARGE) for _ in range(9)}  # a set frees them in any order
+        torch.empty(LARGE)
+        del with_values
+
+    freed = [each.block for each in program_of(body).events if isinstance(each, Free)]
+    assert len(freed) >= 9 and freed[-9:] == sorted(freed[-9:])

@@ -96,7 +96,7 @@ def _draws_in_pieces(original: Callable[..., Any], dtype: torch.dtype) -> bool:
     results = []
     for fill in (original, functools.partial(fill_in_pieces, piece=48)):
         generator = torch.Generator().manual_seed(7)
-        with outside_dispatch_modes():  # the result is kept, so it must not depend on a mode around the first call
+        with outside_dispatch_modes():  # a mode around the first call must not change what is kept
             whole = torch.empty(48 * 20 + 5, dtype=dtype, device="cpu")
             fill(whole, 0.0, 0.02, -0.03, 0.03, generator=generator)
         results.append((whole, generator.get_state()))

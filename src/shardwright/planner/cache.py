@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shardwright.planner.program import (
     Alloc,
@@ -29,8 +29,6 @@ from shardwright.planner.program import (
 
 FORMAT = 1  #: changes with the content of the files
 KEPT = 64  #: files; the oldest ones are removed
-
-Item = TypeVar("Item", bound=Hashable)
 
 
 def folder() -> Path:

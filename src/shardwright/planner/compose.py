@@ -6,8 +6,9 @@ differ in one layer each, and repeats them. It knows events alone: no engine, mo
 
 The numbers of an event (bytes, shapes, layers in names, and the event that a ``Free`` or a ``Wait`` refers to) follow
 the number of layers and of the repetition by a law, ``constant + a * repetition + b * layers``. Each law is checked on
-more events than it is made from. The third program is used for checks of everything outside the repetitions. If
-anything differs there is no composed program.
+more events than it is made from. If anything differs there is no composed program.
+
+The same holds for other parts of a job that are alike, such as micro-batches. They are called layers here.
 """
 
 from __future__ import annotations
@@ -442,9 +443,8 @@ class _Writer:
         self._starts = shape.starts(layers)
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
-        self._filled: dict[
-            tuple[int, Values], int
-        ] = {}  #: by the owner in the shortest program, and its numbers
+        #: By the number of an owner in the shortest program, and its numbers.
+        self._filled: dict[tuple[int, Values], int] = {}
         self._live: set[int] = set()
         self._marks: dict[int, int] = {}
 

@@ -49,6 +49,9 @@ class UnknownValueError(Exception):
         self.what, self.line = what, line
 
 
+_Line = tuple[str, bool]  #: a line, and whether the engine runs inside it
+
+
 class _Form(NamedTuple):
     """The facts of an operation that its schema gives."""
 
@@ -108,8 +111,7 @@ class Hollow(TorchDispatchMode):
                 return NotImplemented
         self._recorder.look_at_backward()
         form = self._forms.get(func) or self._form_of(func)
-        if torch.is_grad_enabled():
-            self._recorder.note_line()
+        line = self._recorder.note_line() if torch.is_grad_enabled() else None
         if form.is_view or form.name in _AS_THEY_ARE:
             return func(*args, **kwargs)
         if form.name == "wait_tensor":  # its meta kernel would make a new tensor
@@ -145,13 +147,13 @@ class Hollow(TorchDispatchMode):
                     if result is None:
                         raise
                 else:
-                    self._know(out, form, known)
+                    self._know(out, form, known, line)
                     return out
         if form.writes:
-            out = self._written(func, form, args, kwargs, result)
+            out = self._written(func, form, args, kwargs, result, line)
         else:
             assert result is not None
-            out = self._make(result, form)
+            out = self._make(result, form, line)
         self._note(form, tensors, out)
         return out
 
@@ -191,8 +193,8 @@ class Hollow(TorchDispatchMode):
         result = self._results[key] = _Result(value, tuple(map(_shape_of, flat)))
         return result
 
-    def _make(self, result: _Result, form: _Form) -> Any:
-        line, in_engine = self._recorder.note_line()
+    def _make(self, result: _Result, form: _Form, noted: _Line | None) -> Any:
+        line, in_engine = noted or self._recorder.note_line()
         group = OF_ENGINE if in_engine else BY_LIFE
         made: list[Tensor | None] = []
         for shape in result.shapes:
@@ -213,7 +215,9 @@ class Hollow(TorchDispatchMode):
         filled = [m if m is not None else v for m, v in zip(made, result.value, strict=True)]
         return filled if isinstance(result.value, list) else tuple(filled)
 
-    def _written(self, func: Any, form: _Form, args: Any, kwargs: Any, result: _Result | None) -> Any:
+    def _written(
+        self, func: Any, form: _Form, args: Any, kwargs: Any, result: _Result | None, noted: _Line | None
+    ) -> Any:
         """The result of an operation that writes to arguments. Large ones stay as they are, small ones become zero."""
         returns = func._schema.returns
         written = [
@@ -230,7 +234,7 @@ class Hollow(TorchDispatchMode):
         if all(each.alias_info is not None for each in returns):
             return written[0] if len(returns) == 1 else tuple(written)
         assert result is not None
-        return self._make(result, form)
+        return self._make(result, form, noted)
 
     def _has_content(self, tensor: Tensor) -> bool:
         """Whether a tensor is computed, and so is all of its storage."""
@@ -252,12 +256,12 @@ class Hollow(TorchDispatchMode):
         if _is_plain(tensor) and not tensor.is_meta:
             self._check_known([tensor], "tolist or numpy")
 
-    def _know(self, out: Any, form: _Form, is_known: bool) -> None:
+    def _know(self, out: Any, form: _Form, is_known: bool, noted: _Line | None) -> None:
         tensors: list[Tensor] = []
         _collect(out, tensors)
         for each in tensors:
             if not each.is_meta and _is_plain(each) and self._recorder.block_of(each) is None:
-                line, in_engine = self._recorder.note_line()
+                line, in_engine = noted or self._recorder.note_line()
                 group = OF_ENGINE if in_engine else BY_LIFE
                 self._recorder.know(each, _in_words(form.name, each), line, group)
             if not _is_plain(each):

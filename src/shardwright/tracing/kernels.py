@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.init import truncated
+
 _aten = torch.ops.aten
 
 
@@ -59,6 +61,32 @@ def _attention(
     return formula(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+@contextmanager
+def draws_one_piece() -> Iterator[None]:
+    """Inside the context truncated normal numbers of large tensors are looked at in one piece, not in hundreds.
+
+    A piece takes the same memory as all of them, one after another.
+    """
+    plain = truncated.fill_in_pieces
+
+    def fill(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any, piece: int
+    ) -> Tensor:
+        flat = tensor.detach().view(-1)
+        if len(flat) <= truncated.PIECE:  # of a check of torch's numbers
+            return plain(tensor, mean, std, a, b, generator, piece)
+        with torch.no_grad():
+            flat.normal_(mean, std, generator=generator)
+        plain(flat[:piece], mean, std, a, b, generator, piece)
+        return tensor
+
+    truncated.fill_in_pieces = fill
+    try:
+        yield
+    finally:
+        truncated.fill_in_pieces = plain
 
 
 _plain_rms_norm = F.rms_norm

@@ -13,7 +13,7 @@ from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
 from shardwright.tracing.hollow import Hollow
-from shardwright.tracing.kernels import kernels_of_cuda
+from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.streams import RecordedStreams, streams_of_torch
 
@@ -52,6 +52,7 @@ def trace(
     recorder = Recorder()
     with ExitStack() as stack:
         stack.enter_context(_without_collections())
+        stack.enter_context(draws_one_piece())
         stack.enter_context(absent_ranks(ranks))
         stack.enter_context(_without_accelerator())
         if kind == "cuda":

@@ -92,19 +92,25 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
 
 
 def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program | None:
-    """The same program, from those of three shorter models.
+    """The same program, from those of three shorter jobs: with fewer layers or micro-batches.
 
-    None: their traces would not be shorter than that of the model, or do not agree on how a program grows.
+    None: their traces would not be shorter together, or do not agree on how a program grows.
     """
-    series = series_of(config)
-    if series is None or 3 * series.least + 3 >= series.parts:
-        return None
-    programs = [traced_program(series.of(series.least + i), ranks, kind) for i in range(3)]
-    return compose(programs, series.least, series.parts, SMALL)
+    for series in series_of(config, ranks):
+        if not series.saves:
+            continue
+        shorter = [series.of(series.least + i) for i in range(3)]
+        programs = [
+            composed_program(each, ranks, kind) or traced_program(each, ranks, kind) for each in shorter
+        ]
+        program = compose(programs, series.least, series.parts, SMALL)
+        if program is not None:
+            return program
+    return None
 
 
 def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
-    """The same program, from a trace of the whole model."""
+    """The same program, from a trace of the whole job."""
     _warm_up()
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.world import World
 from shardwright.train.planning import STEP, AbsentData, AbsentStream, program_of
 from shardwright.train.step.trainer import Trainer
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def real_step(config: Config) -> tuple[int, dict[str, int]]:

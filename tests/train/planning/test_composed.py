@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from shardwright.planner.program import Alloc, Program
-from shardwright.train.config import Config
-from shardwright.train.planning import composed_program, traced_program
-from tests.train.planning.test_peaks import config_of
+from shardwright.train import planning
+from shardwright.train.config import Config, load_config
+from shardwright.train.config.series import series_of
+from shardwright.train.errors import UserError
+from shardwright.train.planning import composed_program, program_of, traced_program
+from tests.train.planning.kit import EXAMPLES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-DEEP = "model.n_layers=17"
+LAYERS = 24  #: more than the three short models have together
 
+#: Cases, of which each has something that the others have not.
 HANDFUL: dict[str, str] = {
-    "bf16": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32",
-    "ragged, checkpoints": "parallel.layout=ragged activations.checkpoint=full",
-    "fsdp2": "parallel.engine=fsdp2",
+    "bf16, ragged, checkpoints": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32 parallel.layout=ragged "
+    "activations.checkpoint=full model.n_layers=16",
+    "fsdp2, tied": "parallel.engine=fsdp2 model.tied_embeddings=true model.n_layers=16",
 }
 #: Settings for the matrix, of which a case has one of each row.
 ROWS: list[list[str]] = [
@@ -33,10 +37,15 @@ ROWS: list[list[str]] = [
     ["", "train.micro_batch=2", "train.micro_batch=2 train.accumulate=hold"],
     ["", "model.tied_embeddings=true"],
     ["", "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32"],
-    ["", "finetune.method=lora", "finetune.method=dora", "finetune.method=lora finetune.train_also=['*norm.weight']"],
+    ["", "finetune.method=lora", "finetune.method=dora", 'finetune.method=lora finetune.train_also=["*norm.weight"]'],
     ["", "optimizer.name=adamw8bit", "optimizer.in_backward=true train.max_norm=0"],
     ["", "parallel.tensor=2"],
 ]  # fmt: skip
+
+
+def config_of(words: str, example: str = "llama_debug", ranks: int = 2) -> Config:
+    overrides = [cast(tuple[str, str], tuple(word.split("=", 1))) for word in words.split()]
+    return load_config(EXAMPLES / f"{example}.toml", [*overrides, ("data.workers", "0")], ranks=ranks)
 
 
 def plain(program: Program) -> list[Any]:
@@ -55,19 +64,98 @@ def check(config: Config, ranks: int = 2, kind: Any = "cuda") -> None:
 
 @pytest.mark.parametrize("words", HANDFUL.values(), ids=HANDFUL)
 def test_a_composed_plan_is_the_traced_one(words: str) -> None:
-    check(config_of(f"{DEEP} {words}"))
+    check(config_of(words))
 
 
-def cases(number: int) -> list[tuple[str, int, str]]:
-    """Random settings, that go together."""
-    choose = random.Random(5)
+def cases(number: int, seed: int) -> list[tuple[str, int, str]]:
+    """Random settings that go together."""
+    choose = random.Random(seed)
     cases: list[tuple[str, int, str]] = []
     while len(cases) < number:
         words = " ".join(each for row in ROWS if (each := choose.choice([row[0], *row])))
-        ranks = 4 if "replicas" in words or "tensor" in words or "forward=2" in words else 2
+        ranks = 4 if any(each in words for each in ("replicas", "tensor", "forward=2")) else 2
         try:
-            config_of(f"{DEEP} {words}", ranks=ranks)
-        except Exception:
+            config_of(words, ranks=ranks)
+        except UserError:
             continue
         cases.append((words, ranks, choose.choice(["cuda", "cpu"])))
     return cases
+
+
+@pytest.mark.extensive("random settings")
+@pytest.mark.parametrize("case", cases(60, seed=7), ids=str)
+def test_composed_plans_of_random_settings_are_the_traced_ones(case: tuple[str, int, str]) -> None:
+    words, ranks, kind = case
+    try:
+        config = config_of(f"{words} model.n_layers={LAYERS}", ranks=ranks)
+        *_, layers = series_of(config, ranks)
+        traced_program(layers.of(1), ranks, kind)  # type: ignore[arg-type]
+    except UserError:
+        pytest.skip("these settings do not go together")
+    check(config, ranks, kind)
+
+
+@pytest.mark.extensive("micro-batches")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "", "train.accumulate=hold", "parallel.engine=fsdp2", "parallel.strategy=zero1 activations.checkpoint=full",
+        "optimizer.name=muon", "finetune.method=lora model.n_layers=16",
+    ],
+)  # fmt: skip
+def test_composed_plans_of_many_micro_batches_are_the_traced_ones(words: str) -> None:
+    check(config_of(f"train.micro_batch=1 train.global_batch=40 {words}"))
+
+
+@pytest.mark.extensive("patterns of layers")
+@pytest.mark.parametrize("pattern", ["M-" * 16, "M*-" * 8, "*-" + "M-" * 15 + "M", "M" * 20])
+@pytest.mark.parametrize("words", ["", "activations.checkpoint=full parallel.layout=ragged"])
+def test_composed_plans_of_patterns_are_the_traced_ones(pattern: str, words: str) -> None:
+    check(config_of(f'model.pattern="{pattern}" model.mtp_pattern="*-" {words}', "hybrid_debug"))
+
+
+@pytest.mark.parametrize(
+    "keys, parts",
+    [
+        ({}, 17),
+        ({"activations.checkpoint": "layers", "activations.every": "4"}, 4),
+        ({"parallel.memory": "arena"}, None),
+        ({"parallel.memory": "max_pool"}, None),
+        ({"optimizer.name": "muon"}, None),
+        ({"parallel.prefetch": "1 MiB"}, None),
+        ({"finetune.method": "lora", "finetune.targets": '["layers.3.attention.wq"]'}, None),
+        ({"finetune.method": "lora", "finetune.targets": '["layers.?.attention.wq"]'}, None),
+        ({"finetune.method": "lora", "finetune.targets": '["wq"]'}, 17),
+    ],
+    ids=str,
+)
+def test_the_series_of_a_model(keys: dict[str, str], parts: int | None) -> None:
+    overrides = [("model.n_layers", "17"), *keys.items()]
+    config = load_config(EXAMPLES / "llama_debug.toml", overrides, ranks=2)
+    series = [each.parts for each in series_of(config, 2)]
+    assert series == ([] if "parallel.memory" in keys else [1] if parts is None else [1, parts])
+    for each in series_of(config, 2):
+        assert each.of(each.parts) == config
+
+
+@pytest.mark.parametrize(
+    "pattern, shorter",
+    [
+        ("M-" * 9, "M-M-"),
+        ("MM*-" + "M-" * 9 + "*", "MM*-M-M-*"),
+        ("M" * 5 + "*" * 9, "MMMMM**"),
+        ("M*-ME", None),
+    ],
+)
+def test_a_pattern_repeats_fewer_pieces(pattern: str, shorter: str | None) -> None:
+    config = config_of(f"model.pattern={pattern}", "hybrid_debug")
+    _, *layers = series_of(config, 2)
+    assert [each.of(2).model.pattern for each in layers] == ([] if shorter is None else [shorter])
+    assert all(each.of(each.parts).model.pattern == pattern for each in layers)
+
+
+def test_a_plan_takes_the_composed_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("model.n_layers=16")
+    program = Program()
+    monkeypatch.setattr(planning, "composed_program", lambda *_: program)
+    assert program_of(config, 2) is program

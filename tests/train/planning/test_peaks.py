@@ -6,7 +6,6 @@ The real step runs the CPU's kernels. The plan runs none. Both run the same trai
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,9 +13,8 @@ import pytest
 from shardwright.planner.program import Alloc, Kernel, Wait
 from shardwright.train.config import Config, load_config
 from shardwright.train.planning import program_of
-from tests.train.planning.kit import compare
+from tests.train.planning.kit import EXAMPLES, compare
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA: dict[str, str] = {
     "plain": "",
     "bf16": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32",

@@ -161,7 +161,7 @@ def _of_checkpoint(path: Path | Store, checkpoint: Checkpoint) -> InputCheckpoin
     def values() -> Mapping[str, StoredValue]:
         with _named(path):
             stored = checkpoint.values_below(
-                {keys[0] for keys in checkpoint.keys.values()}, weights_only=True
+                {str(keys[0]) for keys in checkpoint.keys.values()}, weights_only=True
             )
         return {
             name: StoredValue(each.path, _filled(each.value, checkpoint.keys, stored))

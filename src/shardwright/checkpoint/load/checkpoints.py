@@ -87,7 +87,7 @@ class Checkpoint(ABC):
         """Each plain value by its name; None for pickled ones, which :meth:`values_below` reads."""
 
     @abstractmethod
-    def values_below(self, keys: Container[Any], weights_only: bool) -> dict[Keys, Any]:
+    def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
 
     @abstractmethod
@@ -143,14 +143,14 @@ class OwnCheckpoint(Checkpoint):
 
     @cached_property
     def keys(self) -> dict[str, Keys]:
-        values = {name: each.path for name, each in self.index.values.items()}
-        return values | {name: each.path for name, each in self.index.tensors.items()}
+        of_values = {name: each.path for name, each in self.index.values.items()}
+        return of_values | {name: each.path for name, each in self.index.tensors.items()}
 
     @cached_property
     def values(self) -> dict[str, Any]:
         return {name: each.value for name, each in self.index.values.items()}
 
-    def values_below(self, keys: Container[Any], weights_only: bool) -> dict[Keys, Any]:
+    def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         return {each.path: each.value for each in self.index.values.values()}
 
     def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
@@ -229,7 +229,7 @@ class TorchCheckpoint(Checkpoint):
     def values(self) -> dict[str, Any]:
         return dict.fromkeys(sorted(self.keys.keys() - self.tensors.keys()))
 
-    def values_below(self, keys: Container[Any], weights_only: bool) -> dict[Keys, Any]:
+    def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         names = [name for name in self.values if self.keys[name][0] in keys]
         values = foreign.values_of(self.place, self.metadata, names, weights_only)
         return {self.keys[name]: value for name, value in values.items()}

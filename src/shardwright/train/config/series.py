@@ -1,23 +1,26 @@
-"""The same model with fewer layers: a series of configurations that differ in the number of equal parts of the model.
+"""The same job with fewer layers or micro-batches: series of configurations that differ in the number of equal parts.
 
-A plan of a long model can be made from plans of short ones (``shardwright.planner.compose``) if the memory of a step
-follows this number. :func:`series_of` says for which configurations it does. Nothing here imports torch.
+A plan of many parts can be made from plans of few (``shardwright.planner.compose``) if the events of a step follow
+their number. :func:`series_of` says for which configurations they do. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.extend import layouts, strategies
+from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
 
 #: Kinds of memory whose blocks do not depend on the number of units. The others are planned from all units of a step.
 MEMORIES = ("dynamic", "double_buffer")
 #: Optimizers that do the same for the parameters of each layer. Muon makes rounds of all matrices.
 OPTIMIZERS = ("adamw", "adamw8bit")
-#: Layers at each end of the model that may differ from those between them, beside units that are gathered ahead.
+#: Parts at each end that may differ from those between them; for layers beside units that are gathered ahead.
 ENDS = 2
 
 
@@ -35,21 +38,48 @@ class Series:
     least: int
     of: Callable[[int], Config]
 
+    @property
+    def saves(self) -> bool:
+        """Whether three short configurations have fewer parts together."""
+        return self.parts > 3 * self.least + 3
 
-def series_of(config: Config) -> Series | None:
-    """The series of a configuration. None: its step depends on the number of layers in other ways, or may do so."""
+
+def series_of(config: Config, ranks: int) -> Iterator[Series]:
+    """Series of a configuration: in its micro-batches, then in its layers.
+
+    One is left out if the step depends on the number in other ways, or may do so.
+    """
     parallel = config.parallel
-    patterns = (*config.finetune.targets, *config.finetune.train_also, *parallel.keep_float32)
+    origins = [strategies.origin(parallel.strategy), optimizers.origin(config.optimizer.name)]
+    if isinstance(parallel.layout, str):
+        origins.append(layouts.origin(parallel.layout))
+    if parallel.memory in MEMORIES and all(origin == "built in" for origin in origins):
+        yield _of_micro_batches(config, ranks)
+        if (layers := _of_layers(config)) is not None:
+            yield layers
+
+
+def _of_micro_batches(config: Config, ranks: int) -> Series:
+    count = config.train.accumulation_steps(ParallelDims.of(config.parallel, ranks).data)
+
+    def of(parts: int) -> Config:
+        train = config.train.model_copy(update={"global_batch": config.train.global_batch // count * parts})
+        return config.model_copy(update={"train": train})
+
+    return Series(count, 2 * ENDS, of)
+
+
+def _of_layers(config: Config) -> Series | None:
+    prefetch = config.parallel.prefetch
+    patterns = (*config.finetune.targets, *config.finetune.train_also, *config.parallel.keep_float32)
     if (
-        parallel.memory not in MEMORIES
-        or config.optimizer.name not in OPTIMIZERS
-        or not isinstance(parallel.prefetch, int)
-        or any(":" in str(name) for name in (parallel.strategy, parallel.layout, config.model.kind))
+        config.optimizer.name not in OPTIMIZERS
+        or not isinstance(prefetch, int)
         or any(letter.isdigit() or letter in "?[" for pattern in patterns for letter in pattern)
     ):
         return None
     shape: Any = config.model.shape()
-    made: Callable[[list[str]], object]
+    made: Callable[[list[str]], Any]
     every = config.activations.every if config.activations.checkpoint == "layers" else 1
     if type(shape) is LlamaConfig:
         layers = ["*"] * shape.n_layers
@@ -66,15 +96,15 @@ def series_of(config: Config) -> Series | None:
 
     def of(parts: int) -> Config:
         piece = layers[first : first + period]
-        value: Any = made([*layers[:first], *piece * parts, *layers[end:]])
+        value = made([*layers[:first], *piece * parts, *layers[end:]])
         return config.model_copy(update={"model": config.model.model_copy(update={key: value})})
 
-    least = -(-(2 * ENDS + 2 * max(parallel.prefetch - 1, 0)) // period)
+    least = -(-(2 * ENDS + 2 * max(prefetch - 1, 0)) // period)
     return Series(count, max(least, 2), of)
 
 
 def _repeated(items: list[str]) -> tuple[int, int, int]:
-    """The longest part that repeats a piece: its first item, the length of the piece, and how often it is there."""
+    """The longest part of a list that repeats a piece: its first item, the piece's length, and how often."""
     best = 0, 0, 0
     for period in range(1, len(items) // 2 + 1):
         first = 0
