@@ -255,7 +255,7 @@ def test_large_weights_are_drawn_in_the_memory_of_a_piece() -> None:
 
     program = program_of(body)
     room = 4 * truncated.PIECE
-    assert program.peak().nbytes == pytest.approx(5 * room + room + 3 * room / 4, rel=0.01)
+    assert program.peak().nbytes == pytest.approx(5 * room + room + room / 2, rel=0.01)  # two masks
     assert len(program.events) < 30
     assert truncated.fill_in_pieces.__module__ == truncated.__name__
 
