@@ -186,3 +186,23 @@ def test_checkpoints_are_listed_and_removed(tmp_path: Path) -> None:
     assert {"one", "two"} <= set(list_checkpoints(tmp_path, recover=True))
     remove_checkpoint(tmp_path / "one")
     assert list_checkpoints(tmp_path) == ["two"]
+
+
+@multirank(2)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_is_frozen_has_the_names_of_the_plain_model(
+    rank: int, world_size: int, wrapped: bool, tmp_path: Path
+) -> None:
+    """A module may be called ``module``, also beside DistributedDataParallel, which calls its model so."""
+    model = nn.Module()
+    model.module, model.weight = nn.Linear(2, 2, bias=False), nn.Parameter(torch.ones(2, 2))
+    model.module.requires_grad_(False)
+    model.forward = lambda x: model.module(x) @ model.weight  # type: ignore[method-assign]
+    whole: nn.Module = nn.parallel.DistributedDataParallel(model) if wrapped else model
+    sw.save_checkpoint(tmp_path / "c", whole, frozen=False, generators=False)
+    assert [*sw.open_checkpoint(tmp_path / "c").tensors] == ["model.weight"]
+    with torch.no_grad():
+        model.module.weight.fill_(7)
+        model.weight.fill_(7)
+    sw.load_checkpoint(tmp_path / "c", whole, frozen=False, generators=False)
+    assert (model.module.weight == 7).all() and (model.weight == 1).all()

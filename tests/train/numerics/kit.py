@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright._torch import local_of
-from shardwright.engine.front.corruption import plain_name
+from shardwright.engine.base.names import plain_name
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.launch.signals import StopRequest
@@ -174,7 +174,7 @@ def part_of(tensor: Any) -> Tensor:
 
 
 def weight_of(job: Trainer, name: str) -> Any:
-    return {plain_name(each): p for each, p in job.model.named_parameters()}[name]
+    return {plain_name(each, job.model): p for each, p in job.model.named_parameters()}[name]
 
 
 def plain_losses(config: Config, firsts: Sequence[int]) -> list[float]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwright._torch import local_of
 from shardwright.collective import RankGroup
-from shardwright.engine.front.corruption import plain_name
+from shardwright.engine.base.names import plain_name
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.parallel import recipe
@@ -178,7 +178,7 @@ def in_gradient(job: Trainer, value: float) -> None:
             if f"{unit.name}.{p.name}".endswith(WEIGHT)
         )
     else:
-        full = next(p for name, p in job.model.named_parameters() if plain_name(name) == WEIGHT)
+        full = next(p for name, p in job.model.named_parameters() if plain_name(name, job.model) == WEIGHT)
 
     def change(gradient: torch.Tensor) -> torch.Tensor:
         wrong = torch.zeros_like(gradient)

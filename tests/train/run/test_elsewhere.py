@@ -18,6 +18,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import TRY_AGAIN, Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position, saved_steps, step_folder
+from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
@@ -175,6 +176,24 @@ def test_old_ones_go_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
         job.save(7, keep=2)
         assert saved_steps(job.url) == [7, 6]
         checkpoint.load_weights(step_folder(job.url, 7), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_is_saved_again(tmp_path: Path, background: bool) -> None:
+    """As before a fault in the step after a checkpoint; and with another position, as after samples were left out."""
+    known_to_children(tmp_path)
+    job = Small(f"fake://{tmp_path}")
+    settings = CheckpointConfig(asynchronous=background)
+    with Saves(settings, job.url, job.reporter) as saves:
+        saves.save(job.model, job.optimizer, Position(2, 8))
+        saves.save(job.model, job.optimizer, Position(2, 8), last=True)
+        names = {path.name for path in (tmp_path / "step-2").iterdir()}
+        saves.save(job.model, job.optimizer, Position(2, 8), last=True)
+        assert {path.name for path in (tmp_path / "step-2").iterdir()} == names
+        saves.save(job.model, job.optimizer, Position(2, 12), last=True)
+    assert examine(step_folder(job.url, 2)).position.samples == 12
+    with Saves(settings, job.url, job.reporter, loaded=2) as saves:
+        saves.save(job.model, job.optimizer, Position(2, 12), last=True)
 
 
 @pytest.mark.parametrize("number", range(1, 9))

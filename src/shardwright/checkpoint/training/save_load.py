@@ -64,6 +64,7 @@ from shardwright.checkpoint.training.optimizers import (
 )
 from shardwright.checkpoint.training.wanted_state import StoredNames
 from shardwright.collective import RankGroup
+from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 from shardwright.errors import Damaged
@@ -71,8 +72,6 @@ from shardwright.errors import Damaged
 MODEL, EXTRA = "model", "extra"
 GROUPS = f"{OPTIMIZER}.param_groups"
 SHARED = (MODEL, OPTIMIZER)  #: large plain tensors below these keys are equal on all ranks
-#: Name parts of wrapper modules, which the plain model does not have.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def save_checkpoint(
@@ -200,10 +199,8 @@ def _model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
 
 def frozen_names(model: nn.Module) -> set[str]:
     """Every name of each parameter that needs no gradient, as in the plain model. Tied parameters have several."""
-    names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for wrapper in _WRAPPERS:
-        names = {name.replace(wrapper, "") for name in names}
-    return {name.removeprefix("module.") for name in names}
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name, model) for name, p in named if not p.requires_grad}
 
 
 def _without_values(name: str, what: str) -> str:

@@ -22,6 +22,7 @@ from shardwright.board import ranks_in_words
 from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.engine.assembly.states import digest, hash_of, plain_tensors
+from shardwright.engine.base.names import FSDP1, plain_name
 from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
@@ -31,8 +32,6 @@ from shardwright.engine.unit.owning import units_of
 
 GATHERED = "gathered weights"
 OWN = "own gradient"
-_FSDP1 = "_fsdp_wrapped_module."  #: in names of torch's FSDP1, whose parameters are plain tensors, and shards
-_WRAPPERS = (_FSDP1, "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -155,16 +154,9 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
     return listed
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter or buffer in the plain model."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
 def names_in(model: nn.Module) -> dict[int, str]:
     """The name of each parameter in the plain model, by its id."""
-    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return {id(parameter): plain_name(name, model) for name, parameter in model.named_parameters()}
 
 
 def unit_name(parameter: torch.Tensor) -> str | None:
@@ -181,9 +173,9 @@ def _copies(
 ) -> Iterator[_Replicas]:
     names: dict[torch.Tensor, str] = {}
     for long_name, weight in model.named_parameters():
-        if id(weight) in left_out or _FSDP1 in long_name:
+        if id(weight) in left_out or FSDP1 in long_name:
             continue
-        names[weight] = name = plain_name(long_name)
+        names[weight] = name = plain_name(long_name, model)
         unit = unit_name(weight)
         yield from _copies_of(HashKey("parameter", name, unit), weight)
         gradient = weight.grad
@@ -191,7 +183,7 @@ def _copies(
             yield from _copies_of(HashKey("gradient", name, unit), gradient)
     for name, buffer in model.named_buffers() if buffers else ():
         if id(buffer) not in left_out:
-            yield from _copies_of(HashKey("buffer", plain_name(name), None), buffer)
+            yield from _copies_of(HashKey("buffer", plain_name(name, model), None), buffer)
     for optimizer in optimizers:
         for parameter, values in optimizer.state.items():
             if parameter in names:
@@ -420,7 +412,7 @@ def hash_gradients(model: nn.Module, own: bool = True) -> Iterator[GradientHashe
     with torch.no_grad():
         hashes.own.update(zip(parts, _numbers(list(parts.values())), strict=True))
         reduced = {
-            HashKey("gradient", plain_name(name), unit_name(p)): [
+            HashKey("gradient", plain_name(name, model), unit_name(p)): [
                 digest(t) for t in plain_tensors(p.grad.detach())
             ]
             for name, p in model.named_parameters()
@@ -469,7 +461,7 @@ def state_hashes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
     names: dict[torch.Tensor, str] = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            names[weight] = plain_name(name)
+            names[weight] = plain_name(name, model)
             key = HashKey("parameter", names[weight], unit_name(weight))
             groups[key] = list(map(digest, plain_tensors(weight.detach())))
         for optimizer in optimizers:

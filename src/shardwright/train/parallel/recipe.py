@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwright as sw
 from shardwright._torch import MissingCompilerError
 from shardwright.collective import RankGroup
+from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.extend import strategies
 from shardwright.optim.clip import clip_finite_grad_norm_
@@ -291,7 +292,7 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
 
     The names are those of the plain model, because FSDP1 flattens its parameters and their shapes are lost.
     """
-    named = [(_plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(plain_name(name, model), p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
     own = optimizers.get(config.optimizer.name)
@@ -311,10 +312,6 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
 def matrix_names(model: nn.Module) -> set[str]:
     """Names of the plain model's parameters of two dimensions or more."""
     return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
 def clip_gradients(model: nn.Module, config: Config) -> Tensor | None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shardwright._torch import foreach_norm
 from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import plain_tensors
-from shardwright.engine.front.corruption import plain_name, unit_name
+from shardwright.engine.base.names import plain_name
+from shardwright.engine.front.corruption import unit_name
 from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.train.errors import counted
 
@@ -47,7 +48,7 @@ class Bad(NamedTuple):
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
     """Weights, then the optimizer's state, as they are between steps; this rank's part."""
-    names: dict[Tensor, str] = {each: plain_name(name) for name, each in model.named_parameters()}
+    names: dict[Tensor, str] = {each: plain_name(name, model) for name, each in model.named_parameters()}
     for weight, name in names.items():
         yield Named("weight", name, "", unit_name(weight), weight)
     for parameter, values in optimizer.state.items():
@@ -61,7 +62,7 @@ def gradients(model: nn.Module) -> Iterator[Named]:
     for name, parameter in reversed(list(model.named_parameters())):
         gradient = parameter.grad
         if gradient is not None and not isinstance(gradient, SteppedGradient):
-            yield Named("gradient", plain_name(name), "", unit_name(parameter), gradient)
+            yield Named("gradient", plain_name(name, model), "", unit_name(parameter), gradient)
 
 
 def floats_of(tensor: Tensor) -> list[Tensor]:
@@ -97,7 +98,9 @@ def first_bad(
     bad: list[Bad] = []
     order = list(MEANINGS)
     tensors = [*state_tensors(model, optimizer), *gradients(model)]
-    tensors += [Named("buffer", plain_name(name), "", None, each) for name, each in model.named_buffers()]
+    tensors += [
+        Named("buffer", plain_name(name, model), "", None, each) for name, each in model.named_buffers()
+    ]
     for place, named in enumerate(tensors):
         if named.kind not in kinds or any(each.kind == order.index(named.kind) for each in bad):
             continue

@@ -27,6 +27,7 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
+from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
@@ -128,7 +129,8 @@ class Saves:
         """
         self.conclude(raises=not last)
         with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
-            self._make_way(position.step)
+            if self._make_way(position):
+                return
             if self._background is None or last:
                 checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say, hooks)
                 self._saved(position.step)
@@ -195,21 +197,30 @@ class Saves:
                 self._note(step)
         self._delete_old(step)
 
-    def _make_way(self, step: int) -> None:
-        """Remove what killed saves have left, as far as that is possible, and behind a URL a damaged checkpoint."""
-        ranks = RankGroup()
+    def _make_way(self, position: Position) -> bool:
+        """Remove what is in the way of a save, as far as that is possible. Returns whether the save was made before.
+
+        Behind a URL nothing is replaced. A checkpoint of the same step that is damaged, or of another position, goes.
+        """
+        ranks, step = RankGroup(), position.step
         if isinstance(self.checkpoints, Path):
             if ranks.is_first:
                 for left in self.checkpoints.glob(".step-*.partial"):
                     shutil.rmtree(left, ignore_errors=True)
-            return
+            return False
+        place = step_folder(self.checkpoints, step)
         try:
-            # No rename replaces it there, and without its digests a save cannot see that it is damaged.
-            if step in ranks.run_on_first(lambda: saved_steps(self.checkpoints)) and self._damage(step):
-                ranks.run_on_first(lambda: remove_step(self.checkpoints, step))
+            if step not in ranks.run_on_first(lambda: saved_steps(self.checkpoints)):
+                return False
+            damage = self._damage(step)  # without digests a save cannot see that it is damaged
+            if damage is None:
+                return False  # the save says what is there
+            if not damage and ranks.run_on_first(lambda: examine(place).position) == position:
+                return True
+            ranks.run_on_first(lambda: remove_step(self.checkpoints, step))
         except OSError as error:
-            message = f"{step_folder(self.checkpoints, step)}: cannot write: {error}"
-            raise SaveFailedError(message, may_pass(error)) from error
+            raise SaveFailedError(f"{place}: cannot write: {error}", may_pass(error)) from error
+        return False
 
     def _delete_old(self, newest: int) -> None:
         ranks = RankGroup()
