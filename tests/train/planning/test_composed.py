@@ -92,7 +92,10 @@ def test_composed_plans_of_random_settings_are_the_traced_ones(case: tuple[str, 
         traced_program(layers.of(1), ranks, kind)  # type: ignore[arg-type]
     except UserError:
         pytest.skip("these settings do not go together")
-    check(config, ranks, kind)
+    composed = composed_program(config, ranks, kind)  # type: ignore[arg-type]
+    if composed is None:
+        pytest.skip("the whole model is traced")
+    assert plain(composed) == plain(traced_program(config, ranks, kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.extensive("micro-batches")
