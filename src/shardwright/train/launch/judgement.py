@@ -157,7 +157,12 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
         lines = [f"error: {ending.hang.text}", f"the job has ended{note}", *continuing]
     elif end.rank is not None:
         cited = citation(ending.folder, end.reason)
-        lines = [f"error: {end.reason}; the job has ended{note}", *cited, *_end_of_log(ending, end.rank), *continuing]
+        lines = [
+            f"error: {end.reason}; the job has ended{note}",
+            *cited,
+            *_end_of_log(ending, end.rank),
+            *continuing,
+        ]
     elif end.status == FAILED:
         lines = [f"error: {end.reason}" + (f". The job has ended{note}" if note else "")]
     elif ending.first_signal is None:
