@@ -130,18 +130,3 @@ def unsealed(text: bytes, name: str) -> dict[str, Any]:
 
 def _digest_of_content(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def as_json(digests: Mapping[str, Digest]) -> dict[str, Any]:
-    return {name: {"bytes": each.nbytes, "sha256": each.sha256} for name, each in sorted(digests.items())}
-
-
-def from_json(content: Any, name: str) -> dict[str, Digest]:
-    """Raises Damaged where ``content`` is not what :func:`as_json` makes."""
-    try:
-        digests = {file: Digest(each["bytes"], each["sha256"]) for file, each in content.items()}
-    except (AttributeError, LookupError, TypeError):
-        raise Damaged(f"no readable {name}") from None
-    if not all(type(each.nbytes) is int and type(each.sha256) is str for each in digests.values()):
-        raise Damaged(f"no readable {name}")
-    return digests

@@ -1,7 +1,7 @@
 """Resuming a run: the command for it, and the settings that differ from the saved run.
 
 The run uses the new configuration: the named file, or without one the configuration of its last start. The command line
-overrides both. The model, the data and the order of samples must be the same: `check_same_job` in `run/folder.py`.
+overrides both. The model, the data and the order of samples must be the same: `check_same_job` in `run/same_job.py`.
 """
 
 from __future__ import annotations

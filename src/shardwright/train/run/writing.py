@@ -57,14 +57,17 @@ def _is_any(error: BaseException, *numbers: int) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path`. Readers see the old text or the new text, never a part.
+    """Replace the file at `path`. Readers see the old text or the new text, never a part, also after a power cut.
 
     Several processes may do so at the same time, as ranks whose job fails. The last one's text stays.
     """
     with writing(path):
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(3)}{_NEW}")
         try:
-            temporary.write_text(text, encoding="utf-8")
+            with temporary.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())  # else a power cut may leave an empty file under the name
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):

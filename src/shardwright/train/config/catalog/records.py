@@ -64,8 +64,8 @@ class RunEnd:
 class Sink(Protocol):
     """A place for the metrics of a run: a file, a terminal or a service.
 
-    It has four methods. The first is the function that opens it with the run's configuration and facts: `open` of
-    `NamedSink`. There is no method for pictures and results: a run has them once, when it ends, so `close` gets them.
+    The function `open` of `NamedSink` makes it, with the run's configuration and facts. There is no method for pictures
+    and results: a run has them once, when it ends, so `close` gets them.
     """
 
     def step(self, record: StepRecord) -> None:
