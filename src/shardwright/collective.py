@@ -98,6 +98,9 @@ class RankGroup:
         values: list[Any] = [value]
         for group in self._groups:
             parts: list[Any] = [None] * dist.get_world_size(group)
+            if dist.get_backend(group) == "fake":  # of a plan, whose other ranks do not exist
+                values = [each for _ in parts for each in values]
+                continue
             with noted(f"all-gather of {what}", group):
                 dist.all_gather_object(parts, values, group)
             values = [each for part in parts for each in part]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright._torch import absent_ranks
 from shardwright.planner.compose import compose
 from shardwright.planner.program import Program
 from shardwright.tracing.hollow import SMALL, UnknownValueError
@@ -128,8 +127,8 @@ def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "c
 @functools.cache
 def _warm_up() -> None:
     """Make a first mesh, with which torch keeps a few tensors of it until Python looks for cycles."""
-    with absent_ranks(1):
-        init_device_mesh("cpu", (1,))
+    with trace(2):
+        init_device_mesh("cpu", (2,))
 
 
 def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) -> Program:

@@ -29,6 +29,7 @@ from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.nested import NamedTensor
 from shardwright.checkpoint.load.checkpoints import read_description
 from shardwright.checkpoint.load.loading import load_state
+from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
@@ -261,7 +262,7 @@ def test_values_that_are_no_tensors_run_nothing(tmp_path: Path) -> None:
     assert runs(lambda: torch.load(io.BytesIO(planted), weights_only=False), evidence)
     wanted = {"w": NamedTensor("w", ("w",), torch.ones(2))}
     with pytest.raises(Damaged):
-        tensors_of(folder, metadata, wanted, {})
+        tensors_of(LocalStore(folder), metadata, wanted)
     assert not evidence.exists()
 
 

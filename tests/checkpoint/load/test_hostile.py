@@ -11,6 +11,7 @@ import os
 import pickle
 import struct
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from shardwright.checkpoint.format.index import (
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.loading import load_state
 from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.children import run_into
@@ -316,10 +318,8 @@ def test_records_that_grow_are_refused(tmp_path: Path) -> None:
         (b"PK\3\4", "no readable container"),
     ):
         (tmp_path / "file").write_bytes(data)
-        descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-        with pytest.raises(Damaged, match=problem):
-            value_of(Container(descriptor, tmp_path / "file", 0, len(data)), "it")
-        os.close(descriptor)
+        with closing(LocalStore(tmp_path).open("file")) as reader, pytest.raises(Damaged, match=problem):
+            value_of(Container(reader, "file", 0, len(data)), "it")
     assert not (tmp_path / "evidence").exists()
 
 

@@ -70,7 +70,7 @@ def test_memory_history_of_a_step_that_fails(tmp_path: Path, monkeypatch: pytest
     def out_of_memory(self: Trainer, *tensors: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(Trainer, "_work", out_of_memory)
+    monkeypatch.setattr(Trainer, "_verified_if_due", out_of_memory)
     run = tmp_path / "run"
     status = train_here(config_file(tmp_path), "--run.dir", run, "--train.memory_snapshot", "[1]")
     assert status == 1 and (run / "memory_history" / "step_1_rank_0.pickle").exists()

@@ -111,13 +111,13 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
         return examine(folder)
 
     def unreadable(opened: Any, *arguments: Any) -> None:
-        if opened.folder == newest:
+        if str(opened.place) == str(newest):
             raise Damaged("__0_0.distcp cannot be read: Input/output error")
 
     for module, name, stand_in, expected in (
         (checkpoint, "examine", stale, "rank 1 reads another description of the checkpoint"),
         (checkpoint, "examine", unseen, "rank 1: no index.json file"),
-        (loading, "verify", unreadable, "rank 1: __0_0.distcp cannot be read"),
+        (OwnCheckpoint, "verify", unreadable, "rank 1: __0_0.distcp cannot be read"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
@@ -142,7 +142,7 @@ def _fails(read_state: Any, folder: Path, error: Exception) -> Any:
 
     def stand_in(opened: Any, *arguments: Any, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            if opened.folder == folder:
+            if str(opened.place) == str(folder):
                 patch.setattr(os, "preadv", _raises(error))
             return read_state(opened, *arguments, **options)
 
