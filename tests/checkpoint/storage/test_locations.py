@@ -44,7 +44,7 @@ def test_all_functions_take_the_same_locations(tmp_path: Path, form: str) -> Non
         read = nn.Linear(3, 2)
         sw.load_pretrained(read, at(name))
         assert torch.equal(saved.weight, read.weight)
-    for name in ("c", "d", "nothing"):
+    for name in ("c", "d"):
         remove_checkpoint(at(name))
     assert sorted(os.listdir(tmp_path)) == ["e.safetensors", "m"]
 
@@ -55,3 +55,24 @@ def test_models_are_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ValueError, match="memory://a/b: models are written to folders of this machine"):
             use(nn.Linear(2, 2), "memory://a/b")  # type: ignore[operator]
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    sw.save_checkpoint(tmp_path / "run" / "step-1", model)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("one")
+    (tmp_path / "empty").mkdir()
+    for name, found in {
+        "run": "a folder with step-1;", "thesis": "a folder with chapter.txt;", "thesis/chapter.txt": "another file",
+        "step-1": "found nothing",
+    }.items():  # fmt: skip
+        for path in (tmp_path / name, f"file://{tmp_path / name}"):
+            with pytest.raises(OSError, match=f"expected a checkpoint, .*{found}"):
+                remove_checkpoint(path)
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "one"
+    sw.load_checkpoint(tmp_path / "run" / "step-1", model)
+    (tmp_path / "run" / "step-1" / "index.json").unlink()  # damaged
+    for name in ("run/step-1", "empty"):
+        remove_checkpoint(tmp_path / name)
+        assert not (tmp_path / name).exists()

@@ -6,10 +6,12 @@ For programs that keep checkpoints, such as the trainer. Nothing here reads what
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from shardwright.checkpoint.format.names import is_of_checkpoint
 from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.stores import publish, sync
 
@@ -45,10 +47,33 @@ def check_writable(parent: str | os.PathLike[str]) -> None:
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint, whole or not, from a folder or a URL. A name that is gone holds no part of it.
 
+    Behind a URL other objects stay.
+
     Raises:
+        FileNotFoundError: nothing is in the place of the folder.
+        FileExistsError: a folder without any file of a checkpoint, or a file that no checkpoint is. It stays.
         OSError: it cannot be removed.
     """
-    places.store_of(path).clear()
+    store = places.store_of(path)
+    if store.path is not None:
+        _check_is_checkpoint(store.path)
+    store.clear()
+
+
+def _check_is_checkpoint(path: Path) -> None:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing")
+    if path.is_dir() and not path.is_symlink():
+        names = sorted(os.listdir(path))
+        if names and not any(map(is_of_checkpoint, names)):
+            inside = "" if len(names) == 1 else f" and {len(names) - 1} more"
+            raise FileExistsError(
+                f"{path}: expected a checkpoint, found a folder with {names[0]}{inside}; it stays. Remove it by hand"
+            )
+    elif path.is_file() and not path.is_symlink() and not zipfile.is_zipfile(path):
+        raise FileExistsError(
+            f"{path}: expected a checkpoint, found another file; it stays. Remove it by hand"
+        )
 
 
 # -- folders, and files that take their place --------------------------------------------------------------------------
