@@ -161,3 +161,25 @@ class Program:
             elif isinstance(event, Free):
                 del live[event.block]
         return list(live.values())
+
+    def without_passing(self, phase: str) -> Program:
+        """The program without the blocks that are taken and freed in the first phase of this name."""
+        starts = [*self.phase_starts(), (len(self.events), "")]
+        first = next(i for i, (_, name) in enumerate(starts) if name == phase)
+        inside = self.events[starts[first][0] : starts[first + 1][0]]
+        freed = {event.block for event in inside if isinstance(event, Free)}
+        gone = freed & {event.block for event in inside if isinstance(event, Alloc)}
+        numbers: dict[int, int] = {}
+        owners: dict[int, int] = {}
+        events: list[Event] = []
+        for event in self.events:
+            if isinstance(event, (Alloc, Free)) and event.block in gone:
+                continue
+            if isinstance(event, Alloc):
+                numbers[event.block] = len(events)
+                owner = owners.setdefault(event.owner, len(owners))
+                event = event._replace(block=len(events), owner=owner)
+            elif isinstance(event, Free):
+                event = Free(numbers[event.block])
+            events.append(event)
+        return Program(events, [self.owners[owner] for owner in owners])

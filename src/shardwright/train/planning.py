@@ -119,7 +119,7 @@ def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "c
             # A model that reads its tokens is refused.
             stream = AbsentStream(config.train.seq_len, False, declare=recorder.note_without_values)
             dataset = AbsentData(stream, config.model.shape().vocab_size)
-            return _traced(config, ranks, cast(Dataset, dataset), recorder)
+            return _traced(config, ranks, cast(Dataset, dataset), recorder, kind)
     except UnknownValueError as error:
         raise UserError(str(error)) from error
 
@@ -131,7 +131,9 @@ def _warm_up() -> None:
         init_device_mesh("cpu", (2,))
 
 
-def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) -> Program:
+def _traced(
+    config: Config, ranks: int, dataset: Dataset, recorder: Recorder, kind: Literal["cpu", "cuda"]
+) -> Program:
     recorder.phase("build")
     world = World.of(config.parallel, 0, ranks, CPU)
     trainer = Trainer(config, world, dataset, reads_weights=False)
@@ -142,6 +144,8 @@ def _traced(config: Config, ranks: int, dataset: Dataset, recorder: Recorder) ->
                 recorder.phase("forward")
                 trainer.train_step(StopRequest())
             training.claim()
-            return recorder.program()
+            program = recorder.program()
+            # The weights are drawn in the memory of the host.
+            return program.without_passing("build") if kind == "cuda" else program
     finally:
         trainer.close()
