@@ -229,3 +229,12 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(example, "planning.md", "exec"), {})
     assert "fits?    YES" in capsys.readouterr().out
+
+
+def test_what_is_no_loop_and_what_this_machine_cannot_hold() -> None:
+    with pytest.raises(
+        TypeError, match="expected a function that builds a model and makes steps, found None"
+    ):
+        sw.plan(None, on="2xh100")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"larger than the memory of this machine.*deferred_init"):
+        sw.plan(lambda: nn.Linear(1 << 21, 1 << 21), on="2xh100")

@@ -98,7 +98,7 @@ class Peak:
     event: int
     phase: str
     owner: Owner
-    by_owner: dict[Owner, int]
+    by_owner: dict[Owner, int] = field(repr=False)
 
     def by_group(self) -> dict[str, int]:
         """Live bytes of each group, the largest first."""

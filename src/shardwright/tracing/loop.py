@@ -57,10 +57,19 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
         RuntimeError: this process has joined a process group.
         UnknownValueError: the function reads a value that no plan computes.
     """
+    if not callable(loop):
+        raise TypeError(f"expected a function that builds a model and makes steps, found {loop!r}")
     ranks, device = parse_devices(on, local_device)
     rules = Rules.of(os.environ)
     try:
         program = program_of_loop(loop, ranks, value=value)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise ValueError(
+            "the loop makes a tensor that is larger than the memory of this machine. Construct the model inside "
+            "`with sw.deferred_init():` or on the meta device"
+        ) from error
     except UnknownValueError as error:
         raise UnknownValueError(
             error.what, error.line, "; sw.plan(..., value=1.0) says what item() returns"

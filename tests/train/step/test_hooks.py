@@ -125,6 +125,33 @@ class Fails(TrainerHook):
             raise ValueError("not on a Thursday")
 
 
+class Silent(TrainerHook):
+    def validate(self, logits, targets):
+        return {"one": (1, 1)}
+
+
+class Typo(TrainerHook):
+    after = before = end_of_all = None
+
+    def helper(self):
+        return 1
+
+    def after_steps(self, record):
+        pass
+
+
+class Singular(TrainerHook):
+    validation_metric = ("one",)
+
+
+class Higher(TrainerHook):
+    step_metrics = ("one",)
+    higher_is_better = ("odd",)
+
+    def metrics(self, step):
+        return {"one": (1, 1)}
+
+
 class Wrong(TrainerHook):
     step_metrics = ("one",)
 
@@ -314,6 +341,13 @@ def test_calls_come_in_order(folder: Path) -> None:
         ("own:NoFault", "hook 'NoFault' returned 'skip'; expected None or a Fault"),
         ("own:NeedsArguments", "Hook 'NeedsArguments' raised TypeError"),
         ("own:ListOfTensors", "expected a dict of plain values, and of tensors and dicts of them"),
+        ("own:Silent", "run.hooks: hook 'Silent' has the method validate and no names in validation_metrics"),
+        (
+            "own:Typo",
+            "run.hooks: hook 'Typo' has 'after_steps', which nobody reads; did you mean 'after_step'?",
+        ),
+        ("own:Singular", "hook 'Singular' has 'validation_metric', which nobody reads"),
+        ("own:Higher", "expected names of its metrics in higher_is_better, found 'odd'; it has one"),
         ("own:OWN", "AttributeError"),
         ("own:torch", "expected a TrainerHook at own:torch, found module"),
         ("nowhere:X", "No module named 'nowhere'"),

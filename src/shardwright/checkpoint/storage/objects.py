@@ -293,6 +293,7 @@ class ObjectStore:
         for name in sorted(own):
             with contextlib.suppress(OSError):
                 self.remove(name)
+        self._remove_folder()
 
     def _names_attempt(self, name: str) -> bool:
         try:
@@ -318,7 +319,11 @@ class ObjectStore:
     def clear(self) -> None:
         """Other objects than those of saves stay. Files of a folder that was copied here are removed."""
         self._remove(name for name in self.sizes() if is_of_checkpoint(name))
-        # A folder that stays would count as a checkpoint. Of a user's file system nobody knows whether it has folders.
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Remove the folder if it is empty: it would count as a checkpoint."""
+        # Of a user's file system nobody knows whether it has folders.
         if self._objects.protocol in _WITH_FOLDERS or ":" in self._objects.protocol:
             with (
                 contextlib.suppress(OSError),

@@ -6,6 +6,7 @@ the reduction of the step.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -55,6 +56,7 @@ class Hooks:
                 raise UserError(
                     f"run.hooks: expected {key} = ({name!r},) of hook {hook.name!r}, found {name!r}"
                 )
+            _check_takes_effect(hook)
         self.step_metrics = [name for hook in self.users for name in hook.step_metrics]
         self.validation_metrics = [name for hook in self.users for name in hook.validation_metrics]
         for what, names in (
@@ -177,6 +179,29 @@ class Hooks:
         for hook in self.users:
             if hook.name in states:
                 self._call(hook, "load_state_dict", states[hook.name])
+
+
+def _check_takes_effect(hook: TrainerHook) -> None:
+    """Raise UserError for parts of a hook that nobody would call or read."""
+    kind, where = type(hook), f"run.hooks: hook {hook.name!r}"
+    for method, key in (("metrics", "step_metrics"), ("validate", "validation_metrics")):
+        if getattr(kind, method) is not getattr(TrainerHook, method) and not getattr(hook, key):
+            raise UserError(
+                f"{where} has the method {method} and no names in {key}, so it is never called; expected "
+                f'{key} = ("NAME",) with the names that it returns'
+            )
+    known = [name for name in vars(TrainerHook) if not name.startswith("_")]
+    own = {name for each in kind.__mro__ if each not in TrainerHook.__mro__ for name in vars(each)}
+    for name in sorted(own - {*known}):
+        close = difflib.get_close_matches(name, known, 1, 0.85)
+        if close and not name.startswith("_") and (callable(getattr(kind, name)) or f"{name}s" in known):
+            raise UserError(f"{where} has {name!r}, which nobody reads; did you mean {close[0]!r}?")
+    declared = {*hook.step_metrics, *hook.validation_metrics}
+    if (odd := next((name for name in hook.higher_is_better if name not in declared), None)) is not None:
+        raise UserError(
+            f"{where}: expected names of its metrics in higher_is_better, found {odd!r}; it has "
+            f"{', '.join(sorted(declared)) or 'none'}"
+        )
 
 
 def _is_taken(name: str) -> bool:
