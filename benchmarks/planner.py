@@ -85,7 +85,7 @@ def main() -> None:
         if only not in ("", preset):
             continue
         keys = ["--model.preset", preset, *keys]
-        arguments = ["plan", str(CONFIG), "--on", f"{ranks}xh100", *keys]
+        arguments = ["plan", str(CONFIG), "--on", f"{ranks}xh100", "--no-edits", *keys]
         with tempfile.TemporaryDirectory() as folder:
             cache = Path(folder)
             whole = run(WHOLE, [*arguments, "--no-cache"], cache)
