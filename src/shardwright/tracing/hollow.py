@@ -201,7 +201,8 @@ class Hollow(TorchDispatchMode):
             if shape is None:
                 made.append(None)
                 continue
-            if shape.nbytes <= SMALL:  # a sum of hollow numbers: it may be read
+            # Sums of hollow numbers may be read, also a row of the step with a number for each of many ranks.
+            if shape.nbytes <= (NUMBERS if shape.dtype == torch.float64 else SMALL):
                 tensor = torch.empty_strided(
                     shape.size, shape.stride, dtype=shape.dtype, device="cpu"
                 ).zero_()
