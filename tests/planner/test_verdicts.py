@@ -101,3 +101,13 @@ def test_torch_is_not_imported() -> None:
     code = "import sys, shardwright.planner.text, shardwright.planner.verdict; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_blocks_that_pass_in_a_phase_are_left_out() -> None:
+    owners = [Owner("temporary", "", "draw", ""), Owner("parameters", "w", "", "")]
+    events = [Phase("build"), Alloc(1, 100, "", 0), Alloc(2, 10, "", 1), Free(1), Phase("forward"), Alloc(5, 7, "", 0),
+              Free(5), Free(2)]  # fmt: skip
+    expected = [Phase("build"), Alloc(1, 10, "", 0), Phase("forward"), Alloc(3, 7, "", 1), Free(3), Free(1)]
+    found = Program(events, owners).without_passing("build")
+    assert (found.events, found.owners) == (expected, owners[::-1])
+    assert found.peak().nbytes == 17

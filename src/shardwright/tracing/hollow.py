@@ -143,7 +143,7 @@ class Hollow(TorchDispatchMode):
             if all(shape is None or shape.nbytes <= _most(shape.dtype, known) for shape in shapes):
                 try:
                     out = func(*args, **kwargs)
-                except NotImplementedError:  # a kernel of GPUs alone
+                except NotImplementedError:  # only a GPU has the kernel: the result gets its shape alone
                     if result is None:
                         raise
                 else:

@@ -247,7 +247,7 @@ def test_options_an_engine_cannot_honour_are_refused() -> None:
 
 @multirank(2)
 def test_validation_in_full_precision(rank: int, world_size: int) -> None:
-    """The validation is that of the same weights in float32, while steps go on in bfloat16 as without it."""
+    """The validation runs in float32 with the same weights. The steps run in bfloat16, and it does not change them."""
     engine = {"engine": "shardwright"}
     low = {**engine, "param_dtype": "bfloat16", "accumulate_dtype": "float32"}
     jobs = [

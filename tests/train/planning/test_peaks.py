@@ -45,7 +45,7 @@ MORE: dict[str, str] = {
     "fsdp2": "parallel.engine=fsdp2",
     "longer": "train.seq_len=512 train.micro_batch=2",
 }
-#: Of tokens that travel to experts on other ranks each expert gets as many, in the plan and in the step.
+#: Each expert gets as many tokens from the other ranks, in the plan and in the step.
 HYBRID: dict[str, str] = {
     "experts": "",
     "spread": "parallel.expert=2",

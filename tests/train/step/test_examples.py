@@ -142,7 +142,7 @@ def test_early_stopping(folder: Path) -> None:
 
 @pytest.mark.extensive("more examples of hooks")
 def test_a_moving_average(folder: Path) -> None:
-    """The average in the checkpoint is that of the weights of all steps."""
+    """The checkpoint holds the average of the weights of all steps."""
     job = config_file(folder, SHORT.replace("every = 2\n[log]", "every = 1\nkeep = 9\n[log]"))
     arguments = ["train", job, "--run.dir", "run", "--run.hooks", '["my_average:MovingAverage"]']
     assert ranks(2, *arguments, folders=[folder] * 2) == [(0, "")] * 2

@@ -1,4 +1,4 @@
-"""The folder of a job's run: a new one, or that of the run to go on with; claimed with its lock."""
+"""A job makes the folder of a new run, or finds the folder of the run to go on with, and takes its lock."""
 
 from __future__ import annotations
 

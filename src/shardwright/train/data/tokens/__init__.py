@@ -2,5 +2,5 @@
 
 Read `cache` first: a source becomes a folder of tokens once. `workers` are the processes that do it, by `encoding`,
 with a tokenizer of `tokenizers` or `chat`; `assembly` puts their parts together. `tokens` maps the result into memory,
-and `growth` compares it with that of an earlier start. Rule: the tokens do not depend on the number of workers.
+and `growth` compares its size with that at an earlier start. Rule: the number of workers changes no token.
 """
