@@ -17,7 +17,8 @@ import shardwright as sw
 from shardwright.checkpoint.format.digests import digest_of
 from shardwright.checkpoint.format.index import StoredFile, index_text, parse_index
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.train.run.position import Position
+from shardwright.train.run.position import FolderOrUrl, Position
+from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.step.saving import checkpoint
 
 Damage = Callable[[Path, Path], None]
@@ -154,3 +155,12 @@ def on_first_rank(action: Callable[[], None]) -> None:
 def restored(folder: Path, pristine: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(pristine, folder)
+
+
+def what_is_missing(folder: FolderOrUrl) -> str | None:
+    """The reason why the checkpoint cannot be whole; None if every file has its length. Reads no large file."""
+    try:
+        examine(folder).checkpoint.check_lengths()
+    except ValueError as problem:
+        return str(problem)
+    return None

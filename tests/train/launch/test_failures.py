@@ -21,10 +21,10 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.position import saved_steps
 from shardwright.train.run.record import RunRecord, repair_record
-from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.run.writing import write_text
 from shardwright.train.step import session
 from shardwright.train.step.trainer import Trainer
+from tests.train.kit.damage import what_is_missing
 from tests.train.kit.jobs import (
     config_file,
     finish,

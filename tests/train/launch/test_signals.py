@@ -27,17 +27,17 @@ from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
 from shardwright.train.launch.job_end import Complaint, JobEnd
-from shardwright.train.launch.judgement import Evidence, conclude, judge
+from shardwright.train.launch.judgement import Evidence, announce, judge
 from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.rank import process
 from shardwright.train.run.exits import Outcome, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import RunRecord, close_session
-from shardwright.train.run.stored_checkpoint import what_is_missing
 from shardwright.train.step import signal_answers
 from shardwright.train.step.saving import saves
 from shardwright.train.step.trainer import Trainer
+from tests.train.kit.damage import what_is_missing
 from tests.train.kit.faults import environment
 from tests.train.kit.jobs import config_file, read_exit, records, train_here
 from tests.train.launch.kit.forked import launch
@@ -256,7 +256,7 @@ def test_ranks_that_saved_and_left(tmp_path: Path, capsys: pytest.CaptureFixture
     left = evidence(tmp_path, {0: 143, 1: 143}, first_signal=signal.SIGTERM)
     end = judge(left)
     assert end == Outcome(143, "stopped by SIGTERM; the state is saved")
-    assert conclude(left, end, debug=False) == 143
+    assert announce(left, end, debug=False) == 143
     shown = capsys.readouterr()
     assert shown.out == shown.err == ""
 
@@ -346,10 +346,10 @@ def test_a_second_signal_after_the_save_of_the_last_step(tmp_path: Path, plain_r
 
 def test_exit_json(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    JobEnd(folder, 1).record(Outcome(1, "early"))
+    JobEnd(folder, 1).write(Outcome(1, "early"))
     assert not folder.exit_file.exists()  # no run began
     saved_run(tmp_path, step=7, saved=5)
-    JobEnd(folder, 3).record(Outcome(75, "rank 1 was killed", 1, lost=True))
+    JobEnd(folder, 3).write(Outcome(75, "rank 1 was killed", 1, lost=True))
     content = read_exit(folder)
     assert content is not None and content.pop("time")
     assert content == {

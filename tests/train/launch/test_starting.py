@@ -25,10 +25,16 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.launch.environment import collective_timeout
 from shardwright.train.launch.job_end import Complaint
-from shardwright.train.launch.judgement import Evidence, conclude, judge
+from shardwright.train.launch.judgement import Evidence, announce, judge
 from shardwright.train.launch.progress import Start
 from shardwright.train.rank import startup_check
-from shardwright.train.rank.startup_check import Statement, agree, facts_of, first_of_host, is_to_report
+from shardwright.train.rank.startup_check import (
+    Statement,
+    agree_on_start,
+    facts_of,
+    first_of_host,
+    is_to_report,
+)
 from shardwright.train.run import lock
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.jobs import TINY, config_file, losses, ranks, run, tiny, train_here
@@ -41,7 +47,7 @@ def answers(*statements: Statement | None, status: int = UserError.MISTAKE) -> l
 
     def ask(rank: int, statement: Statement) -> None:
         try:
-            agree(store, rank, len(statements), statement, collective_timeout())
+            agree_on_start(store, rank, len(statements), statement, collective_timeout())
             found[rank] = ""
         except UserError as error:
             found[rank] = str(error) if error.status == status else f"with status {error.status}: {error}"
@@ -122,7 +128,7 @@ def test_ranks_wait_as_long_as_another_one_makes_progress(monkeypatch: pytest.Mo
             time.sleep(0.05)
             sign()
         try:
-            agree(store, rank, 2, stated(), timedelta(seconds=0.25))
+            agree_on_start(store, rank, 2, stated(), timedelta(seconds=0.25))
             ended[rank] = ""
         except (UserError, RuntimeError) as error:
             ended[rank] = str(error)
@@ -394,5 +400,5 @@ def test_a_job_interrupted_at_its_start_is_not_called_failed(
     (tmp_path / "run.json").write_text("{}")
     complaint = Complaint(0, 1, "interrupted", "interrupted", "")
     evidence = Evidence(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
-    assert conclude(evidence, judge(evidence), debug=False) == 130
+    assert announce(evidence, judge(evidence), debug=False) == 130
     assert capsys.readouterr().err == "stopped by SIGINT without saving\n"

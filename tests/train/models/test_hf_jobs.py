@@ -163,9 +163,9 @@ def test_dropout_is_the_same_whatever_is_recomputed(rank: int, world_size: int, 
     assert validate(job).loss == validate(plain).loss
     torch.manual_seed(9)  # whatever was drawn before
     assert take_steps(job, 2) == found[0][0] != take_steps(plain, 2)
-    seeds = {job._seed_of(number) for number in range(2)}
+    seeds = {job.feed.seed(job.position, number) for number in range(2)}
     job.position = type(job.position)(7, 28)
-    assert len(seeds | {job._seed_of(number) for number in range(2)}) == 4
+    assert len(seeds | {job.feed.seed(job.position, number) for number in range(2)}) == 4
     assert not plain.facts.draws
 
 

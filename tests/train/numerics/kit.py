@@ -28,8 +28,7 @@ from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.loop import run_steps
-from shardwright.train.step.lr_schedule import learning_rate
-from shardwright.train.step.reporting.recording import StepReports
+from shardwright.train.step.reporting.step_reports import StepReports
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import tiny, trainer
@@ -194,7 +193,7 @@ def plain_losses(config: Config, firsts: Sequence[int]) -> list[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_norm or math.inf)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train.steps, config.optimizer)
+            group["lr"] = config.optimizer.rate(step, train.steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -28,7 +28,6 @@ from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.run.position import saved_steps
-from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
@@ -107,7 +106,7 @@ def plain_run(config: Config, dataset: Dataset, firsts: list[int]) -> tuple[list
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_norm or math.inf)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.train.steps, config.optimizer)
+            group["lr"] = config.optimizer.rate(step, config.train.steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -29,13 +29,21 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch import progress
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import Position, saved_steps
-from shardwright.train.run.stored_checkpoint import examine, what_is_missing
+from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, plant_beside, runs, saved_with
-from tests.train.kit.damage import DAMAGES, Job, flipped, on_first_rank, restored, sealed_again
+from tests.train.kit.damage import (
+    DAMAGES,
+    Job,
+    flipped,
+    on_first_rank,
+    restored,
+    sealed_again,
+    what_is_missing,
+)
 from tests.train.kit.jobs import config_file, losses, ranks, train_here
 
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__values.distcp", INDEX)
@@ -172,7 +180,7 @@ def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
         recovered = saved_steps(checkpoints, recover=True)
         assert recovered and recovered[-1] >= 2, moment
         for step in recovered:
-            checkpoint.verified(checkpoints / f"step-{step}")
+            checkpoint.verified_checkpoint(checkpoints / f"step-{step}")
         # The next save finds nothing in its way, and takes away what is left.
         saves.save(weights, optimizer, Position(4, 4))
         assert [path.name for path in checkpoints.iterdir()] == ["step-4"]

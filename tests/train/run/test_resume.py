@@ -17,7 +17,7 @@ from shardwright import cli
 from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
-from shardwright.train.run.stored_checkpoint import what_is_missing
+from tests.train.kit.damage import what_is_missing
 from tests.train.kit.jobs import (
     config_file,
     finish,

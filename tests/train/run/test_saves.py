@@ -40,7 +40,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import SaveFailedError, verified
+from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
 from shardwright.train.step.saving.saves import Saves, steps_to_delete
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
@@ -111,13 +111,13 @@ def test_nothing_is_read_if_nothing_is_to_delete(tmp_path: Path, monkeypatch: py
     for step in (1, 2, 3):
         job.save(job.saves(keep=5), step)
     compared: list[str] = []
-    real = checkpoint.verified
+    real = checkpoint.verified_checkpoint
 
     def counted(folder: Path, *arguments: Any) -> Any:
         compared.append(folder.name)
         return real(folder, *arguments)
 
-    monkeypatch.setattr(checkpoint, "verified", counted)
+    monkeypatch.setattr(checkpoint, "verified_checkpoint", counted)
     job.save(job.saves(keep=4), 4)
     assert compared == []
     saves = job.saves(keep=3)
@@ -144,7 +144,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     assert "read back after it was written, __0_0.distcp is not the file that was saved" in failure
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert (tmp_path / "step-1" / "index.json").read_bytes() == before
-    verified(tmp_path / "step-1")
+    verified_checkpoint(tmp_path / "step-1")
     job.save(saves, 2)
     assert saved_steps(tmp_path) == [2]
 
@@ -259,7 +259,7 @@ def test_a_full_disk_keeps_what_is_on_it(
     (failure,) = job.reporter.failed_saves
     assert reason in failure and "Free some space" in failure
     assert [path.name for path in small_disk.iterdir()] == ["step-1"]
-    verified(small_disk / "step-1")
+    verified_checkpoint(small_disk / "step-1")
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

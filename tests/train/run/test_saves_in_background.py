@@ -22,7 +22,7 @@ from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position, saved_steps
-from shardwright.train.step.saving.checkpoint import SaveFailedError, verified
+from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
@@ -57,7 +57,7 @@ def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path,
     checkpoints = folder / "checkpoints"
     assert saved_steps(checkpoints) == [8, 6] and len(list(checkpoints.iterdir())) == 2
     for step in (8, 6):
-        verified(checkpoints / f"step-{step}")
+        verified_checkpoint(checkpoints / f"step-{step}")
         assert digests(checkpoints / f"step-{step}") == digests(sharded_run / "checkpoints" / f"step-{step}")
     assert losses(folder) == losses(sharded_run)
 
@@ -90,7 +90,7 @@ def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
     )
     with Saves(goes_on, tmp_path, reporter) as saves:
         _save(job, saves, 1)
-        saves.conclude()
+        saves.finish()
         if rank == 1:
             resource.prlimit(_writer(saves), resource.RLIMIT_FSIZE, (3000, 3000))
         for settings in (goes_on, stop):
@@ -98,13 +98,13 @@ def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
             _save(job, saves, 2)
             wait_for(saves.has_ended)
             if settings is goes_on:
-                saves.conclude()
+                saves.finish()
                 assert "checkpoint of step 2: " in reporter.failed_saves[0]
             else:
                 with pytest.raises(
                     SaveFailedError, match=r"step-2: cannot write: rank 1: \S+__1_0.distcp: File too"
                 ):
-                    saves.conclude()
+                    saves.finish()
             dist.barrier()
             assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert job.load().step == 1 and job.is_at(1) and len(reporter.failed_saves) == 1
@@ -145,7 +145,9 @@ def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     status, out, err = finish(job, timeout=60)
     assert (status, err) == (143, "") and "stopped by SIGTERM" in out
     steps = saved_steps(folder / "checkpoints")
-    assert len(steps) == 2 and all(verified(folder / "checkpoints" / f"step-{step}") for step in steps)
+    assert len(steps) == 2 and all(
+        verified_checkpoint(folder / "checkpoints" / f"step-{step}") for step in steps
+    )
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
@@ -158,7 +160,7 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int
         _save(job, saves, 1)
         if rank == 0:
             wait_for(saves.has_ended)
-        saves.conclude()
+        saves.finish()
         assert saved_steps(tmp_path) == [1]
         writer = psutil.Process(_writer(saves))
         if rank == 1:

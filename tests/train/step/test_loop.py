@@ -14,7 +14,6 @@ from shardwright.train.models.build import build_model
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
-from shardwright.train.step.lr_schedule import learning_rate
 from shardwright.train.step.saving.checkpoint import load_weights
 from tests.train.kit.jobs import config_file, losses, records, train_here
 from tests.train.kit.text import batch, ends_of_pydoc, pydoc, text_of
@@ -125,7 +124,7 @@ def test_learning_rate_rises_and_falls_to_its_ends(schedule: str) -> None:
     settings = OptimizerConfig.model_validate(
         {"lr": 2.0, "warmup_steps": 4, "schedule": schedule, "min_lr_ratio": 0.1}
     )
-    rates = [learning_rate(step, 24, settings) for step in range(24)]
+    rates = [settings.rate(step, 24) for step in range(24)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert rates[4] == 2.0 and rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
     assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
@@ -134,9 +133,7 @@ def test_learning_rate_rises_and_falls_to_its_ends(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_a_single_step_has_the_peak_rate_or_its_part_of_the_warm_up(schedule: str) -> None:
     rates = [
-        learning_rate(
-            0, 1, OptimizerConfig.model_validate({"lr": 2.0, "warmup_steps": warmup, "schedule": schedule})
-        )
+        OptimizerConfig.model_validate({"lr": 2.0, "warmup_steps": warmup, "schedule": schedule}).rate(0, 1)
         for warmup in (0, 1, 5)
     ]
     assert rates == [2.0, 2.0, 0.4]
@@ -154,7 +151,7 @@ def test_the_page_has_the_formula_of_the_rate(plain_run: Path) -> None:
                 {"lr": 2.0, "warmup_steps": warmup, "schedule": schedule, "min_lr_ratio": 0.1}
             )
             for n in range(1, steps + 1):
-                expected = pytest.approx(learning_rate(n - 1, steps, settings))
+                expected = pytest.approx(settings.rate(n - 1, steps))
                 assert names["rate"](n, steps, warmup, 2.0, 0.1, schedule) == expected
     own = RunFolder(plain_run).config().optimizer
     for record in records(plain_run):

@@ -13,7 +13,7 @@ from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.adapters import reset_magnitudes
+from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.foreign.module import module_names
@@ -56,3 +56,12 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool, mes
         names = peft_names(plain, config)
         ranks.run_or_stop(lambda: read_adapters(plain, settings.adapters, settings, key_map=names), UserError)
     ranks.run_or_stop(lambda: write_base(base_file, base) if ranks.is_first else None, UserError)
+
+
+def check_called(model: nn.Module) -> None:
+    """Refuse adapters on layers whose weights the model uses without calling the layers. After an eager step."""
+    if names := uncalled_layers(model):
+        raise UserError(
+            f"finetune.targets: expected layers that the model calls, found {names[0]!r}, whose weight it uses "
+            f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
+        )

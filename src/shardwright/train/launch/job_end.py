@@ -91,7 +91,7 @@ class JobEnd:
         folder: of the run.
         attempt: 1 for the first start of the ranks.
         speaks: False if another process says how the job ends: our launcher for its ranks, the next attempt if a
-            restart follows. Then `record` closes the session alone.
+            restart follows. Then `write` closes the session alone.
         sessions_before: sessions in run.json before the attempt, if the caller has counted them. Then this end replaces
             a rank's.
     """
@@ -101,7 +101,7 @@ class JobEnd:
     speaks: bool = True
     sessions_before: int | None = None
 
-    def record(self, end: Outcome, note: str = "") -> None:
+    def write(self, end: Outcome, note: str = "") -> None:
         """Write how the attempt ended. `note` is the rest of the reason in exit.json. Raises nothing if a disk is full:
         the error that ended the job is what the user needs."""
         if end.status != DONE:

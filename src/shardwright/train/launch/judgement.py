@@ -139,7 +139,7 @@ def _stopped_early(evidence: Evidence, number: int) -> Outcome:
     return replace(end, status=TRY_AGAIN) if evidence.late else end
 
 
-def conclude(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> int:
+def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> int:
     """Print what the ranks have not printed, and return the exit status. Errors that the user can correct are raised.
 
     `note` says about restarts.

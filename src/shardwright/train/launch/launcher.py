@@ -31,7 +31,7 @@ from shardwright.train.launch.environment import (
     path_to_ourselves,
 )
 from shardwright.train.launch.job_end import JobEnd
-from shardwright.train.launch.judgement import Evidence, complaints_in, conclude, judge, log_of, say_in_logs
+from shardwright.train.launch.judgement import Evidence, announce, complaints_in, judge, log_of, say_in_logs
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import Signals
@@ -87,9 +87,9 @@ def launch_until_done(
                 step = recorded_step(folder.metrics_file) if end.done is None else end.done
                 next_ranks, note = restarts.after(end, step, attempt.ranks)
             speaks = not next_ranks
-            JobEnd(folder, attempt.number, speaks, sessions).record(end, note)
+            JobEnd(folder, attempt.number, speaks, sessions).write(end, note)
             if speaks:
-                return conclude(evidence, end, "--debug" in attempt.arguments, note)
+                return announce(evidence, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "

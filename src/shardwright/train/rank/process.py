@@ -55,12 +55,12 @@ def train_alone(config: Config, run: OpenedRun) -> int:
     START.doing("reading the data")
     try:
         dataset = read_data(config, progress=True)
-        with join_world(config) as world, watched(config, run.folder.path, run.job_end.record):
+        with join_world(config) as world, watched(config, run.folder.path, run.job_end.write):
             end = train(config, run, dataset, world)
     except BaseException as error:
-        run.job_end.record(complaint_of(error, 0).end)
+        run.job_end.write(complaint_of(error, 0).end)
         raise
-    run.job_end.record(end)
+    run.job_end.write(end)
     return end.status
 
 
@@ -102,7 +102,7 @@ def train_together(
         with run.lock, job.watch(config, run, world):
             end = train(config, run, dataset, world, saved and partial(saved, run.folder))
             if world.is_first:
-                run.job_end.record(end)
+                run.job_end.write(end)
     return end
 
 
@@ -153,7 +153,7 @@ def leave_with(launcher: int) -> None:
     try:
         if os.environ["RANK"] == "0":
             folder = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
-            JobEnd(folder, attempt_of_launcher()).record(Outcome(TRY_AGAIN, "the launcher was killed"))
+            JobEnd(folder, attempt_of_launcher()).write(Outcome(TRY_AGAIN, "the launcher was killed"))
         else:
             time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
     finally:
@@ -186,7 +186,7 @@ class IndependentRank:
 
     @contextmanager
     def watch(self, config: Config, run: OpenedRun, world: World) -> Iterator[None]:
-        with watched(config, run.folder.path, run.job_end.record):
+        with watched(config, run.folder.path, run.job_end.write):
             self._begun.set()
             yield
 
@@ -227,6 +227,6 @@ class IndependentRank:
 
     def _record(self, end: Outcome) -> None:
         if self.run is not None:
-            self.run.job_end.record(end)
+            self.run.job_end.write(end)
         else:
             refuse_resume(self.configured, self.resume, end)

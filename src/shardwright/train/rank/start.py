@@ -21,7 +21,7 @@ from shardwright.train.rank.hosts import use_one_network
 from shardwright.train.rank.startup_check import (
     MODEL,
     Statement,
-    agree,
+    agree_on_start,
     facts_of,
     first_of_host,
     signs_of_progress,
@@ -42,10 +42,10 @@ def start_together(
         fingerprints = {**dataset.fingerprints, **_model_fingerprint(config)}
         statement = Statement(facts_of(config, fingerprints, resume, device.type))
     except (UserError, OSError, Damaged) as error:
-        agree(store, rank, size, Statement({}, str(error)), collective_timeout())
+        agree_on_start(store, rank, size, Statement({}, str(error)), collective_timeout())
         raise UserError(str(error)) from error
     START.doing("waiting for the other ranks")
-    agree(store, rank, size, statement, collective_timeout())
+    agree_on_start(store, rank, size, statement, collective_timeout())
     use_one_network(store, rank, size)
     store.set_timeout(collective_timeout())
     return config, dataset

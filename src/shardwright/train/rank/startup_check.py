@@ -156,7 +156,7 @@ def _wait_for_first(store: dist.Store, host: str) -> str:
     return store.get(host).decode()
 
 
-def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout: timedelta) -> None:
+def agree_on_start(store: dist.Store, rank: int, size: int, statement: Statement, timeout: timedelta) -> None:
     """Return if all ranks state the same. Called by every rank. The wait for a rank that does not answer ends after
     `timeout` without a sign of progress of any rank.
 

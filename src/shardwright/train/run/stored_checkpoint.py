@@ -64,12 +64,3 @@ def position_in(checkpoint: StoredCheckpoint) -> Position:
         return Position(step, samples, Past.from_stored(content.get("past", {})))
     except ValueError as error:
         raise Damaged(f"{DESCRIPTION} has no position of a run: {error}") from None
-
-
-def what_is_missing(folder: FolderOrUrl) -> str | None:
-    """The reason why the checkpoint cannot be whole; None if every file has its length. Reads no large file."""
-    try:
-        examine(folder).checkpoint.check_lengths()
-    except ValueError as problem:
-        return str(problem)
-    return None

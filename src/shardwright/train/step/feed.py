@@ -5,9 +5,11 @@ Global batches without a trained token have no step; they are counted here. Noth
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardwright import board as boards
@@ -54,6 +56,23 @@ class Feed:
             boards.at(boards.DATA)
             batches += 1
         return data, Untrained(batches, position.samples, data.first) if batches else None
+
+    def first_sample(self, position: Position, number: int) -> int:
+        """Number of the first sample of micro-batch `number` of this rank, in the step at `position`."""
+        train, world = self._config.train, self._world
+        share = train.global_batch // world.data_size
+        return position.samples + world.data_rank * share + number * train.micro_batch
+
+    def samples(self, position: Position, number: int) -> Tensor:
+        """Numbers of the samples of micro-batch `number`: int64 [B], on the rank's device."""
+        first = self.first_sample(position, number)
+        return torch.arange(first, first + self._config.train.micro_batch, device=self._world.device)
+
+    def seed(self, position: Position, number: int) -> int:
+        """The seed of what forward draws for micro-batch `number`: a function of its first sample, so also after a
+        resume."""
+        text = f"{self._config.run.seed} {self.first_sample(position, number)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     def close(self) -> None:
         """End the threads that prepare batches. The next call of `next` begins at its position."""

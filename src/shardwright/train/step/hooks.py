@@ -1,7 +1,7 @@
 """The hooks of a job as one: the trainer's own and those of `[run] hooks`, called in this order.
 
-An error of a user's hook names the hook and the line. Nothing here communicates: what ranks must agree on travels in
-the reduction of the step.
+An error of a user's hook names the hook and the line. While steps run nothing here communicates: what ranks must agree
+on travels in the reduction of the step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright._torch import hook_count
+from shardwright.collective import RankGroup
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.hooks import Action, Fault, Job, StepInProgress, Sums, TrainerHook
+from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
@@ -50,7 +51,8 @@ class Hooks:
     def __init__(self, users: Sequence[TrainerHook] = ()) -> None:
         """`users`: those of `[run] hooks`. Their errors are ExtensionErrors."""
         self.users = list(users)
-        self.own: list[TrainerHook] = []
+        self.own: Sequence[TrainerHook] = ()
+        self._job: JobOfHooks | None = None  # until `setup`
         for hook, key in itertools.product(self.users, ("step_metrics", "validation_metrics")):
             if isinstance(name := getattr(hook, key), str):
                 raise UserError(
@@ -104,7 +106,9 @@ class Hooks:
         for hook in (*self.own, *self.users):
             self._call(hook, method, *arguments)
 
-    def setup(self, job: Job) -> None:
+    def setup(self, job: JobOfHooks, own: Sequence[TrainerHook] = ()) -> None:
+        """`own`: hooks of the trainer. They come before those of `[run] hooks`."""
+        self.own, self._job = own, job
         for hook in (*self.own, *self.users):
             before = hook_count(job.model)
             self._call(hook, "setup", job)
@@ -113,6 +117,16 @@ class Hooks:
                     f"train.cuda_graph: expected false with hook {hook.name!r}, which registers hooks on modules or "
                     "parameters, found true; a graph calls no such hook. Read p.grad in the method metrics"
                 )
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a hook of this rank has ended the run."""
+        return self._job is not None and bool(self._job.stop_reason)
+
+    def stop_reason(self) -> str:
+        """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
+        own = "" if self._job is None else self._job.stop_reason
+        return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
 
     def before_step(self, step: int) -> None:
         self._all("before_step", step)
@@ -260,9 +274,13 @@ class JobOfHooks:
     device: torch.device
     rank: int
     ranks: int
-    steps_done: int
     say: Callable[[str], None]
+    step: Callable[[], int]
     stop_reason: str = ""
+
+    @property
+    def steps_done(self) -> int:
+        return self.step()
 
     def stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason

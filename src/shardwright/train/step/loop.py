@@ -12,7 +12,7 @@ from shardwright.train.step.evaluation import validate
 from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
 from shardwright.train.step.reporting.conclusion import LoopEnd
-from shardwright.train.step.reporting.recording import (
+from shardwright.train.step.reporting.step_reports import (
     report_untrained,
     step_record,
 )
@@ -48,7 +48,7 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
         if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
             answer(fault, trainer, saves, reporter)
             if agreed.save_ended:
-                saves.conclude(raises=not leaving)
+                saves.finish(raises=not leaving)
             if agreed.signal and trainer.position.step:
                 trainer.save(saves, last=True)
                 return LoopEnd(agreed.signal)
@@ -56,11 +56,11 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
         validation = validate(trainer) if validates else None
         trainer.hooks.after_step(step_record(trainer, result, seconds, validation))
         if agreed.save_ended:
-            saves.conclude(raises=not leaving)
+            saves.finish(raises=not leaving)
         if saving:
             trainer.save(saves, last=leaving)
         if leaving:
-            early = trainer.stop_reason() if agreed.stops_early and not is_last else ""
+            early = trainer.hooks.stop_reason() if agreed.stops_early and not is_last else ""
             return LoopEnd(agreed.signal if not is_last else 0, early)
 
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.noted import noted
-from shardwright.train.config.catalog.hooks import Action
+from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
+from shardwright.train.step.feed import Untrained
 from shardwright.train.step.hooks import ACTIONS, means
 
 
@@ -71,6 +72,27 @@ class Agreed:
     stops_early: bool
     action: Action | None
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step, as all ranks know it.
+
+    Attributes:
+        agreed: the values of the reduction.
+        loss: the cross-entropy alone.
+        auxiliary: by name, the losses beside it.
+        rate: of the optimizer's first group.
+        fault: wrong numbers, for which the step was not done; None without any.
+        untrained: global batches before this one, of which no step was made.
+    """
+
+    agreed: Agreed
+    loss: float
+    auxiliary: Mapping[str, float]
+    rate: float
+    fault: Fault | None
+    untrained: Untrained | None
 
 
 def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:

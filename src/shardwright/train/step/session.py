@@ -10,26 +10,27 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.data.record import resumed_data
+from shardwright.train.data.run_documents import resumed_data
 from shardwright.train.errors import UserError, as_user_errors, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.checks import no_more_steps, only_end_is_missing
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import Outcome
-from shardwright.train.run.folder import checkpoints_of
+from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
-from shardwright.train.step.reporting.conclusion import LoopEnd, conclude
+from shardwright.train.step.reporting.conclusion import LoopEnd, Reports, conclude
+from shardwright.train.step.reporting.introduction import introduction
 from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.reporting.notices import FirstLoss
-from shardwright.train.step.reporting.opening import opening
-from shardwright.train.step.reporting.recording import (
+from shardwright.train.step.reporting.step_reports import (
     StepReports,
     open_record,
     open_reporter,
@@ -64,63 +65,84 @@ def _train(
     world: World,
     saved: Callable[[int], None] | None,
 ) -> Outcome:
-    folder, resume, attempt = run.folder, run.resumes, run.attempt
-    START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
-    lines: list[str] = []
-    if resume:
-        dataset, lines = resumed_data(config, folder, dataset)
-    with Reporter([Lines(0, 1)] if world.is_first else []) as notices:
-        if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
-            notices.say(changes)
-        for line in lines:
-            notices.say(line)
-        reads_weights = not resume or config.finetune.method != "full"
-        trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config))
-        if resume:
-            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
-            with START.left_to_others():
-                trainer.load(folder, notices)
-        if config.finetune.method != "full":
-            finetuning.prepare(trainer.model, config, folder.base_file, resume, world.mesh)
-            notices.say(adapters.statement(trainer.model))
-    config = trainer.config  # with the steps that `train.epochs` makes of the data
+    trainer = _built(config, run, dataset, world)
     check_model(trainer)
-    done = trainer.position.step
-    if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
-        raise UserError(no_more_steps(config, folder, done))
+    config, done = (
+        trainer.config,
+        trainer.position.step,
+    )  # with the steps that `train.epochs` makes of the data
+    if done >= config.train.steps and run.attempt == 1 and not only_end_is_missing(config, run.folder, done):
+        raise UserError(no_more_steps(config, run.folder, done))
     START.doing("running the first step")
     answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
-        record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
-            reporter = Reporter([]) if record is None else open_reporter(trainer, folder, record, attempt)
-            stack.enter_context(reporter)
-            stack.callback(trainer.close)
-            answers.say = reporter.answer
-            answers.step = lambda: min(trainer.stops_after, config.train.steps)
-            for lines_of_start in opening(trainer, folder, resume):
-                reporter.say(lines_of_start)
-            memory = MemoryReporter(trainer, folder, reporter)
-            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
-            trainer.hooks.own = [
-                MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory,
-                *([best] if best else []),
-            ]  # fmt: skip
-            trainer.open_hooks(reporter)
-
-            def note_saved(step: int) -> None:
-                if saved is not None:
-                    saved(step)
-                trainer.hooks.saved(step)
-
-            with Saves(
-                config.checkpoint, checkpoints_of(folder, config), reporter, done, note_saved, best
-            ) as saves:
-                more = done < config.train.steps
-                ended = run_steps(trainer, reporter, saves, stop) if more else LoopEnd()
-            answers.saves = False
+            reports = _opened_reports(trainer, run, stack)
+            answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
+            ended = _run_steps(trainer, run.folder, reports, stop, saved)
+            answers.reach_end()
         except BaseException as error:
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
             raise
-        return conclude(trainer, folder, record, ended, reporter, memory, best)
+        return conclude(trainer, run.folder, reports, ended)
+
+
+def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Trainer:
+    """The model in training, with its adapters, at the newest checkpoint if the run goes on."""
+    folder, resumes = run.folder, run.resumes
+    START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
+    lines: list[str] = []
+    if resumes:
+        dataset, lines = resumed_data(config, folder, dataset)
+    with Reporter([Lines(0, 1)] if world.is_first else []) as notices:
+        if resumes and world.is_first and (changes := changes_in_words(folder.config(), config)):
+            notices.say(changes)
+        for line in lines:
+            notices.say(line)
+        reads_weights = not resumes or config.finetune.method != "full"
+        trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config))
+        if resumes:
+            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
+            with START.left_to_others():
+                trainer.load(folder, notices)
+        if config.finetune.method != "full":
+            finetuning.prepare(trainer.model, config, folder.base_file, resumes, world.mesh)
+            notices.say(adapters.statement(trainer.model))
+    return trainer
+
+
+def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Reports:
+    """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them."""
+    folder, config = run.folder, trainer.config
+    record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
+    reporter = Reporter([]) if record is None else open_reporter(trainer, folder, record, run.attempt)
+    stack.enter_context(reporter)
+    stack.callback(trainer.close)
+    for line in introduction(trainer, folder, run.resumes):
+        reporter.say(line)
+    memory = MemoryReporter(trainer, folder, reporter)
+    best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
+    own = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
+    trainer.open_hooks(reporter, [*own, *([best] if best else [])])
+    return Reports(record, reporter, memory, best)
+
+
+def _run_steps(
+    trainer: Trainer,
+    folder: RunFolder,
+    reports: Reports,
+    stop: StopRequest,
+    saved: Callable[[int], None] | None,
+) -> LoopEnd:
+    """The steps that the run still has to do, with its checkpoints."""
+
+    def note_saved(step: int) -> None:
+        if saved is not None:
+            saved(step)
+        trainer.hooks.saved(step)
+
+    config, done = trainer.config, trainer.position.step
+    checkpoints = checkpoints_of(folder, config)
+    with Saves(config.checkpoint, checkpoints, reports.reporter, done, note_saved, reports.best) as saves:
+        return run_steps(trainer, reports.reporter, saves, stop) if done < config.train.steps else LoopEnd()

@@ -26,12 +26,20 @@ class SignalAnswers:
 
     def __init__(self, config: Config, job_end: JobEnd, world: World) -> None:
         self.job_end, self.world = job_end, world
-        self.say: Callable[[str], None] = print
-        self.saves = True  #: after `step`; False once the run is at its end
-        self.step: Callable[[], int] = lambda: 0  #: after which the run saves and ends if a signal comes now
+        self._say: Callable[[str], None] = print
+        self._saves = True  # False once the run is at its end
+        self._step: Callable[[], int] = lambda: 0
         # Our launcher knows the time and ends the ranks itself, also one that does not answer.
         self._seconds = config.fault.save_seconds if job_end.speaks else 0.0
         self._number = signal.SIGTERM
+
+    def follow(self, say: Callable[[str], None], step: Callable[[], int]) -> None:
+        """Answer through `say` from here on. A signal ends the run after the step that `step()` is by then."""
+        self._say, self._step = say, step
+
+    def reach_end(self) -> None:
+        """Say from here on that the run is at its end: nothing is left to save."""
+        self._saves = False
 
     def request(self) -> StopRequest:
         return StopRequest(self._noted, self._leave, self._seconds, ignores_later=True)
@@ -39,9 +47,9 @@ class SignalAnswers:
     def _noted(self, number: int) -> None:
         self._number = signal.Signals(number)
         if self.world.is_first:
-            doing = f"saving after step {self.step()}" if self.saves else "the run is at its end"
+            doing = f"saving after step {self._step()}" if self._saves else "the run is at its end"
             try:
-                self.say(f"{self._number.name} received; {doing}")
+                self._say(f"{self._number.name} received; {doing}")
             except (OSError, ValueError):
                 pass  # nobody reads the output any more
 
@@ -59,14 +67,14 @@ class SignalAnswers:
             os._exit(status)  # also if the terminal has gone, for example
 
     def _report(self, end: Outcome) -> None:
-        self.job_end.record(end)
+        self.job_end.write(end)
         if self.job_end.speaks and end.status != DONE:
             lines = [end.reason, *to_continue(self.job_end.folder, self.world.size)]
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _end(self, number: int | None) -> Outcome:
         folder = self.job_end.folder
-        if not self.saves and is_finished(folder):
+        if not self._saves and is_finished(folder):
             return Outcome(DONE, "done")
         if is_saved(folder):
             return stopped_by(self._number)

@@ -7,11 +7,10 @@ of them, so any number of ranks sees the same sequence.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,11 @@ from shardwright import board as boards
 from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.hooks import Fault, StepInProgress
-from shardwright.train.config.catalog.kinds import model_in_words
+from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.errors import UserError
-from shardwright.train.finetune import adapters
+from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.parallel import float8, recipe
 from shardwright.train.parallel.activations import Recompiles, prepare_blocks
 from shardwright.train.parallel.checks import check_batch_fits, check_separates
@@ -39,64 +36,41 @@ from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
-from shardwright.train.step.lr_schedule import learning_rate
+from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import looking, verifying
-from shardwright.train.step.reduction import Agreed, OwnPart, agree
+from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.saves import Saves
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts about a model before it is sharded.
+class StepData(NamedTuple):
+    """The data of a step on this rank.
 
     Attributes:
-        in_words: the model in messages.
-        parameters: how many it has.
-        flops_per_token: floating-point operations of forward and backward for each trained token.
-        draws: whether forward draws random numbers.
-        foreign: whether its code is not of this package.
-        shapes: names and shapes that a checkpoint holds.
+        tensors: of its micro-batches, see `tensors_of`.
+        counts: see `Losses.counts`.
+        seconds: the wait for it.
+        untrained: global batches before this one, of which no step is made.
     """
 
-    in_words: str
-    parameters: int
-    flops_per_token: int
-    draws: bool
-    foreign: bool
-    shapes: checkpoint.Shapes
-
-    @classmethod
-    def of(cls, plain: LanguageModel, config: Config) -> ModelFacts:
-        return cls(
-            in_words=model_in_words(config.model.shape(), config.model.kind),
-            parameters=plain.num_params(),
-            flops_per_token=plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain),
-            draws=plain.draws,
-            foreign=plain.foreign,
-            shapes=checkpoint.shapes_of(plain),
-        )
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step, as all ranks know it.
-
-    Attributes:
-        agreed: the values of the reduction.
-        loss: the cross-entropy alone.
-        auxiliary: by name, the losses beside it.
-        rate: of the optimizer's first group.
-        fault: wrong numbers, for which the step was not done; None without any.
-        untrained: global batches before this one, of which no step was made.
-    """
-
-    agreed: Agreed
-    loss: float
-    auxiliary: Mapping[str, float]
-    rate: float
-    fault: Fault | None
+    tensors: list[Tensor]
+    counts: Tensor
+    seconds: float
     untrained: Untrained | None
+
+
+class StepGradients(NamedTuple):
+    """The result of forward and backward on this rank, beside the gradients.
+
+    Attributes:
+        shares: this rank's parts of the losses, float64 [1 + auxiliaries].
+        norm: the gradient norm over all ranks before clipping, 0-d; None with an optimizer in backward.
+        again: does forward and backward once more.
+    """
+
+    shares: Tensor
+    norm: Tensor | None
+    again: Callable[[], Tensor]
 
 
 class Trainer:
@@ -115,7 +89,6 @@ class Trainer:
         self._use(dataset)
         config = self.config
         self.hooks = hooks or Hooks()
-        self.job: JobOfHooks | None = None  # until `open_hooks`
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
@@ -139,20 +112,20 @@ class Trainer:
         self.stops_after = 0  # the step after which a signal that comes now ends the run
         self._loaded: checkpoint.LoadedRun | None = None  # until the generators go on from it
 
-    def open_hooks(self, reporter: Reporter) -> None:
-        """Set the hooks up, with the state that a loaded checkpoint has of them."""
+    def open_hooks(self, reporter: Reporter, own: Sequence[TrainerHook] = ()) -> None:
+        """Set the hooks up, after the trainer's `own`, with the state that a loaded checkpoint has of them."""
         world = self.world
-        self.job = JobOfHooks(
+        job = JobOfHooks(
             self.config,
             self.model,
             self.optimizer,
             world.device,
             world.rank,
             world.size,
-            self.position.step,
             reporter.say,
+            lambda: self.position.step,
         )
-        self.hooks.setup(self.job)
+        self.hooks.setup(job, own)
         self._load_hooks()
 
     def _load_hooks(self, goes_back: bool = False) -> None:
@@ -167,11 +140,6 @@ class Trainer:
                 "which the run goes back, found none; the hook was added later"
             )
         self.hooks.load_state_dict(states)
-
-    def stop_reason(self) -> str:
-        """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
-        own = "" if self.job is None else self.job.stop_reason
-        return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
 
     def _use(self, dataset: Dataset) -> None:
         """Take this data, and the steps that `train.epochs` makes of it."""
@@ -194,9 +162,40 @@ class Trainer:
 
         With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
         """
-        train, step = self.config.train, self.position.step
+        step = self.position.step + 1
+        boards.begin_step(step)
+        self.stops_after = step
+        data = self._next_data()
+        self._set_rates(self.config.optimizer.rate(step - 1, self.config.train.steps))
+        self.hooks.before_step(step)
+        gradients = self._compute_gradients(data)
+        faults = self.hooks.faults(StepInProgress(step, gradients.norm, gradients.shares[0]))
+        # A signal from here on is answered in the next step, and this one's thread may print that at once.
         self.stops_after = step + 1
-        boards.begin_step(step + 1)
+        own = OwnPart(
+            shares=gradients.shares,
+            flag=looking.flag(gradients.norm, self.world.device),
+            norm=gradients.norm,
+            data_seconds=data.seconds,
+            signal=stop.signal_number,
+            save_ended=save_ended,
+            stops_early=self.hooks.stops_early,
+            votes=[each.action for each in faults],
+            sums=self.hooks.metrics(step),
+        )
+        agreed = agree(self.world, own, self.hooks.step_metrics)
+        fault = self._fault(agreed, gradients, faults)
+        rate = float(self.optimizer.param_groups[0]["lr"])  # as a hook may have set it
+        loss, *others = agreed.losses
+        auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
+        result = StepResult(agreed, loss, auxiliary, rate, fault, data.untrained)
+        self._apply_gradients(result)
+        if step == 1 and self.config.train.compile == "none":
+            finetuning.check_called(self.model)
+        return result
+
+    def _next_data(self) -> StepData:
+        """The data of the next step. The position moves over global batches without a trained token."""
         boards.at(boards.DATA)
         started = time.perf_counter()
         data, untrained = self.feed.next(self.position)
@@ -204,65 +203,46 @@ class Trainer:
             self.position = self.position.after_untrained(data.first, untrained.batches)
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
         counts = self.losses.counts(data.trained)
-        data_seconds = time.perf_counter() - started
-        rate = learning_rate(step, train.steps, self.config.optimizer)
+        return StepData(tensors_of(batches), counts, time.perf_counter() - started, untrained)
+
+    def _set_rates(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.hooks.before_step(step + 1)
+
+    def _compute_gradients(self, data: StepData) -> StepGradients:
+        """Forward and backward, reduced and clipped."""
         boards.at(boards.MODEL)
-        tensors = self.losses.weights(counts), *tensors_of(batches)
+        arguments = self.losses.weights(data.counts), *data.tensors
         with recipe.parallel_loss(self.config.parallel):
-            loss_sums = self._verified_if_due(*tensors)
+            loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         norm = recipe.clip_gradients(self.model, self.config)
-        shares = loss_sums / counts
-        faults = self.hooks.faults(StepInProgress(step + 1, norm, shares[0]))
-        # A signal from here on is answered in the next step, and this one's thread may print that at once.
-        self.stops_after = step + 2
-        own = OwnPart(
-            shares=shares,
-            flag=looking.flag(self, norm),
-            norm=norm,
-            data_seconds=data_seconds,
-            signal=stop.signal_number,
-            save_ended=save_ended,
-            stops_early=self.job is not None and bool(self.job.stop_reason),
-            votes=[each.action for each in faults],
-            sums=self.hooks.metrics(step + 1),
-        )
-        agreed = agree(self.world, own, self.hooks.step_metrics)
-        loss, *others = agreed.losses
-        auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
+        return StepGradients(loss_sums / data.counts, norm, partial(self.forward_backward, *arguments))
+
+    def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
+        """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
+        hooks."""
         with recipe.parallel_loss(self.config.parallel):
             fault = looking.fault_of_step(
-                self, loss, agreed.norm, agreed.flags, shares, partial(self.forward_backward, *tensors)
+                self, agreed.losses[0], agreed.norm, agreed.flags, gradients.shares, gradients.again
             )
         if fault is None and agreed.action is not None:
-            fault = looking.fault_of_hooks(self, faults, agreed.action, norm is not None)
-        rate = float(self.optimizer.param_groups[0]["lr"])  # as a hook may have set it
-        result = StepResult(agreed, loss, auxiliary, rate, fault, untrained)
-        if fault is None or norm is None:  # in backward most of it is done, and it ends here
+            fault = looking.fault_of_hooks(self, votes, agreed.action, agreed.norm is not None)
+        return fault
+
+    def _apply_gradients(self, result: StepResult) -> None:
+        """Step the optimizer and move the position, unless the step has a fault. Gradients are freed."""
+        done = result.fault is None
+        if done or result.agreed.norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)
             self.optimizer.step()
             float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
         boards.at(boards.OUTSIDE)
-        if fault is None:
-            self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
-            if self.job is not None:
-                self.job.steps_done = self.position.step
+        if done:
+            batch, kept = self.config.train.global_batch, self.config.fault.losses_kept
+            self.position = self.position.after_step(batch, result.loss, kept)
         boards.end_step(self.position.step + 1)
-        if step == 0:
-            self._check_adapters_called()
-        return result
-
-    def _check_adapters_called(self) -> None:
-        """Refuse adapters on layers whose weights the model uses without calling the layers."""
-        if self.config.train.compile == "none" and (names := adapters.uncalled_layers(self.model)):
-            raise UserError(
-                f"finetune.targets: expected layers that the model calls, found {names[0]!r}, whose weight it uses "
-                f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
-            )
 
     def _verified_if_due(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""
@@ -286,34 +266,14 @@ class Trainer:
             last = number + 1 == len(batches)
             reduced = last or train.accumulate == "communicate"
             if self.facts.draws:
-                torch.manual_seed(self._seed_of(number))
-            adapters.set_samples(self.model, self._samples(number))
+                torch.manual_seed(self.feed.seed(self.position, number))
+            adapters.set_samples(self.model, self.feed.samples(self.position, number))
             boards.at(boards.MODEL)
             with recipe.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
             loss_sums += sums.detach()
         return loss_sums
-
-    def _seed_of(self, number: int) -> int:
-        """The seed of what forward draws for a micro-batch: a function of its first sample, so also after a resume."""
-        first = self._first_sample(number)
-        return (
-            int.from_bytes(
-                hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()
-            )
-            >> 1
-        )
-
-    def _first_sample(self, number: int) -> int:
-        """Number of the first sample of micro-batch `number` of this rank and step."""
-        share = self.config.train.global_batch // self.world.data_size
-        return self.position.samples + self.world.data_rank * share + number * self.config.train.micro_batch
-
-    def _samples(self, number: int) -> Tensor:
-        """Numbers of the samples of a micro-batch: int64 [B]."""
-        first = self._first_sample(number)
-        return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
     # -- between steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -74,3 +75,14 @@ class OptimizerConfig(Section):
                     "muon has it"
                 )
         return self
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step number `step` (from 0) of `steps`: it rises over the warm-up to `lr`, then falls to
+        `min_lr_ratio` times `lr` at the last step."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        done = (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps)
+        part = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * part)

@@ -7,7 +7,7 @@ from typing import Any
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.errors import UserError
-from shardwright.train.models.hf.transformers_model import config_of, opened
+from shardwright.train.models.hf.transformers_model import config_of, opened_files
 
 
 def check(shape: HuggingFaceShape, config: Config) -> None:
@@ -28,7 +28,7 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
             "whose kind depends on values"
         )
     if shape.weights == "pretrained":
-        opened(shape)
+        opened_files(shape)
 
 
 def _class_of(settings: Any) -> Any:

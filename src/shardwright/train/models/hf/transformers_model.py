@@ -144,7 +144,7 @@ class HuggingFaceModel(ForeignModel):
 
         def places() -> tuple[Path, dict[str, TensorSource], list[str]]:
             """The files, where each tensor is in them, and the keys that the model does not need."""
-            stored = opened(self.config)
+            stored = opened_files(self.config)
             sources = transformers_key_map(self.model, _names(self), stored) or {}
             unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
             return (
@@ -412,7 +412,7 @@ def _files_of(index: Path) -> list[str]:
         return []
 
 
-def opened(shape: HuggingFaceShape) -> dict[str, FileTensor]:
+def opened_files(shape: HuggingFaceShape) -> dict[str, FileTensor]:
     """The headers of all files of weights.
 
     Raises:
@@ -436,7 +436,7 @@ def fingerprint(shape: HuggingFaceShape) -> str:
         return shape.resolved().path
     digest = hashlib.sha256(json.dumps(shape.config, sort_keys=True).encode())
     if shape.weights == "pretrained":
-        stored = sorted(opened(shape).values(), key=lambda each: each.key)
+        stored = sorted(opened_files(shape).values(), key=lambda each: each.key)
         forms = [(each.key, tuple(each.shape), str(each.dtype)) for each in stored]
         digest.update(repr(forms).encode())
         for each in stored[:: max(1, len(stored) // _SAMPLED)]:

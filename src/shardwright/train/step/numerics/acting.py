@@ -41,7 +41,7 @@ def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> 
 
 def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
     """Go back to the newest checkpoint that is old enough, and go on with the samples after the fault."""
-    saves.conclude(raises=False)
+    saves.finish(raises=False)
     before, stop = trainer.position, fault.samples[1]
     latest = before.step - trainer.config.fault.rewind_steps
     with answering():

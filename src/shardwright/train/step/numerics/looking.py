@@ -42,15 +42,15 @@ class CheckedTrainer(Protocol):
     position: Position
 
 
-def flag(trainer: CheckedTrainer, norm: Tensor | None) -> Tensor:
+def flag(norm: Tensor | None, device: torch.device) -> Tensor:
     """1 if the norm of all gradients is not finite, else 0: float64 [1]. It does not wait for the device.
 
     An optimizer that steps in backward leaves no norm. A pass over the weights in each step would cost too much, so a
     wrong gradient shows in the loss of a later step there, or before a save.
     """
     if norm is None:
-        return torch.zeros(1, dtype=torch.float64, device=trainer.world.device)
-    return (~norm.isfinite()).to(trainer.world.device, torch.float64, non_blocking=True)[None]
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    return (~norm.isfinite()).to(device, torch.float64, non_blocking=True)[None]
 
 
 def fault_of_step(

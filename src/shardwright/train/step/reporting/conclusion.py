@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,16 +51,25 @@ class LoopEnd:
     early: str = ""
 
 
-def conclude(
-    trainer: Trainer,
-    folder: RunFolder,
-    record: RunRecord | None,
-    ended: LoopEnd,
-    reporter: Reporter,
-    memory_report: MemoryReporter,
-    best: BestCheckpoint | None,
-) -> Outcome:
+class Reports(NamedTuple):
+    """The places to which a session reports.
+
+    Attributes:
+        record: of the run, run.json; None on ranks but the first.
+        reporter: of lines, steps and incidents, for the terminal and the sinks.
+        memory: the reports of memory.
+        best: finds the best checkpoint; None without `checkpoint.keep_best`.
+    """
+
+    record: RunRecord | None
+    reporter: Reporter
+    memory: MemoryReporter
+    best: BestCheckpoint | None
+
+
+def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopEnd) -> Outcome:
     """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
+    record, reporter, memory_report, best = reports
     ended_by = ended.signal
     boards.at(boards.END)
     end = stopped_by(ended_by) if ended_by else Outcome(DONE, "done")

@@ -291,7 +291,7 @@ def load(
         check_fits(stored, shapes)
         check_optimizer_fits(stored, state)
 
-    stored = opened(folder, fits)
+    stored = agreed_checkpoint(folder, fits)
     _load(stored, model, optimizer, say)
     return LoadedRun(stored.position, *stored.checkpoint.generators(), stored.checkpoint)
 
@@ -325,7 +325,7 @@ def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimi
 
 def load_weights(folder: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights alone into a plain model. Every rank, if there are several. Raises as `load` does."""
-    _load(opened(folder, lambda stored: check_fits(stored, shapes_of(model))), model, None, say)
+    _load(agreed_checkpoint(folder, lambda stored: check_fits(stored, shapes_of(model))), model, None, say)
 
 
 Read = Callable[[Mapping[str, Tensor]], None]
@@ -350,7 +350,7 @@ def with_weights(
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
 
     def open_folder(folder: FolderOrUrl) -> T:
-        stored = verified(folder, say, lambda stored: check_fits(stored, shapes))
+        stored = verified_checkpoint(folder, say, lambda stored: check_fits(stored, shapes))
 
         def read(tensors: Mapping[str, Tensor]) -> None:
             stored.checkpoint.read({f"model.{name}": tensor for name, tensor in tensors.items()})
@@ -366,7 +366,7 @@ def _nothing(stored: RunCheckpoint) -> None:
     pass
 
 
-def opened(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing) -> RunCheckpoint:
+def agreed_checkpoint(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing) -> RunCheckpoint:
     """A checkpoint that every rank has found sound, and that `fits` accepts. Its files are not compared yet.
 
     Raises, on every rank:
@@ -399,11 +399,11 @@ def opened(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing
     return found[0]
 
 
-def verified(
+def verified_checkpoint(
     folder: FolderOrUrl, say: Say = _silent, fits: Callable[[RunCheckpoint], None] = _nothing
 ) -> RunCheckpoint:
-    """As :func:`opened`, and its files are those that were saved. Each rank compares its share."""
-    stored = opened(folder, fits)
+    """As :func:`agreed_checkpoint`, and its files are those that were saved. Each rank compares its share."""
+    stored = agreed_checkpoint(folder, fits)
     whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
     def text(done: int) -> str:

@@ -127,7 +127,7 @@ class Saves:
             SaveFailedError: the checkpoint, or the one before, cannot be written, and the settings are to stop; or the
                 `last` one cannot.
         """
-        self.conclude(raises=not last)
+        self.finish(raises=not last)
         with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
             if self._make_way(position):
                 return
@@ -141,7 +141,7 @@ class Saves:
                 self._under_way = position.step
 
     def has_ended(self) -> bool:
-        """Whether `conclude` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
+        """Whether `finish` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
 
         For each rank alone, at each step: the ranks agree in the reduction of the step.
         """
@@ -150,7 +150,7 @@ class Saves:
         outcome = self._background.poll()
         return outcome is not None and (RankGroup().is_first or outcome.error is not None)
 
-    def conclude(self, raises: bool = True) -> None:
+    def finish(self, raises: bool = True) -> None:
         """Wait for the checkpoint that is written in the background, and delete those that are no longer to keep.
 
         Raises:
@@ -261,7 +261,7 @@ class Saves:
         """The damage of a checkpoint, as in `_damages`. Every rank compares a share of its files, once."""
         if step not in self._damages:
             try:
-                checkpoint.verified(step_folder(self.checkpoints, step), self.reporter.say)
+                checkpoint.verified_checkpoint(step_folder(self.checkpoints, step), self.reporter.say)
                 self._damages[step] = ""
             except Damaged as problem:
                 self._damages[step] = str(problem)

@@ -13,7 +13,7 @@ from shardwright.train.step.reporting.notices import before_steps
 from shardwright.train.step.trainer import Trainer
 
 
-def opening(trainer: Trainer, folder: RunFolder, resumes: bool) -> Iterator[str]:
+def introduction(trainer: Trainer, folder: RunFolder, resumes: bool) -> Iterator[str]:
     """All of them. Only the first rank describes the data and looks for notices."""
     yield opening_line(trainer, folder)
     if trainer.world.is_first:

@@ -11,7 +11,7 @@ from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import Incident, Sink, StepRecord
 from shardwright.train.config.catalog.sinks import RunSite
 from shardwright.train.config.catalog.sinks import sinks as named_sinks
-from shardwright.train.data.record import write_data_record
+from shardwright.train.data.run_documents import write_data_record
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.data.tokens.tokenizers import pinned_name
 from shardwright.train.errors import counted
@@ -26,7 +26,8 @@ from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
 from shardwright.train.step.evaluation import Validation
 from shardwright.train.step.feed import Untrained
-from shardwright.train.step.trainer import StepResult, Trainer
+from shardwright.train.step.reduction import StepResult
+from shardwright.train.step.trainer import Trainer
 
 
 def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attempt: int) -> Reporter:

@@ -1,0 +1,43 @@
+"""Facts about a model before it is sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import model_in_words
+from shardwright.train.finetune import adapters
+from shardwright.train.models.language_model import LanguageModel
+from shardwright.train.step.saving import checkpoint
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a model before it is sharded.
+
+    Attributes:
+        in_words: the model in messages.
+        parameters: how many it has.
+        flops_per_token: floating-point operations of forward and backward for each trained token.
+        draws: whether forward draws random numbers.
+        foreign: whether its code is not of this package.
+        shapes: names and shapes that a checkpoint holds.
+    """
+
+    in_words: str
+    parameters: int
+    flops_per_token: int
+    draws: bool
+    foreign: bool
+    shapes: checkpoint.Shapes
+
+    @classmethod
+    def of(cls, plain: LanguageModel, config: Config) -> ModelFacts:
+        return cls(
+            in_words=model_in_words(config.model.shape(), config.model.kind),
+            parameters=plain.num_params(),
+            flops_per_token=plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain),
+            draws=plain.draws,
+            foreign=plain.foreign,
+            shapes=checkpoint.shapes_of(plain),
+        )
