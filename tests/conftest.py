@@ -17,7 +17,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tokens of texts are kept there; what tests make goes with them.
 _caches = tempfile.TemporaryDirectory(prefix="shardwright-caches-")
-os.environ["XDG_CACHE_HOME"] = _caches.name
+os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = _caches.name
 os.environ["MPLCONFIGDIR"] = f"{_caches.name}/matplotlib"  # else matplotlib makes a folder in the user's home
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
 

@@ -135,10 +135,12 @@ def test_docstrings_open_with_a_subject() -> None:
     words = dict.fromkeys(others, r"(What|Of|Which|Whose)\b") | dict.fromkeys(
         SOURCE, r"(What|Of|That|How|Which)\b"
     )
+    sources = {path: path.read_text(encoding="utf-8") for path in words}
     wrong = [
         f"{path}:{line}: {text.splitlines()[0]}"
         for path, word in words.items()
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if re.search(rf"""["']\s*{word}""", sources[path])  # to parse all of them takes seconds
+        for line, text in docstrings(ast.parse(sources[path]))
         if re.match(word, text)
     ]
     assert not wrong, "docstrings without a subject:\n" + "\n".join(wrong)

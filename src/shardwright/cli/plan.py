@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 
 def _run(call: Call) -> int:
+    if call.options.accuracy:
+        from shardwright.planner.accuracy import in_words, read
+
+        print(in_words(read()))
+        return 0
     # argparse would report missing arguments before misspelt options.
     for name, value in (("CONFIG.toml or hf:MODEL", call.options.config), ("--on NxDEVICE", call.options.on)):
         if value is None:
@@ -64,7 +69,8 @@ def _local_device() -> Device:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits] [--no-cache]\n"
-        "                        [--section.key value ...] [--debug]"
+        "                        [--section.key value ...] [--debug]\n"
+        "       shardwright plan --accuracy"
     )
     parser.add_argument(
         "config", metavar="CONFIG.toml", nargs="?",
@@ -75,6 +81,10 @@ def _add_options(parser: Parser) -> None:
         "--on", metavar="NxDEVICE",
         help="the devices, such as 8xh100: a name, a .toml file with the memory of a device as `gib`, or local, this "
         "machine's GPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--accuracy", action="store_true", help="say how far the plans of this user's runs on GPUs were from what they "
+        "reserved",
     )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")

@@ -22,7 +22,7 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
+def test_a_verdict_in_lines_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(EXAMPLES / "llama_debug.toml")
     done = plan(config, "--on", "2xh100")
     assert (done.returncode, done.stderr) == (0, "")
@@ -39,15 +39,14 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
     ]
     small = tmp_path / "small.toml"
     small.write_text("gib = 1\n")
-    done = plan(config, "--on", f"2x{small}", "--json")
-    figures = json.loads(done.stdout)
-    assert (done.returncode, figures["fits"]) == (3, "no")
+    status = main(["plan", config, "--on", f"2x{small}", "--json"])
+    figures = json.loads(capsys.readouterr().out)
+    assert (status, figures["fits"]) == (3, "no")
     assert figures["left_bytes"] < 0 < figures["exact"]["optimizer"]
     assert "--activations.checkpoint full" in [edit["keys"] for edit in figures["edits"]]
     assert all(edit["reserved_bytes"] < figures["reserved_bytes"] for edit in figures["edits"])
-    done = plan(config, "--on", f"2x{small}")
-    assert done.returncode == 3
-    last = done.stdout.splitlines()[-len(figures["edits"]) :]
+    assert main(["plan", config, "--on", f"2x{small}"]) == 3
+    last = capsys.readouterr().out.splitlines()[-len(figures["edits"]) :]
     assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
 
 
@@ -93,6 +92,7 @@ EDITED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.extensive("plans of each", but=("activations",))
 @pytest.mark.parametrize("name", EDITED)
 def test_an_edit_that_is_pasted_gives_its_figure(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -277,7 +277,7 @@ def test_metrics_are_those_of_one_plain_rank(folder: Path, count: int, engine: s
             assert mine["validation_metrics"]["cross_entropy_again"] == pytest.approx(mine["validation_loss"])
 
 
-@pytest.mark.extensive("a run on each number of ranks", but=("1-*", "2-true"))
+@pytest.mark.extensive("a run on each number of ranks", but=("2-true",))
 @pytest.mark.parametrize("background", ["false", "true"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rewind_takes_hooks_along(folder: Path, count: int, background: str) -> None:
@@ -382,7 +382,7 @@ def test_a_hook_that_raises_is_one_error(
     assert error.count("\n") == (2 if who == "Last" else 1)  # the other rank lost contact
 
 
-@pytest.mark.extensive("each is a launch", but=("after_step",))
+@pytest.mark.extensive("each is a launch")
 @pytest.mark.parametrize("method", ["after_step", "load_state_dict"])
 def test_a_hook_that_raises_under_the_launcher(folder: Path, method: str) -> None:
     """One rank of two: one line, and the status of an error of the user."""

@@ -1,6 +1,6 @@
 """The plan of a job's memory beside its run, for `[run] plan`. Another process makes it, while the ranks start.
 
-Nothing here imports the planner.
+Nothing here imports what makes plans. The end of a run is kept beside its plan, for `shardwright plan --accuracy`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import shardwright
+from shardwright.planner.accuracy import Residual, append
 from shardwright.train.config import Config
 from shardwright.train.config.planned import check_planned
 from shardwright.train.errors import UserError
@@ -149,18 +153,30 @@ def plan_in_words(figures: Mapping[str, Any]) -> str:
     )
 
 
-def citation(folder: RunFolder, reason: str) -> list[str]:
-    """The plan of a job that has run out of memory, in a line; none for other reasons, or without a plan."""
+def note_out_of_memory(folder: RunFolder, reason: str) -> list[str]:
+    """Keep that a job has run out of memory beside its plan, and return the plan in a line. Nothing for other reasons,
+    or without a plan."""
     figures = read_plan(plan_file(folder)) if "out of memory" in reason.lower() else None
-    return [] if figures is None else [f"the plan of this job has {plan_in_words(figures)}"]
+    if figures is None:
+        return []
+    _keep(figures, None)
+    return [f"the plan of this job has {plan_in_words(figures)}"]
 
 
-def beside_reality(folder: RunFolder, reserved: int) -> list[str]:
-    """The line of the summary with the plan beside the bytes that were reserved; none without a plan."""
+def note_reserved(folder: RunFolder, reserved: int) -> list[str]:
+    """Keep the bytes that a job has reserved beside its plan, and return both as a line of the summary. Nothing without
+    a plan."""
     figures = read_plan(plan_file(folder))
     if figures is None or not reserved:
         return []
+    _keep(figures, reserved)
     planned = figures["reserved_bytes"]
     return [
         f"  plan            {planned / GIB:.2f} GiB, {planned / reserved - 1:+.1%} beside the peak memory"
     ]
+
+
+def _keep(figures: Mapping[str, Any], reserved: int | None) -> None:
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    device, ranks, fits, planned = (figures[key] for key in ("device", "ranks", "fits", "reserved_bytes"))
+    append(Residual(ended, device, ranks, fits, planned, reserved, version("torch"), shardwright.__version__))

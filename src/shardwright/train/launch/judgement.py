@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwright.board import ranks_in_words
 from shardwright.train.errors import UserError
-from shardwright.train.launch.forecast import citation
+from shardwright.train.launch.forecast import note_out_of_memory
 from shardwright.train.launch.job_end import Complaint, stopped_by
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
@@ -159,7 +159,7 @@ def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> i
     elif end.rank is not None:
         lines = [
             f"error: {end.reason}; the job has ended{note}",
-            *citation(evidence.folder, end.reason),
+            *note_out_of_memory(evidence.folder, end.reason),
             *_end_of_log(evidence, end.rank),
             *continuing,
         ]

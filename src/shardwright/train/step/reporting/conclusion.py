@@ -18,7 +18,7 @@ from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.errors import printable
-from shardwright.train.launch.forecast import beside_reality
+from shardwright.train.launch.forecast import note_reserved
 from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
@@ -114,7 +114,8 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
         )
         return end
     warnings = [*reporter.stopped, *reporter.failed_saves, *incidents_in_words(results)]
-    text = summary(trainer, folder, results, sampled, warnings)
+    plan = note_reserved(folder, results["peak_memory"]) if trainer.world.device.type == "cuda" else []
+    text = summary(trainer, folder, results, sampled, plan, warnings)
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return end
@@ -136,6 +137,7 @@ def summary(
     folder: RunFolder,
     results: Mapping[str, Any],
     sampled: Sample | None,
+    plan: Sequence[str],
     warnings: Sequence[str],
 ) -> str:
     sample_lines = []
@@ -177,7 +179,7 @@ def summary(
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
         f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
         f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
-        *(beside_reality(folder, results["peak_memory"]) if trainer.world.device.type == "cuda" else []),
+        *plan,
         *engine,
         *compiled,
         f"  checkpoint      {step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
