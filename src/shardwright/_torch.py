@@ -620,6 +620,54 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@contextmanager
+def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], Any]]) -> Iterator[None]:
+    """Inside the context torch.compile gives the graphs of its own backend to ``compiler``, forward and backward apart:
+    a graph of torch.fx and examples of its inputs, for a function that takes the inputs as a list and empties it.
+
+    What was compiled before is forgotten, and so is afterwards what was compiled inside.
+    """
+    wrapper = torch._TorchCompileInductorWrapper
+    before = wrapper.__call__
+    used = False
+
+    def compile_graph(self: Any, graph: Any, inputs: Any, **_: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        nonlocal used
+        used = True
+        return aot_autograd(
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            decompositions=select_decomp_table(),
+            partition_fn=min_cut_rematerialization_partition,
+        )(graph, inputs)
+
+    if "torch._dynamo" in sys.modules and compiled_graphs():
+        torch._dynamo.reset()
+    wrapper.__call__ = compile_graph  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        wrapper.__call__ = before  # type: ignore[method-assign]
+        if used:
+            torch._dynamo.reset()
+
+
+def donated_inputs(graph: Any) -> set[int]:
+    """The numbers of the inputs of a graph that nobody reads after it: saved tensors, if the graph is a backward. Called
+    by a ``compiler``, see :func:`compile_by`."""
+    if not any(
+        str(node.target).startswith("tangents") for node in graph.graph.nodes if node.op == "placeholder"
+    ):
+        return set()
+    context = torch._guards.TracingContext.try_get()
+    facts = None if context is None else context.fw_metadata
+    return set(getattr(facts, "bw_donated_idxs", None) or ())
+
+
 def set_activation_memory_budget(part: float) -> None:
     """Let torch.compile keep this part of what it would keep for backward; of 0 the inputs only. For the process."""
     import torch._functorch.config as config

@@ -99,8 +99,12 @@ class Hollow(TorchDispatchMode):
         self._results = _RESULTS
 
     @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile captures graphs also inside the mode
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch's wrapper takes time in each operation
+        return False  # torch's wrapper takes time in each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

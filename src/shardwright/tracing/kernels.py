@@ -96,6 +96,8 @@ def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """One kernel, if the dtypes agree. It saves its input and a number for each row."""
+    if torch.compiler.is_compiling():  # which makes a kernel of its own of the formula
+        return _plain_rms_norm(input, list(normalized_shape), weight, eps)
     if weight is not None and weight.dtype != input.dtype:
         return _plain_rms_norm(input, list(normalized_shape), weight, eps)
     return _FusedNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-any-return]

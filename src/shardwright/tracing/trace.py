@@ -12,6 +12,7 @@ import torch
 from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
+from shardwright.tracing.compiled import compiled_graphs
 from shardwright.tracing.hollow import Hollow
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
 from shardwright.tracing.recorder import Recorder
@@ -63,6 +64,7 @@ def trace(
         stack.enter_context(observe(_Slabs(recorder)))
         hollow = Hollow(recorder, value)
         stack.enter_context(watch_reads(hollow.check_read))
+        stack.enter_context(compiled_graphs(recorder, kind == "cpu"))
         stack.enter_context(hollow)
         yield recorder
 
@@ -87,14 +89,14 @@ def _without_accelerator() -> Iterator[None]:
     plain, plain_autocast = torch.accelerator.is_available, torch.autocast.__init__
 
     def autocast(
-        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
-    ) -> None:
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:  # torch.compile reads the names
         if enabled and device_type != "cpu":
             raise ValueError(
                 f"a plan runs on the CPU in place of the GPU: found autocast for {device_type!r}, which would change "
                 "nothing there. Use the mp_policy of fully_shard, or autocast for 'cpu'"
             )
-        plain_autocast(self, device_type, dtype, enabled, *rest, **more)
+        plain_autocast(self, device_type, dtype, enabled, cache_enabled)
 
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
     torch.autocast.__init__ = autocast  # type: ignore[assignment, method-assign]

@@ -78,6 +78,8 @@ class Training:
     # -- hooks
 
     def enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 "no plan covers DistributedDataParallel, whose reductions are not visible: plan with sw.fully_shard("
@@ -92,6 +94,8 @@ class Training:
             self._recorder.phase("forward")
 
     def leave(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._recorder.modules:  # torch also calls this if `enter` has raised an error
             self._recorder.modules.pop()
 

@@ -12,11 +12,6 @@ def check_planned(config: Config) -> None:
     Raises:
         UserError: names the key.
     """
-    if config.train.compile != "none":
-        raise UserError(
-            f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
-            "which needs more memory"
-        )
     for section, key, value in (
         ("parallel", "offload", config.parallel.offload),
         ("train", "float8", config.train.float8),

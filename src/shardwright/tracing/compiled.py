@@ -1,0 +1,148 @@
+"""Graphs of torch.compile in a trace: they take the memory that compiled kernels would take, and compute nothing.
+
+torch itself captures a graph, differentiates it and chooses what forward saves. ``fusion`` says which results of the
+graph are stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shardwright._torch import compile_by, donated_inputs, outside_dispatch_modes
+from shardwright.tracing.fusion import Kernel, base_of, kernels_of, name_of, nodes_in
+from shardwright.tracing.recorder import BY_LIFE, Recorder
+
+#: Operations that run another one, which comes first: with the state of the generator that a recomputation needs.
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "run_and_save_rng_state": lambda operation, *arguments, **options: (
+        torch.get_rng_state(),
+        operation(*arguments, **options),
+    ),
+    "run_with_rng_state": lambda _, operation, *arguments, **options: operation(*arguments, **options),
+}
+
+
+@contextmanager
+def compiled_graphs(recorder: Recorder, on_cpu: bool = False) -> Iterator[None]:
+    """Inside the context torch.compile's own backend makes graphs that only take memory.
+
+    ``on_cpu``: by the rules for a CPU. What was compiled before is forgotten, and so is afterwards what was compiled
+    inside.
+    """
+
+    def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        hollow = _HollowGraph(graph, recorder, donated_inputs(graph), on_cpu)
+
+        def run(arguments: list[Any]) -> Any:
+            return hollow(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with compile_by(compile_graph):
+        yield
+
+
+class _HollowGraph:
+    """A graph, called with its inputs as a list, which is emptied."""
+
+    def __init__(self, graph: GraphModule, recorder: Recorder, donated: set[int], on_cpu: bool) -> None:
+        self._graph, self._recorder = graph, recorder
+        nodes = list(graph.graph.nodes)
+        self._inputs = [node for node in nodes if node.op == "placeholder"]
+        self._output = nodes[-1]
+        self._kernels = kernels_of(nodes, {self._inputs[number] for number in donated}, on_cpu)
+        kept = {base_of(node) for node in nodes_in(self._output.args)}
+        last = {node: number for number, kernel in enumerate(self._kernels) for node in kernel.reads}
+        #: By number of a kernel the values of which it is the last reader. -1: of inputs that none reads.
+        self._dying: dict[int, list[Node]] = {
+            -1: [node for node in self._inputs if node not in last and node not in kept]
+        }
+        for node, number in last.items():
+            if node not in kept:
+                self._dying.setdefault(number, []).append(node)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        values: dict[Node, Any] = dict(zip(self._inputs, arguments, strict=True))
+        arguments.clear()
+        for node in self._dying[-1]:
+            del values[node]
+        for number, kernel in enumerate(self._kernels):
+            if kernel.stored:
+                self._take(kernel, values)
+            else:
+                (node,) = kernel.nodes
+                values[node] = self._run(node, values)
+                if not node.users:
+                    del values[node]
+            for node in self._dying.get(number, ()):
+                values.pop(node, None)
+        return _mapped(self._output.args[0], lambda node: self._value(node, values))
+
+    def _run(self, node: Node, values: dict[Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return getattr(self._graph, str(node.target))
+        target: Any = _PLAIN.get(name_of(node), node.target)
+        arguments = _mapped(node.args, lambda each: self._value(each, values))
+        options = _mapped(node.kwargs, lambda each: self._value(each, values))
+        return target(*arguments, **options)
+
+    def _value(self, node: Node, values: dict[Node, Any]) -> Any:
+        """The value of a node: there, or a view of one that is."""
+        return values[node] if node in values else self._run(node, values)
+
+    def _take(self, kernel: Kernel, values: dict[Node, Any]) -> None:
+        """Take memory for the results of a kernel."""
+        recorder = self._recorder
+        for node in kernel.stored:
+            like: Tensor = node.meta["val"]
+            if node in kernel.places:
+                values[node] = values[kernel.places[node]].view(like.shape)
+                continue
+            with outside_dispatch_modes():
+                made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype)
+                if like.numel() <= SMALL_NUMBERS:
+                    made.zero_()
+            what = f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
+            recorder.know(made, what, _line(node), BY_LIFE)
+            recorder.note_without_values(made)
+            values[node] = made
+        read = [values[node] for node in kernel.reads if isinstance(values.get(node), Tensor)]
+        written = [values[node] for node in kernel.stored]
+        names = "_".join(dict.fromkeys(map(name_of, kernel.nodes)))
+        recorder.kernel(
+            f"fused_{names}",
+            sum(each.numel() * each.element_size() for each in (*read, *written)),
+            tuple(tuple(each.shape) for each in (*read[:4], *written[:1])),
+            str(written[0].dtype).removeprefix("torch."),
+        )
+
+
+#: Results of no more elements are zero, not memory of any content: somebody may read them.
+SMALL_NUMBERS = 2048
+
+
+def _mapped(tree: Any, function: Callable[[Node], Any]) -> Any:
+    if isinstance(tree, Node):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(each, function) for each in tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(each, function) for key, each in tree.items()}
+    return tree
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _line(node: Node) -> str:
+    """The line of the model's code that an operation comes from, as ``layers.py:18``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
