@@ -657,8 +657,10 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
 
 
 def donated_inputs(graph: Any) -> set[int]:
-    """The numbers of the inputs of a graph that nobody reads after it: saved tensors, if the graph is a backward. Called
-    by a ``compiler``, see :func:`compile_by`."""
+    """The numbers of the inputs of a graph that nobody reads after it: saved tensors, if the graph is a backward.
+
+    Called by a ``compiler``, see :func:`compile_by`.
+    """
     if not any(
         str(node.target).startswith("tangents") for node in graph.graph.nodes if node.op == "placeholder"
     ):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -84,11 +85,13 @@ class _Kernels:
         for node in self._nodes:
             if node in self._fusable:
                 self._look_at(node)
-        #: Everything that a result follows from.
-        self._before: dict[Node, set[Node]] = {}
+        #: Everything that a result follows from, a bit for each node.
+        self._before: dict[Node, int] = {}
         for node in self._nodes:
-            direct = set(nodes_in((node.args, node.kwargs)))
-            self._before[node] = direct.union(*(self._before.get(each, ()) for each in direct))
+            bits = 0
+            for each in nodes_in((node.args, node.kwargs)):
+                bits |= self._bit(each) | self._before.get(each, 0)
+            self._before[node] = bits
 
     def _look_at(self, node: Node) -> None:
         """Note what the node reads, and whether its result is stored."""
@@ -118,50 +121,37 @@ class _Kernels:
         return any(map(self._is_heavy, inside))
 
     def kernels(self) -> list[Kernel]:
-        groups: list[list[Node]] = []
+        groups: list[_Group] = []
         for node in self._nodes:
             if node in self._stored:
                 home = next((group for group in reversed(groups) if self._joins(node, group, groups)), None)
                 if home is not None:
-                    home.append(node)
+                    home.add(node, self._bit(node), self._before[node])
                     continue
             elif node in self._fusable or _is_view(node):
                 continue
-            groups.append([node])
-        ordered = self._ordered(groups)
+            groups.append(_Group([node], self._bit(node), self._before[node]))
         done: set[Node] = set()
         made = []
-        for group in ordered:
-            made.append(self._kernel(group, done))
-            done.update(group)
+        for group in _in_order(sorted(groups, key=lambda group: self._number[group.nodes[-1]])):
+            made.append(self._kernel(group.nodes, done))
+            done.update(group.nodes)
         return made
 
-    def _joins(self, node: Node, group: list[Node], groups: list[list[Node]]) -> bool:
+    def _bit(self, node: Node) -> int:
+        return 1 << self._number[node]
+
+    def _joins(self, node: Node, group: _Group, groups: list[_Group]) -> bool:
         """Whether a kernel can also make the result of `node`: both go over as many elements and read something in
         common, and nothing between them has another kernel."""
-        if group[0] not in self._stored or _range(node) != _range(group[0]):
+        first = group.nodes[0]
+        if first not in self._stored or _range(node) != _range(first):
             return False
-        before, members = self._before[node], set(group)
-        reads = self._reads[node].keys()
-        if not any(each in before or self._reads[each].keys() & reads for each in group):
+        before, reads = self._before[node], self._reads[node].keys()
+        if not before & group.bits and not any(self._reads[each].keys() & reads for each in group.nodes):
             return False
-        others = (each for other in groups if other is not group for each in other)
-        return not any(each in before and self._before[each] & members for each in others)
-
-    def _ordered(self, groups: list[list[Node]]) -> list[list[Node]]:
-        """The groups in the order of their last members, each after those that it follows from."""
-        home = {node: number for number, group in enumerate(groups) for node in group}
-        needs = []
-        for number, group in enumerate(groups):
-            before = set().union(*(self._before[node] for node in group))
-            needs.append({home[each] for each in before if each in home} - {number})
-        waiting = sorted(range(len(groups)), key=lambda number: self._number[groups[number][-1]])
-        ordered: list[int] = []
-        while waiting:
-            ready = next(number for number in waiting if needs[number].issubset(ordered))
-            waiting.remove(ready)
-            ordered.append(ready)
-        return [groups[number] for number in ordered]
+        after = _following(group, groups)
+        return not any(other.bits & before for other in after)
 
     def _kernel(self, group: list[Node], done: set[Node]) -> Kernel:
         if group[0] not in self._stored:
@@ -190,7 +180,9 @@ class _Kernels:
         for each in self._reads[node]:
             if each in self._outputs or (each.op == "placeholder" and each not in self._donated):
                 continue
-            later = self._read_by(each) - self._before[node] - done
+            later = {
+                reader for reader in self._read_by(each) - done if not self._bit(reader) & self._before[node]
+            }
             if later <= {node} and _is_like(each, node):
                 return None if each in removed else each
         return None
@@ -219,6 +211,47 @@ class _Kernels:
             else:
                 found.add(each)
         return found
+
+
+@dataclass
+class _Group:
+    """Operations of one kernel, with a bit for each of them and for everything that they follow from."""
+
+    nodes: list[Node]
+    bits: int
+    before: int
+
+    def add(self, node: Node, bit: int, before: int) -> None:
+        self.nodes.append(node)
+        self.bits |= bit
+        self.before |= before
+
+
+def _following(group: _Group, groups: list[_Group]) -> list[_Group]:
+    """The other groups that follow from a group, also through others."""
+    found: list[_Group] = []
+    pending, left = [group], [other for other in groups if other is not group]
+    while pending:
+        bits = pending.pop().bits
+        direct = [other for other in left if other.before & bits]
+        left = [other for other in left if not other.before & bits]
+        pending += direct
+        found += direct
+    return found
+
+
+def _in_order(groups: list[_Group]) -> list[_Group]:
+    """The groups, each after those that it follows from."""
+    ordered: list[_Group] = []
+    left = 0
+    for group in groups:
+        left |= group.bits
+    while groups:
+        ready = next(group for group in groups if not group.before & (left & ~group.bits))
+        groups = [group for group in groups if group is not ready]
+        ordered.append(ready)
+        left &= ~ready.bits
+    return ordered
 
 
 def base_of(node: Node) -> Node:
