@@ -635,6 +635,11 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        def divide(joint: Any, *arguments: Any, **options: Any) -> Any:
+            joint_graph_passes(joint)
+            return min_cut_rematerialization_partition(joint, *arguments, **options)
 
         nonlocal used
         used = True
@@ -642,7 +647,7 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
             fw_compiler=compiler,
             bw_compiler=compiler,
             decompositions=select_decomp_table(),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=divide,
         )(graph, inputs)
 
     if "torch._dynamo" in sys.modules and compiled_graphs():
