@@ -6,6 +6,7 @@ graph are stored.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardwright._torch import compile_by, donated_inputs, outside_dispatch_modes
+from shardwright._torch import compile_by, donated_inputs, hide_from_dynamo, outside_dispatch_modes
+from shardwright.tracing import hollow, recorder
 from shardwright.tracing.fusion import Kernel, base_of, kernels_of, name_of, nodes_in
 from shardwright.tracing.recorder import BY_LIFE, Recorder
 
@@ -30,31 +32,42 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def compiled_graphs(recorder: Recorder, on_cpu: bool = False) -> Iterator[None]:
+def compiled_graphs(events: Recorder, on_cpu: bool = False) -> Iterator[None]:
     """Inside the context torch.compile's own backend makes graphs that only take memory.
 
-    ``on_cpu``: by the rules for a CPU. What was compiled before is forgotten, and so is afterwards what was compiled
-    inside.
+    What was compiled before is forgotten, and so is afterwards what was compiled inside.
+
+    Args:
+        events: gets the blocks and kernels.
+        on_cpu: whether kernels are made by the rules for a CPU.
     """
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        hollow = _HollowGraph(graph, recorder, donated_inputs(graph), on_cpu)
+        made = _HollowGraph(graph, events, donated_inputs(graph), on_cpu)
 
         def run(arguments: list[Any]) -> Any:
-            return hollow(arguments)
+            return made(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    _hide_tracing()
     with compile_by(compile_graph):
         yield
+
+
+@functools.cache
+def _hide_tracing() -> None:
+    """Let torch.compile not compile what runs here at each operation. Functions of ``kernels``, and hooks of modules in
+    ``training``, are part of graphs."""
+    hide_from_dynamo(lambda: [__file__, *(file for file in (hollow.__file__, recorder.__file__) if file)])
 
 
 class _HollowGraph:
     """A graph, called with its inputs as a list, which is emptied."""
 
-    def __init__(self, graph: GraphModule, recorder: Recorder, donated: set[int], on_cpu: bool) -> None:
-        self._graph, self._recorder = graph, recorder
+    def __init__(self, graph: GraphModule, events: Recorder, donated: set[int], on_cpu: bool) -> None:
+        self._graph, self._events = graph, events
         nodes = list(graph.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
         self._output = nodes[-1]
@@ -100,7 +113,7 @@ class _HollowGraph:
 
     def _take(self, kernel: Kernel, values: dict[Node, Any]) -> None:
         """Take memory for the results of a kernel."""
-        recorder = self._recorder
+        events = self._events
         for node in kernel.stored:
             like: Tensor = node.meta["val"]
             if node in kernel.places:
@@ -111,13 +124,13 @@ class _HollowGraph:
                 if like.numel() <= SMALL_NUMBERS:
                     made.zero_()
             what = f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
-            recorder.know(made, what, _line(node), BY_LIFE)
-            recorder.note_without_values(made)
+            events.know(made, what, _line(node), BY_LIFE)
+            events.note_without_values(made)
             values[node] = made
         read = [values[node] for node in kernel.reads if isinstance(values.get(node), Tensor)]
         written = [values[node] for node in kernel.stored]
         names = "_".join(dict.fromkeys(map(name_of, kernel.nodes)))
-        recorder.kernel(
+        events.kernel(
             f"fused_{names}",
             sum(each.numel() * each.element_size() for each in (*read, *written)),
             tuple(tuple(each.shape) for each in (*read[:4], *written[:1])),
