@@ -92,7 +92,11 @@ class _HollowGraph:
                 self._take(kernel, values)
             else:
                 (node,) = kernel.nodes
-                values[node] = self._run(node, values)
+                self._events.line = _line(node)
+                try:
+                    values[node] = self._run(node, values)
+                finally:
+                    self._events.line = None
                 if not node.users:
                     del values[node]
             for node in self._dying.get(number, ()):

@@ -40,6 +40,7 @@ class Recorder:
         now: live bytes.
         current_phase: the phase.
         modules: the names of the modules whose forward runs, the innermost last.
+        line: of the model's code that operations come from, inside a graph; None: the one that runs.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Recorder:
         self.now = 0
         self.current_phase = ""
         self.modules: list[str] = []
+        self.line: str | None = None
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
         self._blocks: dict[int, int] = {}  #: the block of a storage, by the address of the storage's object
@@ -146,14 +148,14 @@ class Recorder:
 
         In backward it is the line of forward whose gradient is computed. In forward the line is noted for that.
         """
-        line, in_engine = caller()
+        line, in_engine = caller() if self.line is None else (self.line, False)
         module = self.modules[-1] if self.modules else ""
         if torch.is_grad_enabled() and (number := number_of_next_node() - 1) >= 0:
             self._lines.setdefault(number, (line, module))
         if in_backward():
             of_forward = self._lines.get(number_of_running_node(), ("", ""))
             module = module or of_forward[1]
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and self.line is None:
                 line = of_forward[0]
         self._module = module
         return line, in_engine

@@ -95,6 +95,8 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
 
     None: their traces would not be shorter together, or do not agree on how a program grows.
     """
+    if config.train.compile != "none":
+        return None  # blocks share their graphs, so that a trace of the whole takes no longer
     for series in series_of(config, ranks):
         if not series.saves:
             continue
