@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +37,37 @@ from shardwright.tracing.loop import program_of_loop
 
 RANKS, SEQ_LEN, DEVICE_GIB = 8, 2048, 95.0396
 DIM, HEADS, HIDDEN, VOCABULARY = 4096, 32, 11008, 32000
-#: By name: activation checkpointing, ranks of tensor parallelism, micro-batch; published percentages of the peaks of
-#: live and of reserved bytes.
-ROWS: dict[str, tuple[str, int, int, float, float]] = {
-    "1-D, each block recomputed": ("full", 1, 8, 23.92, 32.64),
-    "1-D, every second product kept": ("selective", 1, 8, 52.13, 62.51),
-    "2-D, each block recomputed": ("full", 2, 16, 50.12, 60.97),
-    "2-D, every second product kept": ("selective", 2, 16, 76.49, 90.14),
+
+
+class Row(NamedTuple):
+    """A job, and its published figures.
+
+    Attributes:
+        checkpoint: of activations: "full", "selective" or "none".
+        tensor: ranks of tensor parallelism.
+        batch: the micro-batch.
+        compiled: whether torch.compile gets the model.
+        live: published percentage of the peak of live bytes; None: there is none.
+        reserved: the same of reserved bytes.
+    """
+
+    checkpoint: str
+    tensor: int
+    batch: int
+    compiled: bool
+    live: float | None
+    reserved: float
+
+
+ROWS = {
+    "1-D, each block recomputed": Row("full", 1, 8, False, 23.92, 32.64),
+    "1-D, every second product kept": Row("selective", 1, 8, False, 52.13, 62.51),
+    "2-D, each block recomputed": Row("full", 2, 16, False, 50.12, 60.97),
+    "2-D, every second product kept": Row("selective", 2, 16, False, 76.49, 90.14),
+    "compiled, each block recomputed": Row("full", 1, 8, True, None, 30.40),
+    "compiled, every second product kept": Row("selective", 1, 8, True, None, 56.64),
+    "compiled, the same with micro-batch 16": Row("selective", 1, 16, True, None, 92.84),
+    "compiled, all activations kept": Row("none", 1, 8, True, None, 94.99),
 }
 
 
@@ -157,24 +181,28 @@ def make_parallel(model: Llama, ranks: int) -> Any:
     return mesh["data"]
 
 
-def loop_of(layers: int, checkpoint: str, tensor: int, batch: int) -> Callable[[], Any]:
+def loop_of(layers: int, row: Row) -> Callable[[], Any]:
+    checkpoint, tensor, batch = row[:3]
+
     def loop() -> Any:
         with torch.device("meta"):
             model = Llama(layers)
         mesh = make_parallel(model, tensor) if tensor > 1 else init_device_mesh("cpu", (RANKS,))
         options: dict[str, Any] = {"context_fn": selective} if checkpoint == "selective" else {}
         for i, layer in enumerate(model.layers):
-            model.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False, **options)
+            if checkpoint != "none":
+                model.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False, **options)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for i, layer in enumerate(model.layers):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=i + 1 < layers)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         model.to_empty(device="cpu")
+        called = torch.compile(model) if row.compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         for _ in range(2):
             tokens, labels = (torch.zeros(batch, SEQ_LEN, dtype=torch.int64) for _ in range(2))
             optimizer.zero_grad()
-            logits = model(tokens)
+            logits = called(tokens)
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
             optimizer.step()
@@ -190,19 +218,22 @@ def figures(program: Program) -> tuple[float, float]:
 
 
 def lines(layers: int, rows: Iterable[str]) -> Iterable[str]:
-    yield f"{'row':32}{'live':>8}{'published':>11}{'reserved':>11}{'published':>11}  (percent of {DEVICE_GIB} GiB)"
+    yield f"{'row':40}{'live':>8}{'published':>11}{'reserved':>11}{'published':>11}  (percent of {DEVICE_GIB} GiB)"
     for name in rows:
-        checkpoint, tensor, batch, active, reserved = ROWS[name]
-        found = figures(program_of_loop(loop_of(layers, checkpoint, tensor, batch), RANKS))
-        yield f"{name:32}{found[0]:8.2f}{active:11.2f}{found[1]:11.2f}{reserved:11.2f}"
+        row = ROWS[name]
+        live, reserved = figures(program_of_loop(loop_of(layers, row), RANKS))
+        published = "-" if row.live is None else f"{row.live:.2f}"
+        yield f"{name:40}{live:8.2f}{published:>11}{reserved:11.2f}{row.reserved:11.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", default="", help="rows whose names have this text")
     parser.add_argument("--layers", type=int, default=32, help="fewer are no published row (default: 32)")
-    for line in lines(parser.parse_args().layers, ROWS):
+    options = parser.parse_args()
+    for line in lines(options.layers, [name for name in ROWS if options.only in name]):
         print(line, flush=True)
 
 

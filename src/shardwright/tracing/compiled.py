@@ -21,8 +21,12 @@ from shardwright.tracing import hollow, recorder
 from shardwright.tracing.fusion import Kernel, base_of, kernels_of, name_of, nodes_in
 from shardwright.tracing.recorder import BY_LIFE, Recorder
 
-#: Operations that run another one, which comes first: with the state of the generator that a recomputation needs.
+#: Operations that run another one, which comes first, with the state of the generator that a recomputation needs; and
+#: those that check values, which a trace does not have.
 _PLAIN: dict[str, Callable[..., Any]] = {
+    "_assert_async": lambda *_: None,
+    "_assert_scalar": lambda *_: None,
+    "_functional_assert_async": lambda *_: None,
     "run_and_save_rng_state": lambda operation, *arguments, **options: (
         torch.get_rng_state(),
         operation(*arguments, **options),
@@ -120,13 +124,13 @@ class _HollowGraph:
         events = self._events
         for node in kernel.stored:
             like: Tensor = node.meta["val"]
-            if node in kernel.places:
-                values[node] = values[kernel.places[node]].view(like.shape)
-                continue
             with outside_dispatch_modes():
-                made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype)
-                if like.numel() <= SMALL_NUMBERS:
-                    made.zero_()
+                if node in kernel.places:
+                    made = values[kernel.places[node]].view(like.shape)
+                else:
+                    made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype)
+                if made.untyped_storage().nbytes() <= hollow.SMALL:
+                    made.zero_()  # somebody may read it
             what = f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
             events.know(made, what, _line(node), BY_LIFE)
             events.note_without_values(made)
@@ -140,10 +144,6 @@ class _HollowGraph:
             tuple(tuple(each.shape) for each in (*read[:4], *written[:1])),
             str(written[0].dtype).removeprefix("torch."),
         )
-
-
-#: Results of no more elements are zero, not memory of any content: somebody may read them.
-SMALL_NUMBERS = 2048
 
 
 def _mapped(tree: Any, function: Callable[[Node], Any]) -> Any:

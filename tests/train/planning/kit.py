@@ -79,6 +79,8 @@ def compare(config: Config, words: str, part: float) -> None:
     planned, kept = planned_step(program_of(config, 2, "cpu"))
     assert abs(planned - real) <= part * real, f"{words}: {planned} bytes planned, {real} measured"
     for group, nbytes in real_kept.items():
+        if not nbytes:
+            continue  # other ranks send what was in memory; if the loss is not finite, the optimizer makes no step
         assert kept.get(group, 0) == nbytes, (
             f"{words}: {group}: {kept.get(group, 0)} planned, {nbytes} measured"
         )

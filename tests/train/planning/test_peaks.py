@@ -58,6 +58,26 @@ MORE_HYBRID: dict[str, str] = {
     "tensor": "parallel.tensor=2",
     "spread and full": "parallel.expert=2 activations.checkpoint=full",
 }
+#: Blocks compiled by inductor, whose kernels the real step runs.
+COMPILED: dict[str, tuple[str, str]] = {
+    "bf16": ("llama_debug", "model.n_layers=2 parallel.param_dtype=bfloat16"),
+    "float32": ("llama_debug", "model.n_layers=8"),
+    "full": ("llama_debug", "activations.checkpoint=full"),
+    "ops": ("llama_debug", "activations.checkpoint=ops"),
+    "layers": ("llama_debug", "activations.checkpoint=layers model.n_layers=6"),
+    "budget": ("llama_debug", "activations.checkpoint=budget activations.budget=0.4"),
+    "tensor": ("llama_debug", "parallel.tensor=2"),
+    "micro-batches": ("llama_debug", "train.micro_batch=2"),
+    "in backward": ("llama_debug", "optimizer.in_backward=true train.max_norm=0"),
+    "ragged": ("llama_debug", "parallel.strategy=zero1 parallel.layout=ragged"),
+    "fsdp2": ("llama_debug", "parallel.engine=fsdp2"),
+    "lora": ("llama_debug", "finetune.method=lora"),
+    "hybrid": ("hybrid_debug", "model.pattern=M*M- model.mtp_pattern="),
+    "experts": ("hybrid_debug", "parallel.param_dtype=bfloat16"),
+    "experts, full": ("hybrid_debug", "parallel.param_dtype=bfloat16 activations.checkpoint=full"),
+    "eager": ("llama_debug", "train.compile=eager"),
+    "aot_eager": ("llama_debug", "train.compile=aot_eager"),
+}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -86,6 +106,13 @@ def test_a_plan_of_a_hybrid_has_the_peak_of_the_step(words: str) -> None:
 @pytest.mark.parametrize("words", MORE_HYBRID.values(), ids=MORE_HYBRID)
 def test_a_plan_of_a_hybrid_has_the_peak_of_the_step_with_each_setting(words: str) -> None:
     compare(config_of(words, "hybrid_debug"), words, 0.005)
+
+
+@pytest.mark.extensive("each compiles its blocks", but=("bf16",))
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_plan_of_compiled_blocks_has_the_peak_of_the_step(name: str) -> None:
+    example, words = COMPILED[name]
+    compare(config_of(f"train.compile=inductor {words}", example), words, 0.005)
 
 
 def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:
