@@ -6,6 +6,7 @@ Peaks of compiled blocks beside real steps are in ``tests/train/planning/test_pe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_a_loop_of_ones_own_may_compile(engine: str, what: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    plain, compiled = (sw.plan(lambda c=c: loop(c), on="2xh100") for c in (False, True))
+    plain, compiled = (sw.plan(partial(loop, compiles), on="2xh100") for compiles in (False, True))
     assert compiled.exact == plain.exact
     assert 0 < compiled.traced["activations"] <= plain.traced["activations"]
     assert compiled.peak.owner.line.startswith("test_compiled.py:")
