@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from shardwright.errors import Damaged
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
+    from shardwright.checkpoint.asynchronous.async_checkpoint import AsyncCheckpoint
     from shardwright.checkpoint.format.index import UnknownVersion
     from shardwright.checkpoint.format.nested import nested
     from shardwright.checkpoint.load.checkpoints import StoredForm
-    from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
+    from shardwright.checkpoint.pretrained.load_pretrained import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
-    from shardwright.checkpoint.pretrained.save import save_pretrained
+    from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained
     from shardwright.checkpoint.storage.keeping import (
         check_writable,
         folder_or_url,
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
         seed_generators,
         set_generator_states,
     )
+    from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
     from shardwright.checkpoint.training.opened import StoredCheckpoint, open_checkpoint
-    from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint, save_state
+    from shardwright.checkpoint.training.save_checkpoint import save_checkpoint, save_state
 
 __all__ = [
     "AsyncCheckpoint",
@@ -82,10 +83,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncCheckpoint": "asynchronous.saves",
+    "AsyncCheckpoint": "asynchronous.async_checkpoint",
     "Joined": "pretrained.names",
     "KeyMap": "pretrained.names",
-    "Loaded": "pretrained.load",
+    "Loaded": "pretrained.load_pretrained",
     "Slice": "pretrained.names",
     "Stacked": "pretrained.names",
     "Transposed": "pretrained.names",
@@ -98,16 +99,16 @@ _HOMES = {
     "is_checkpoint": "storage.keeping",
     "list_checkpoints": "storage.keeping",
     "remove_checkpoint": "storage.keeping",
-    "load_checkpoint": "training.save_load",
+    "load_checkpoint": "training.load_checkpoint",
     "open_checkpoint": "training.opened",
-    "save_state": "training.save_load",
+    "save_state": "training.save_checkpoint",
     "seed_generators": "training.generators",
     "set_generator_states": "training.generators",
-    "load_pretrained": "pretrained.load",
+    "load_pretrained": "pretrained.load_pretrained",
     "nested": "format.nested",
     "receive_weights": "stream.receive",
-    "save_checkpoint": "training.save_load",
-    "save_pretrained": "pretrained.save",
+    "save_checkpoint": "training.save_checkpoint",
+    "save_pretrained": "pretrained.save_pretrained",
     "stream_weights": "stream.send",
     "write_file": "storage.keeping",
 }
