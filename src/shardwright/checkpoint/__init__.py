@@ -82,35 +82,26 @@ __all__ = [
     "write_file",
 ]
 
+#: The module of each name.
 _HOMES = {
-    "AsyncCheckpoint": "asynchronous.async_checkpoint",
-    "Joined": "pretrained.names",
-    "KeyMap": "pretrained.names",
-    "Loaded": "pretrained.load_pretrained",
-    "Slice": "pretrained.names",
-    "Stacked": "pretrained.names",
-    "Transposed": "pretrained.names",
-    "StoredCheckpoint": "training.opened",
-    "StoredForm": "load.checkpoints",
-    "UnknownVersion": "format.index",
-    "generator_states": "training.generators",
-    "check_writable": "storage.keeping",
-    "folder_or_url": "storage.keeping",
-    "is_checkpoint": "storage.keeping",
-    "list_checkpoints": "storage.keeping",
-    "remove_checkpoint": "storage.keeping",
-    "load_checkpoint": "training.load_checkpoint",
-    "open_checkpoint": "training.opened",
-    "save_state": "training.save_checkpoint",
-    "seed_generators": "training.generators",
-    "set_generator_states": "training.generators",
-    "load_pretrained": "pretrained.load_pretrained",
-    "nested": "format.nested",
-    "receive_weights": "stream.receive",
-    "save_checkpoint": "training.save_checkpoint",
-    "save_pretrained": "pretrained.save_pretrained",
-    "stream_weights": "stream.send",
-    "write_file": "storage.keeping",
+    name: module
+    for module, names in {
+        "asynchronous.async_checkpoint": "AsyncCheckpoint",
+        "format.index": "UnknownVersion",
+        "format.nested": "nested",
+        "load.checkpoints": "StoredForm",
+        "pretrained.load_pretrained": "Loaded load_pretrained",
+        "pretrained.names": "Joined KeyMap Slice Stacked Transposed",
+        "pretrained.save_pretrained": "save_pretrained",
+        "storage.keeping": "check_writable folder_or_url is_checkpoint list_checkpoints remove_checkpoint write_file",
+        "stream.receive": "receive_weights",
+        "stream.send": "stream_weights",
+        "training.generators": "generator_states seed_generators set_generator_states",
+        "training.load_checkpoint": "load_checkpoint",
+        "training.opened": "StoredCheckpoint open_checkpoint",
+        "training.save_checkpoint": "save_checkpoint save_state",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -24,10 +24,8 @@ from shardwright.collective import described, raise_for
 #: before that, the trainers themselves find out that one of them is gone.
 PATIENCE = 60.0
 PATIENCE_BEHIND_URLS = 600.0  #: an upload shows no sign before it ends
-_LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = (
-    0.25,
-    2.0,
-)  #: seconds between looks; those at a store are paid for
+#: Seconds between looks. Those at a store are paid for.
+_LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = 0.25, 2.0
 
 
 class BackgroundWriter:
@@ -83,14 +81,7 @@ class BackgroundWriter:
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
         notes.remove(job.unfinished, job.contents.ranks)
-        commit_parts(
-            job.place,
-            job.unfinished,
-            job.contents,
-            writes,
-            overwrite=job.overwrite,
-            verified=job.verified,
-        )
+        commit_parts(job.place, job.unfinished, job.contents, writes, job.overwrite, job.verified)
 
     def _all_written(self, job: SaveJob) -> list[WrittenFile]:
         """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
 from shardwright.checkpoint.format.boxes import check_coverage
-from shardwright.checkpoint.format.checks import DTYPES, check_count, check_kind
+from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
 from shardwright.errors import Damaged
 
 MOST_DIMS = 64
@@ -144,7 +144,7 @@ def _state(value: Any, kind: str) -> Any:
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     state = _state(value, kind)
-    return check_kind(state, dict, f"the fields of {kind}") if state else {}  # of no fields there is no state
+    return typed(state, dict, f"the fields of {kind}") if state else {}  # of no fields there is no state
 
 
 def _kind(value: Any) -> str:
@@ -153,18 +153,18 @@ def _kind(value: Any) -> str:
 
 def _size(value: Any) -> torch.Size:
     (numbers,) = _state(value, "Size")
-    if len(check_kind(numbers, tuple, "sizes")) > MOST_DIMS:
+    if len(typed(numbers, tuple, "sizes")) > MOST_DIMS:
         raise Damaged(f"expected at most {MOST_DIMS} dimensions, found {len(numbers):,}")
-    return torch.Size([check_count(each, "a size") for each in check_kind(numbers, tuple, "sizes")])
+    return torch.Size([count_of(each, "a size") for each in typed(numbers, tuple, "sizes")])
 
 
 def _check_number(read: Any, nbytes: int) -> None:
     """Check that the file describes no more parts than it has room for."""
-    entries = check_kind(_fields(read, "Metadata")["state_dict_metadata"], dict, "the list of values")
+    entries = typed(_fields(read, "Metadata")["state_dict_metadata"], dict, "the list of values")
     parts = 0
     for entry in entries.values():
         if _kind(entry) == "TensorStorageMetadata":
-            parts += len(check_kind(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
+            parts += len(typed(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
     if parts * BYTES_OF_PART > nbytes:
         raise Damaged(f"{parts:,} parts of tensors do not fit into {nbytes:,} bytes")
 
@@ -172,11 +172,11 @@ def _check_number(read: Any, nbytes: int) -> None:
 def _built(read: Any) -> Metadata:
     fields = _fields(read, "Metadata")
     entries = {
-        check_kind(name, str, "a name"): _entry(name, entry)
-        for name, entry in check_kind(fields["state_dict_metadata"], dict, "the list of values").items()
+        typed(name, str, "a name"): _entry(name, entry)
+        for name, entry in typed(fields["state_dict_metadata"], dict, "the list of values").items()
     }
     places: dict[MetadataIndex, FileRange] = {}
-    for index, info in check_kind(fields["storage_data"], dict, "the list of places").items():
+    for index, info in typed(fields["storage_data"], dict, "the list of places").items():
         places[_index(index)] = _place(info)
     _check_places(entries, places)
     version = fields.get("version")
@@ -185,7 +185,7 @@ def _built(read: Any) -> Metadata:
         planner_data=_paths(fields.get("planner_data")),
         storage_data=places,
         storage_meta=StorageMeta(),
-        version=None if version is None else check_kind(version, str, "the version"),
+        version=None if version is None else typed(version, str, "the version"),
     )
 
 
@@ -194,12 +194,12 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
         _fields(value, "BytesStorageMetadata")
         return BytesStorageMetadata()
     fields = _fields(value, "TensorStorageMetadata")
-    dtype = DTYPES[check_kind(_state(fields["properties"], "TensorProperties")[0], str, "a dtype")]
+    dtype = DTYPES[typed(_state(fields["properties"], "TensorProperties")[0], str, "a dtype")]
     size = _size(fields["size"])
     chunks = [
         ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
         for chunk in (
-            _fields(each, "ChunkStorageMetadata") for each in check_kind(fields["chunks"], list, "chunks")
+            _fields(each, "ChunkStorageMetadata") for each in typed(fields["chunks"], list, "chunks")
         )
     ]
     # torch's loader does not check; values of missing parts stay what they were.
@@ -211,22 +211,20 @@ def _index(value: Any) -> MetadataIndex:
     fields = _fields(value, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        check_kind(fields["fqn"], str, "a name"),
+        typed(fields["fqn"], str, "a name"),
         None if offset is None else _size(offset),
-        None if index is None else check_count(index, "an index"),
+        None if index is None else count_of(index, "an index"),
     )
 
 
 def _place(value: Any) -> FileRange:
     fields = _fields(value, "_StorageInfo")
-    name = check_kind(fields["relative_path"], str, "a file's name")
+    name = typed(fields["relative_path"], str, "a file's name")
     if name in ("", ".", "..") or name != PurePosixPath(name).name or "\0" in name or "\\" in name:
         raise Damaged(f"expected the name of a file in the checkpoint, found {name!r}")
     if fields.get("transform_descriptors"):
         raise Damaged(f"{name} was written with extensions of torch's writer, which are not supported")
-    return FileRange(
-        name, check_count(fields["offset"], "an offset"), check_count(fields["length"], "a length")
-    )
+    return FileRange(name, count_of(fields["offset"], "an offset"), count_of(fields["length"], "a length"))
 
 
 def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, FileRange]) -> None:
@@ -244,8 +242,8 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
     if value is None:
         return None
     paths: dict[str, tuple[str | int, ...]] = {}
-    for name, path in check_kind(value, dict, "the list of keys").items():
-        if any(type(step) not in (str, int) for step in check_kind(path, tuple, "keys")):
+    for name, path in typed(value, dict, "the list of keys").items():
+        if any(type(step) not in (str, int) for step in typed(path, tuple, "keys")):
             raise Damaged("the list of keys has a key that is neither a name nor a number")
-        paths[check_kind(name, str, "a name")] = path
+        paths[typed(name, str, "a name")] = path
     return paths

@@ -12,14 +12,14 @@ from shardwright.errors import Damaged
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def check_kind(value: Any, kind: type, what: str) -> Any:
+def typed(value: Any, kind: type, what: str) -> Any:
     """The value, if it is of exactly this type. Raises Damaged."""
     if type(value) is not kind:
         raise Damaged(f"expected {what} as {kind.__name__}, found {type(value).__name__}")
     return value
 
 
-def check_count(value: Any, what: str) -> int:
+def count_of(value: Any, what: str) -> int:
     """The value, if it is a number of bytes or elements. Raises Damaged."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise Damaged(f"expected {what} as an integer >= 0 and below 2**63, found {type(value).__name__}")

@@ -143,14 +143,13 @@ def unsealed_lines(text: bytes, name: str) -> dict[str, Any]:
         raise Damaged(f"no readable {name}")
     if hashlib.sha256(lines).hexdigest().encode() != match[1]:
         raise _changed(name)
-    return _object(text, name, _no_constant)
+    return _object(text, name)
 
 
-def _object(text: bytes, name: str, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
-    """The object in a JSON text. ``constant`` gets NaN and infinities, which JSON does not have."""
+def _object(text: bytes, name: str) -> dict[str, Any]:
     try:
         # As UTF-8; json would guess other encodings.
-        content = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=constant)
+        content = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise Damaged(f"no readable {name}") from None
     if not isinstance(content, dict):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.checkpoint.format.boxes import check_coverage
-from shardwright.checkpoint.format.checks import DTYPES, check_count, check_kind
+from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
 from shardwright.checkpoint.format.digests import sealed_lines, unsealed_lines
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
@@ -58,6 +58,11 @@ class Part(NamedTuple):
     sha256: str  #: of the container
     #: Of elements that are not contiguous, in folders by torch's writer: the steps between them, and their number.
     strides: tuple[tuple[int, ...], int] | None = None
+
+    @property
+    def range(self) -> tuple[int, int, str]:
+        """Start, end and digest of the container."""
+        return self.start, self.start + self.length, self.sha256
 
 
 @dataclass(frozen=True)
@@ -188,11 +193,11 @@ def parse_index(text: bytes) -> Index:
 
 
 def _counts(value: Any, what: str) -> tuple[int, ...]:
-    return tuple([check_count(each, what) for each in check_kind(value, list, what)])
+    return tuple([count_of(each, what) for each in typed(value, list, what)])
 
 
 def _path(value: Any) -> Path:
-    path = tuple([tuple(step) if type(step) is list else step for step in check_kind(value, list, "keys")])
+    path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
     if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
         raise Damaged("expected keys that are names and numbers")
     if len(path) > DEEPEST:
@@ -215,34 +220,33 @@ def check_file_name(name: str) -> str:
 
 def _built(content: dict[str, Any]) -> Index:
     files: dict[str, StoredFile] = {}
-    for name, (nbytes, sha256, has_parts) in check_kind(content["files"], dict, "files").items():
+    for name, (nbytes, sha256, has_parts) in typed(content["files"], dict, "files").items():
         files[check_file_name(name)] = StoredFile(
-            check_count(nbytes, "a length"), _sha256(sha256), check_kind(has_parts, bool, "a mark")
+            count_of(nbytes, "a length"), _sha256(sha256), typed(has_parts, bool, "a mark")
         )
     names = sorted(files)
     tensors = {
-        name: _tensor(name, each, names)
-        for name, each in check_kind(content["tensors"], dict, "tensors").items()
+        name: _tensor(name, each, names) for name, each in typed(content["tensors"], dict, "tensors").items()
     }
     values = {}
-    for name, (path, value) in check_kind(content["values"], dict, "values").items():
+    for name, (path, value) in typed(content["values"], dict, "values").items():
         values[name] = StoredValue(_path(path), decoded(value))
     _check_names(tensors, values)
-    about = check_kind(content["about"], dict, "versions")
+    about = typed(content["about"], dict, "versions")
     index = Index(
-        check_kind(content["attempt"], str, "the attempt"),
-        check_count(content["ranks"], "the ranks"),
+        typed(content["attempt"], str, "the attempt"),
+        count_of(content["ranks"], "the ranks"),
         tensors,
         values,
         files,
-        {key: check_kind(value, str, "a version") for key, value in about.items()},
+        {key: typed(value, str, "a version") for key, value in about.items()},
     )
     _check_files(index)
     return index
 
 
 def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
-    path, dtype, shape, *parts = check_kind(entry, list, "a tensor")
+    path, dtype, shape, *parts = typed(entry, list, "a tensor")
     if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
         raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
     tensor = StoredTensor(
@@ -260,14 +264,14 @@ def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
 
 
 def _part(entry: Any, files: Sequence[str]) -> Part:
-    offsets, sizes, number, start, length, data, sha256 = check_kind(entry, list, "a part")
+    offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
     return Part(
         _counts(offsets, "offsets"),
         _counts(sizes, "sizes"),
-        files[check_count(number, "a file's number")],
-        check_count(start, "a start"),
-        check_count(length, "a length"),
-        check_count(data, "a start"),
+        files[count_of(number, "a file's number")],
+        count_of(start, "a start"),
+        count_of(length, "a length"),
+        count_of(data, "a start"),
         _sha256(sha256),
     )
 

@@ -183,8 +183,7 @@ class OwnCheckpoint(Checkpoint):
         of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
         for key in sorted(share(sizes, rank, ranks)):
             if key in parts:
-                part = parts[key]
-                of_file.setdefault(part.file, []).append((part.start, part.start + part.length, part.sha256))
+                of_file.setdefault(parts[key].file, []).append(parts[key].range)
             else:
                 of_file[key] = [(0, files[key].nbytes, files[key].sha256)]
         for name, ranges in of_file.items():

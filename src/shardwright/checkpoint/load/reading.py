@@ -26,12 +26,6 @@ from shardwright.errors import Damaged
 # -- compared with digests ---------------------------------------------------------------------------------------------
 
 
-def check_parts(files: Files, name: str, parts: Sequence[Part], progress: Progress = ignore) -> None:
-    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
-    ranges = [(part.start, part.start + part.length, part.sha256) for part in parts]
-    check_ranges(files, name, ranges, progress)
-
-
 def check_ranges(
     files: Files, name: str, ranges: Sequence[tuple[int, int, str]], progress: Progress = ignore
 ) -> None:
@@ -61,9 +55,8 @@ def _check_range(
 def compared_values(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
     """The values of a part, on the host. Raises Damaged if its bytes are not the ones that were saved."""
     container = torch.empty(part.length, dtype=torch.uint8)
-    end = part.start + part.length
     with closing(files.open(part.file)) as reader:
-        _check_range(reader, part.file, part.start, end, part.sha256, memory_of(container))
+        _check_range(reader, part.file, *part.range, memory_of(container))
     begin = part.data - part.start
     data = container[begin : begin + prod(part.sizes) * dtype.itemsize]
     if data.data_ptr() % dtype.itemsize:  # of no writer of ours

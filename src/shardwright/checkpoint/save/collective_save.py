@@ -14,7 +14,7 @@ from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import Progress, ignore
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.load.collective_load import open_together
-from shardwright.checkpoint.load.reading import check_parts
+from shardwright.checkpoint.load.reading import check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
 from shardwright.checkpoint.storage.places import Location, store_of
@@ -94,9 +94,8 @@ def commit_parts(
     folder: Store,
     contents: Contents,
     writes: list[WrittenFile],
-    *,
     overwrite: bool,
-    verified: bool = False,
+    verified: bool,
 ) -> None:
     """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
 
@@ -125,7 +124,7 @@ def read_back(folder: Store, written: WrittenFile) -> None:
     folder.drop_from_cache(written.file)
     with _other_bytes(folder):
         if written.parts:
-            check_parts(folder, written.file, [part for _, part in written.parts])
+            check_ranges(folder, written.file, [part.range for _, part in written.parts])
 
 
 def _read_back_together(folder: Store, ranks: RankGroup, progress: Progress) -> None:

@@ -22,12 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import in_backward, local_of, storage_key
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint.pretrained.files import abbreviated
-from shardwright.checkpoint.pretrained.model import (
-    ModelTensor,
-    at_rest,
-    first_rank,
-    mesh_of,
-)
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
@@ -135,12 +130,7 @@ def _refuse_different_calls(ranks: RankGroup, call: tuple[object, ...]) -> None:
 
 
 def _sink(
-    first: bool,
-    to: str | None,
-    group: dist.ProcessGroup | None,
-    share: str | None,
-    consumers: int,
-    timeout: float,
+    first: bool, to: str | None, group: Any, share: str | None, consumers: int, timeout: float
 ) -> BucketSink:
     """The place for this rank's buckets. ``first``: whether this is the mesh's first rank. Raises ValueError."""
     if to not in (None, "all", "first"):

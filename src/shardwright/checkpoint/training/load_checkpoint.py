@@ -12,9 +12,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,7 +114,7 @@ def load_checkpoint(
     arguments = _Arguments(model, optimizer, extra or {}, generators, frozen, settings, convert, progress)
     with ExitStack() as undo:
         try:
-            result = _CheckpointLoad.of(place, known, arguments, ranks).load(undo)
+            result = _CheckpointLoad(place, known, arguments, ranks).load(undo)
         except Damaged as problem:
             raise Damaged(f"{place}: {problem}") from problem
         undo.pop_all()
@@ -135,7 +134,6 @@ class _Arguments(NamedTuple):
     progress: Callable[[int], None]
 
 
-@dataclass
 class _CheckpointLoad:
     """The parts of a run that a load restores, and the tensors to read into. The methods are in the order of the load.
 
@@ -151,34 +149,21 @@ class _CheckpointLoad:
         room: state and groups of the optimizers, with their tensors to read into.
     """
 
-    place: Store
-    arguments: _Arguments
-    ranks: RankGroup
-    checkpoint: Checkpoint
-    stored: StoredNames
-    optimizers: tuple[Optimizer, ...]
-    hooks: HooksToLoad
-    saved_ranks: int
-    generators: str
-    state: dict[str, Any]
-    own: dict[str, Tensor] = field(default_factory=dict)
-    room: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Tensor]
+    room: dict[str, Any]
 
-    @classmethod
-    def of(
-        cls, place: Store, known: StoredCheckpoint | None, arguments: _Arguments, ranks: RankGroup
-    ) -> Self:
+    def __init__(
+        self, place: Store, known: StoredCheckpoint | None, arguments: _Arguments, ranks: RankGroup
+    ) -> None:
         """Open the checkpoint, check the arguments, and make tensors to read into. Every rank must call it."""
-        checkpoint, optimizers, model_tensors = _examine(place, known, arguments, ranks)
-        stored = StoredNames(place, checkpoint)
-        hooks = HooksToLoad(arguments.model, stored)
-        saved_ranks, generators = stored_by(stored.tensors if arguments.generators else (), ranks)
-        state = {MODEL: model_tensors}
-        plan = cls(
-            place, arguments, ranks, checkpoint, stored, optimizers, hooks, saved_ranks, generators, state
-        )
-        ranks.run_on_all(plan._make_room)
-        return plan
+        self.place, self.arguments, self.ranks = place, arguments, ranks
+        self.checkpoint, self.optimizers, of_model = _examine(place, known, arguments, ranks)
+        self.stored = StoredNames(place, self.checkpoint)
+        self.hooks = HooksToLoad(arguments.model, self.stored)
+        names = self.stored.tensors if arguments.generators else ()
+        self.saved_ranks, self.generators = stored_by(names, ranks)
+        self.state: dict[str, Any] = {MODEL: of_model}
+        ranks.run_on_all(self._make_room)
 
     def _make_room(self) -> None:
         """Add tensors for all parts but model and optimizers to the state."""
