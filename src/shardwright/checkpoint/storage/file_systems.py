@@ -48,11 +48,11 @@ class ObjectsBelow:
                 system, path = url_to_fs(self.url)
         except ImportError as error:
             raise StoreError(
-                f"{self.url}: a package for {self.protocol}:// is missing ({reason_of(error)})"
+                f"{self.url}: a package for {self.protocol}:// is missing ({in_one_line(error)})"
             ) from None
         except ValueError as error:
             raise StoreError(
-                f"{self.url}: no file system for {self.protocol}:// ({reason_of(error)})"
+                f"{self.url}: no file system for {self.protocol}:// ({in_one_line(error)})"
             ) from None
         return system, f"{path}/{name}" if name else str(path)
 
@@ -89,7 +89,7 @@ class ObjectsBelow:
             if isinstance(error, FileNotFoundError) and doing == "read":
                 raise Damaged(f"no {name} file") from error
             url = f"{self.url}/{name}" if name else self.url
-            raise StoreError(f"{url} cannot be {doing}: {reason_of(error)}{self._advice(error)}") from None
+            raise StoreError(f"{url} cannot be {doing}: {in_one_line(error)}{self._advice(error)}") from None
 
     def _advice(self, error: Exception) -> str:
         text = f"{type(error).__name__} {error}".lower()
@@ -159,7 +159,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         error = cause
 
 
-def reason_of(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """An error in one line. Without a text, the name of its type."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:300] or type(error).__name__

@@ -23,8 +23,8 @@ from shardwright.checkpoint.format.names import (
 from shardwright.checkpoint.storage.file_systems import (
     ObjectsBelow,
     causes_of,
+    in_one_line,
     promptly,
-    reason_of,
     write_new,
 )
 from shardwright.checkpoint.storage.stores import Store, new_attempt
@@ -116,7 +116,7 @@ class ObjectStore:
         try:
             promptly(lambda: self.size(name), self._url)
         except Damaged as problem:
-            reasons = [reason_of(error) for error in causes_of(problem)]
+            reasons = [in_one_line(error) for error in causes_of(problem)]
             known = [f" ({each})" for each in reasons if " bucket " in each or "onnect" in each][:1]
             raise FileNotFoundError(
                 f"{self._url} holds no whole checkpoint{''.join(known)}: a save was interrupted, or the path is wrong"
