@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 

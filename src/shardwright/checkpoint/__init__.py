@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from shardwright.errors import Damaged
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.asynchronous.saves import AsyncCheckpoint
+    from shardwright.checkpoint.asynchronous.async_checkpoint import AsyncCheckpoint
     from shardwright.checkpoint.format.index import UnknownVersion
     from shardwright.checkpoint.format.nested import nested
     from shardwright.checkpoint.load.checkpoints import StoredForm
-    from shardwright.checkpoint.pretrained.load import Loaded, load_pretrained
+    from shardwright.checkpoint.pretrained.load_pretrained import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
-    from shardwright.checkpoint.pretrained.save import save_pretrained
+    from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained
     from shardwright.checkpoint.storage.keeping import (
         check_writable,
         folder_or_url,
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
         seed_generators,
         set_generator_states,
     )
+    from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
     from shardwright.checkpoint.training.opened import StoredCheckpoint, open_checkpoint
-    from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint, save_state
+    from shardwright.checkpoint.training.save_checkpoint import save_checkpoint, save_state
 
 __all__ = [
     "AsyncCheckpoint",
@@ -81,35 +82,26 @@ __all__ = [
     "write_file",
 ]
 
+#: The module of each name.
 _HOMES = {
-    "AsyncCheckpoint": "asynchronous.saves",
-    "Joined": "pretrained.names",
-    "KeyMap": "pretrained.names",
-    "Loaded": "pretrained.load",
-    "Slice": "pretrained.names",
-    "Stacked": "pretrained.names",
-    "Transposed": "pretrained.names",
-    "StoredCheckpoint": "training.opened",
-    "StoredForm": "load.checkpoints",
-    "UnknownVersion": "format.index",
-    "generator_states": "training.generators",
-    "check_writable": "storage.keeping",
-    "folder_or_url": "storage.keeping",
-    "is_checkpoint": "storage.keeping",
-    "list_checkpoints": "storage.keeping",
-    "remove_checkpoint": "storage.keeping",
-    "load_checkpoint": "training.save_load",
-    "open_checkpoint": "training.opened",
-    "save_state": "training.save_load",
-    "seed_generators": "training.generators",
-    "set_generator_states": "training.generators",
-    "load_pretrained": "pretrained.load",
-    "nested": "format.nested",
-    "receive_weights": "stream.receive",
-    "save_checkpoint": "training.save_load",
-    "save_pretrained": "pretrained.save",
-    "stream_weights": "stream.send",
-    "write_file": "storage.keeping",
+    name: module
+    for module, names in {
+        "asynchronous.async_checkpoint": "AsyncCheckpoint",
+        "format.index": "UnknownVersion",
+        "format.nested": "nested",
+        "load.checkpoints": "StoredForm",
+        "pretrained.load_pretrained": "Loaded load_pretrained",
+        "pretrained.names": "Joined KeyMap Slice Stacked Transposed",
+        "pretrained.save_pretrained": "save_pretrained",
+        "storage.keeping": "check_writable folder_or_url is_checkpoint list_checkpoints remove_checkpoint write_file",
+        "stream.receive": "receive_weights",
+        "stream.send": "stream_weights",
+        "training.generators": "generator_states seed_generators set_generator_states",
+        "training.load_checkpoint": "load_checkpoint",
+        "training.opened": "StoredCheckpoint open_checkpoint",
+        "training.save_checkpoint": "save_checkpoint save_state",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -30,6 +30,7 @@ def _run(call: Call) -> int:
     source, destination = options.source, options.destination
     to = options.to or _guessed(Path(destination))
     _check_options(options, to)
+    _refuse_run(source)
     rules = [_rule(text) for text in options.key_map]
     try:
         key_map, config = (None, None) if rules else _names(options, source, to)
@@ -119,6 +120,19 @@ def _check_options(options: Any, to: str) -> None:
         )
     if options.stored_names and options.key_map:
         raise UserError("--stored-names: expected none with --key-map; leave one of them out")
+
+
+def _refuse_run(source: str) -> None:
+    """Raise UserError for the folder of a run: one of its checkpoints can be converted."""
+    from shardwright.train.errors import UserError
+    from shardwright.train.run.folder import RunFolder
+    from shardwright.train.run.position import saved_steps, step_folder
+
+    run = RunFolder(Path(source))
+    if run.exists():
+        steps = saved_steps(run.checkpoints)
+        example = step_folder(run.checkpoints, steps[0]) if steps else run.checkpoints / "step-N"
+        raise UserError(f"convert: {source} is a run. Give one of its checkpoints, such as {example}")
 
 
 def _rule(text: str) -> Rule:

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from shardwright.checkpoint.dcp.foreign import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.digests import share
-from shardwright.checkpoint.format.nested import NamedTensor
+from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.loading import load_state
+from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -260,7 +260,7 @@ def test_values_that_are_no_tensors_run_nothing(tmp_path: Path) -> None:
     whole = type(place)(place.relative_path, 0, len(planted))
     metadata.storage_data[MetadataIndex("w", (0,))] = whole
     assert runs(lambda: torch.load(io.BytesIO(planted), weights_only=False), evidence)
-    wanted = {"w": NamedTensor("w", ("w",), torch.ones(2))}
+    wanted = {"w": StateTensor("w", ("w",), torch.ones(2))}
     with pytest.raises(Damaged):
         tensors_of(LocalStore(folder), metadata, wanted)
     assert not evidence.exists()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save import saving
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save import plan
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.collective import RankGroup
 
 ALONE = RankGroup(alone=True)
@@ -35,7 +35,7 @@ def state(step: int) -> dict[str, Any]:
 def small_tensors_spread() -> Iterator[None]:
     """Every rank writes some of the tensors, which are so small that the first rank would write all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_is_first_ranks", lambda each, shared: False)
+        patch.setattr(plan, "_is_first_ranks", lambda each, shared: False)
         yield
 
 

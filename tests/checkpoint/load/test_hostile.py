@@ -34,8 +34,8 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged

@@ -26,8 +26,9 @@ from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, s
 from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.format.nested import PART_BYTES
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import SavePlan, write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import write_parts
 from shardwright.checkpoint.storage.places import LocalStore, partial_folder
 from shardwright.checkpoint.storage.threads import MOST
@@ -329,7 +330,7 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 
 
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
-    written = write_parts(tmp_path, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
+    written = write_parts(LocalStore(tmp_path), "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
     folder = LocalStore(tmp_path)
     notes.leave(folder, 0, "attempt", written)
     assert notes.read(folder, 0, "attempt") == written
@@ -349,9 +350,9 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     done = run(
         """
         import json
-        from shardwright.checkpoint.load.loading import load_state
+        from shardwright.checkpoint.load.collective_load import load_state
         from shardwright.collective import RankGroup
-        from shardwright.checkpoint.save.saving import write_state
+        from shardwright.checkpoint.save.collective_save import write_state
         from tests.checkpoint.kit.background import pid_of_writer
 
         def field(pid, name):

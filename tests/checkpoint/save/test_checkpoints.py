@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
 from shardwright.checkpoint.format.archive import ALIGNMENT, container
-from shardwright.checkpoint.format.index import UnknownVersion, check_coverage, parse_index
+from shardwright.checkpoint.format.boxes import check_coverage
+from shardwright.checkpoint.format.index import UnknownVersion, parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.calls import recorded

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from shardwright.checkpoint.pretrained import save
+from shardwright.checkpoint.pretrained import save_pretrained
 from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.checkpoint.storage import places
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -92,7 +92,7 @@ def test_no_rank_ever_holds_more_than_one_parameter(rank: int, world_size: int, 
     def count() -> None:
         seen.append(sum(n for address, n in live().items() if before.get(address) != n))
 
-    whole, write = save._whole, save._FolderWriter.write
+    whole, write = save_pretrained._whole, save_pretrained._FolderWriter.write
 
     def gathered(held: Any) -> torch.Tensor:
         result = whole(held)
@@ -105,8 +105,8 @@ def test_no_rank_ever_holds_more_than_one_parameter(rank: int, world_size: int, 
         count()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "_whole", gathered)
-        patch.setattr(save._FolderWriter, "write", written)
+        patch.setattr(save_pretrained, "_whole", gathered)
+        patch.setattr(save_pretrained._FolderWriter, "write", written)
         sw.save_pretrained(model, tmp_path / "saved", max_shard_size="64 KB", dtype=torch.bfloat16)
     assert len(seen) == (48 if rank == 0 else 16)
     # The backend may still hold what the last gather was made of.
@@ -127,7 +127,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save.SafetensorsFile, "write", full_disk)
+        patch.setattr(save_pretrained.SafetensorsFile, "write", full_disk)
         with pytest.raises(RuntimeError if rank else OSError, match="No space left"):
             sw.save_pretrained(model, tmp_path / "saved", overwrite=True)
         patch.undo()

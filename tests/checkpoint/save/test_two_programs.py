@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.storage import places
 from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.checkpoint.storage.stores import new_attempt
-from shardwright.checkpoint.training.save_load import load_checkpoint, save_checkpoint
+from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
+from shardwright.checkpoint.training.save_checkpoint import save_checkpoint
 
 
 def model(value: float) -> torch.nn.Module:
@@ -73,7 +74,7 @@ def test_a_checkpoint_is_replaced_while_it_is_read(
     """A load reads the checkpoint that it has compared to the end."""
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
-    real = loading.read_boxes
+    real = collective_load.read_boxes
 
     def read_tensors(*args: Any) -> None:
         if removed:
@@ -82,7 +83,7 @@ def test_a_checkpoint_is_replaced_while_it_is_read(
             save(path, 2)
         real(*args)
 
-    monkeypatch.setattr(loading, "read_boxes", read_tensors)
+    monkeypatch.setattr(collective_load, "read_boxes", read_tensors)
     assert load_checkpoint(path, read, generators=False)["value"] == 1
     assert values(read) == {1}
 
@@ -104,14 +105,14 @@ def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     check_holds(path, 1)
-    real = loading.read_boxes
+    real = collective_load.read_boxes
 
     def read_tensors(*args: Any) -> None:
         save(path, 2)
         real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loading, "read_boxes", read_tensors)
+        patched.setattr(collective_load, "read_boxes", read_tensors)
         with pytest.raises(
             OSError, match=r"Some values were read before that, and others were not\. Load it again"
         ):

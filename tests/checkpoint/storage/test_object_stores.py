@@ -18,9 +18,9 @@ import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import write_state
-from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.checkpoint.storage import file_systems, objects
 from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.places import LocalStore, store_of
 from shardwright.checkpoint.storage.stores import Store
@@ -375,7 +375,7 @@ def test_reasons_of_a_store_are_one_line_with_advice(
 
 def test_a_store_that_does_not_answer_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(objects, "PATIENCE", 0.2)
+    monkeypatch.setattr(file_systems, "PATIENCE", 0.2)
     monkeypatch.setattr(FakeStore, "_asked", lambda self, call: answered.wait(20))
     try:
         for use in (sw.save_checkpoint, sw.load_checkpoint):

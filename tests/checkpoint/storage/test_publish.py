@@ -5,11 +5,12 @@ Checkpoints, folders of models, and single files become whole in the same way. T
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint.convert.convert import convert
 from shardwright.checkpoint.pretrained.folder import open_model
-from shardwright.checkpoint.save.saving import write_state
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.checkpoint.storage import places, publishing
 from tests.checkpoint.kit.calls import Call, recorded
 from tests.checkpoint.kit.states import ALONE, state, step_of
 from tests.support.pool import forkserver
@@ -129,3 +130,48 @@ def test_a_kill_between_any_two_steps(tmp_path: Path, kind: str, older: str) -> 
         number += 1
     assert exit_code == 0 and step == 2
     assert len(outcomes) == 2 and number > 4, (outcomes, number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_program_removes_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    name, save, step_of = KINDS[kind]
+    path = tmp_path / "place" / name
+    path.parent.mkdir()
+    replaces = kind in ("checkpoint", "model", "file")
+    if replaces:
+        save(path, 1)
+
+    def removed(place: places.LocalStore, unfinished: places.LocalStore, *rest: Any) -> None:
+        unfinished.clear()
+        commit(place, unfinished, *rest)
+
+    commit = publishing.commit
+    monkeypatch.setattr(publishing, "commit", removed)
+    with pytest.raises(OSError, match=f"{name}: what this save had written was removed, by another program"):
+        save(path, 2)
+    assert step_of(path) == (1 if replaces else None)
+    assert os.listdir(path.parent) == ([name] if replaces else [])
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "model", "file"])
+def test_a_disk_that_fails_is_not_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """If the names cannot be written to disk, what was written gets another name, and the error is the disk's."""
+    name, save, step_of = KINDS[kind]
+    path = tmp_path / name
+    save(path, 1)
+
+    def failing(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "sync_folder", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            save(path, 2)
+    assert step_of(path) == 1
+    save(path, 3)
+    assert step_of(path) == 3 and os.listdir(tmp_path) == [name]

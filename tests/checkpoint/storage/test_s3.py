@@ -20,8 +20,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.models import trained
@@ -126,7 +126,7 @@ _KILLED = """
 import os, signal, torch, fsspec
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.save.collective_save import write_state
 
 objects.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save.saving import write_state
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import objects
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -136,7 +136,7 @@ def test_a_checkpoint_at_a_url_is_replaced_during_a_load(
 ) -> None:
     url = f"fake://{tmp_path}/c"
     write_state(url, state(1), ALONE)
-    verify, read_boxes = OwnCheckpoint.verify, loading.read_boxes
+    verify, read_boxes = OwnCheckpoint.verify, collective_load.read_boxes
 
     def verify_slowly(*args: Any) -> None:
         if when == "before the comparison":
@@ -151,7 +151,7 @@ def test_a_checkpoint_at_a_url_is_replaced_during_a_load(
         read_boxes(*args)
 
     monkeypatch.setattr(OwnCheckpoint, "verify", verify_slowly)
-    monkeypatch.setattr(loading, "read_boxes", read_slowly)
+    monkeypatch.setattr(collective_load, "read_boxes", read_slowly)
     read = {"t": torch.zeros(3)}
     with pytest.raises(
         OSError, match=r"c: another program has replaced or removed the checkpoint while it was read"

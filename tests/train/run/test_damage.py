@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
-from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import places
 from shardwright.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
@@ -135,7 +135,9 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
     for error, kind in ((OSError(5, "Input/output error"), None), (MemoryError("none left"), RuntimeError)):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(loading, "read_state", _fails(loading.read_state, newest, error))
+                patch.setattr(
+                    collective_load, "read_state", _fails(collective_load.read_state, newest, error)
+                )
             if kind is None:
                 assert job.load().step == 1 and job.is_at(1)
                 assert re.search(r"rank 1: __._0.distcp cannot be read: Input/output error", job.said[0])
@@ -237,7 +239,10 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int, 
         dist.barrier()
         assert [path.name for path in job.checkpoints.iterdir()] == ["step-1"]
         assert job.load().step == 1 and job.is_at(1)
-    for place, module, name in ((0, saving, "write_descriptions"), (1, saving, "write_parts")):
+    for place, module, name in (
+        (0, collective_save, "write_descriptions"),
+        (1, collective_save, "write_parts"),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == place:
                 patch.setattr(module, name, _raises(RuntimeError("no such thing")))
@@ -278,10 +283,10 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
         checkpoint.load(job.checkpoints / "step-2", job.model, job.optimizer, job.shapes, say)
 
     for module, name, action, expected in (
-        (saving, "write_parts", saved, "saving"),
-        (saving, "open_together", saved, "saving"),
+        (collective_save, "write_parts", saved, "saving"),
+        (collective_save, "open_together", saved, "saving"),
         (OwnCheckpoint, "verify", loaded, "loading"),
-        (loading, "read_boxes", loaded, "loading"),
+        (collective_load, "read_boxes", loaded, "loading"),
     ):
         job.said.clear()
         spoken.clear()

@@ -29,8 +29,8 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.load.loading import load_state
-from shardwright.checkpoint.save import saving
+from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
@@ -137,7 +137,9 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     before = (tmp_path / "step-1" / "index.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(
-            saving, "drop_from_cache", lambda folder, file: flipped(folder.path / file, folder.path)
+            places.LocalStore,
+            "drop_from_cache",
+            lambda folder, file: flipped(folder.path / file, folder.path),
         )
         job.save(saves, 1 if again else 2)
     (failure,) = job.reporter.failed_saves
@@ -190,7 +192,7 @@ def _no_disk(*arguments: Any) -> int:
 def test_a_failed_save_is_in_the_metrics_and_the_summary(
     tmp_path: Path, plain_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = saving.write_parts
+    real = collective_save.write_parts
 
     def fails_once(folder: Path, *arguments: Any) -> Any:
         if "step-3" not in str(folder):
@@ -199,7 +201,7 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
             patch.setattr(os, "pwrite", _no_disk)
             return real(folder, *arguments)
 
-    monkeypatch.setattr(saving, "write_parts", fails_once)
+    monkeypatch.setattr(collective_save, "write_parts", fails_once)
     config, folder = config_file(tmp_path), tmp_path / "run"
     goes_on = ("--checkpoint.on_save_failure", "continue")
     assert train_here(config, "--run.dir", folder, *goes_on) == 0

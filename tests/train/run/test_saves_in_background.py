@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import parse_index
-from shardwright.checkpoint.save.saving import read_back
+from shardwright.checkpoint.save.collective_save import read_back
 from shardwright.checkpoint.save.writing import PartToWrite, write_parts
+from shardwright.checkpoint.storage.places import LocalStore
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
@@ -184,8 +186,9 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int
 
 def test_a_flipped_byte_in_the_background_is_a_failure(tmp_path: Path) -> None:
     """Each process reads back what it has written, before the checkpoint gets its name."""
-    written = write_parts(tmp_path, "__0_0.distcp", [PartToWrite("w", (0,), (50,), torch.arange(50.0))])
-    read_back(tmp_path, written)
+    files = LocalStore(tmp_path)
+    written = write_parts(files, "__0_0.distcp", [PartToWrite("w", Box((0,), torch.arange(50.0)))])
+    read_back(files, written)
     flipped(tmp_path / "__0_0.distcp", tmp_path)
     with pytest.raises(OSError, match=r"read back after it was written, __0_0\.distcp is not the file"):
-        read_back(tmp_path, written)
+        read_back(files, written)

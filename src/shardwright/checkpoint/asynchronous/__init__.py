@@ -1,7 +1,7 @@
 """Checkpoints that a process of each rank writes while training goes on.
 
-Read `saves` first: `AsyncCheckpoint`, which copies the state and lets the processes write. `staging` has the memory
-that trainer and process share, `writer_process` the trainer's side of the process, `writer_program` and `background`
-the process itself, `pipes` and `notes` the messages between them. A process dies with its trainer, and commits only
-what all ranks have written.
+Read `async_checkpoint` first: `AsyncCheckpoint`, which copies the state and lets the processes write. `staging` has the
+memory that trainer and process share, `writer_process` the trainer's side of the process, `writer_program` and
+`background` the process itself, `pipes` and `notes` the messages between them. A process dies with its trainer, and
+commits only what all ranks have written.
 """

@@ -15,18 +15,17 @@ from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
 from shardwright.checkpoint.format.names import file_of_rank, note_of_rank
-from shardwright.checkpoint.save.saving import commit_parts, read_back, unless_removed
-from shardwright.checkpoint.save.writing import Written, write_parts
+from shardwright.checkpoint.save.collective_save import commit_parts, read_back
+from shardwright.checkpoint.save.writing import WrittenFile, write_parts
+from shardwright.checkpoint.storage.publishing import unless_removed
 from shardwright.collective import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
 #: before that, the trainers themselves find out that one of them is gone.
 PATIENCE = 60.0
 PATIENCE_BEHIND_URLS = 600.0  #: an upload shows no sign before it ends
-_LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = (
-    0.25,
-    2.0,
-)  #: seconds between looks; those at a store are paid for
+#: Seconds between looks. Those at a store are paid for.
+_LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = 0.25, 2.0
 
 
 class BackgroundWriter:
@@ -82,16 +81,9 @@ class BackgroundWriter:
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
         notes.remove(job.unfinished, job.contents.ranks)
-        commit_parts(
-            job.place,
-            job.unfinished,
-            job.contents,
-            writes,
-            overwrite=job.overwrite,
-            verified=job.verified,
-        )
+        commit_parts(job.place, job.unfinished, job.contents, writes, job.overwrite, job.verified)
 
-    def _all_written(self, job: SaveJob) -> list[Written]:
+    def _all_written(self, job: SaveJob) -> list[WrittenFile]:
         """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
 
         Raises:
@@ -102,7 +94,7 @@ class BackgroundWriter:
         patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
         longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
         names = {rank: folder.stored_name(note_of_rank(rank)) for rank in range(ranks)}
-        writes: dict[int, Written] = {}
+        writes: dict[int, WrittenFile] = {}
         seen: dict[str, int] = {}
         change, pause = time.monotonic(), 0.002
         while True:
@@ -110,7 +102,7 @@ class BackgroundWriter:
             failures = []
             for rank in [rank for rank, name in names.items() if rank not in writes and name in sizes]:
                 note = notes.read(folder, rank, attempt)
-                if isinstance(note, Written):
+                if isinstance(note, WrittenFile):
                     writes[rank] = note
                 else:
                     failures.append((rank, *note))

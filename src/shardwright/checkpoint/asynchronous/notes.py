@@ -11,12 +11,12 @@ from typing import Any
 from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import Part
 from shardwright.checkpoint.format.names import note_of_rank
-from shardwright.checkpoint.save.writing import Written
+from shardwright.checkpoint.save.writing import WrittenFile
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.errors import Damaged
 
 
-def leave(folder: Store, rank: int, attempt: str, written: Written) -> None:
+def leave(folder: Store, rank: int, attempt: str, written: WrittenFile) -> None:
     """Say that a rank's file is on disk. Raises OSError if that cannot be said."""
     parts = [[name, [*part]] for name, part in written.parts]
     _leave(folder, rank, {"attempt": attempt, "file": written.file, "parts": parts})
@@ -31,7 +31,7 @@ def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
     folder.leave(folder.stored_name(note_of_rank(rank)), sealed(content).encode())
 
 
-def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
+def read(folder: Store, rank: int, attempt: str) -> WrittenFile | tuple[int, str]:
     """The file and parts that a rank has written, or the kind and text of its failure.
 
     Raises:
@@ -44,7 +44,7 @@ def read(folder: Store, rank: int, attempt: str) -> Written | tuple[int, str]:
             raise Damaged(f"{name} is of another save")
         if "text" in content:
             return content["kind"], content["text"]
-        return Written(content["file"], [(tensor, _part(part)) for tensor, part in content["parts"]])
+        return WrittenFile(content["file"], [(tensor, _part(part)) for tensor, part in content["parts"]])
     except (Damaged, LookupError, TypeError, ValueError) as error:
         raise RuntimeError(f"{folder}: the note of rank {rank} cannot be read: {error}") from None
 

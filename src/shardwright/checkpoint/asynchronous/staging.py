@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.index import StoredValue
+from shardwright.checkpoint.format.boxes import Box
+from shardwright.checkpoint.format.checks import DTYPES
+from shardwright.checkpoint.format.index import StoredValue, TensorForm
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.save.writing import Contents, PartToWrite
 from shardwright.checkpoint.storage.places import store_of
@@ -115,14 +117,14 @@ def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
     starts, end = [], 0
     for part in job.parts:
         starts.append(end)
-        end += _nbytes(part)
+        end += part.box.local.nbytes
         end += -end % _ALIGNMENT
     text = _text(job, starts)
     memory.reserve(end + len(text))
-    target = memory.bytes(lock=any(part.values.device.type == "cuda" for part in job.parts))
+    target = memory.bytes(lock=any(part.box.local.device.type == "cuda" for part in job.parts))
     target[end : end + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     copies = [
-        (_view(target, start, part.values.dtype, part.sizes), part.values)
+        (_view(target, start, part.box.local.dtype, part.box.sizes), part.box.local)
         for start, part in zip(starts, job.parts, strict=True)
     ]
     for room, values in copies:
@@ -144,9 +146,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
     source = memory.bytes()
     content = json.loads(os.pread(memory.descriptor, length, start))
     parts = [
-        PartToWrite(
-            name, tuple(offsets), tuple(sizes), _view(source, at, getattr(torch, dtype), tuple(sizes))
-        )
+        PartToWrite(name, Box(tuple(offsets), _view(source, at, DTYPES[dtype], sizes)))
         for name, offsets, sizes, dtype, at in content["parts"]
     ]
     return SaveJob(
@@ -169,13 +169,13 @@ def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
         "overwrite": job.overwrite,
         "verified": job.verified,
         "parts": [
-            [part.name, part.offsets, part.sizes, _name(part.values.dtype), start]
-            for part, start in zip(job.parts, starts, strict=True)
+            [name, box.offsets, box.sizes, str(box.local.dtype), start]
+            for (name, box), start in zip(job.parts, starts, strict=True)
         ],
         "contents": {
             "attempt": contents.attempt,
             "ranks": contents.ranks,
-            "tensors": {name: [path, _name(dtype), shape] for name, (path, dtype, shape) in tensors.items()},
+            "tensors": {name: [each.path, str(each.dtype), each.shape] for name, each in tensors.items()},
             "values": {name: [each.path, encoded(each.value, name)] for name, each in values.items()},
             "about": contents.about,
         },
@@ -188,7 +188,7 @@ def _contents(content: dict[str, Any]) -> Contents:
         content["attempt"],
         content["ranks"],
         {
-            name: (_path(path), getattr(torch, dtype), tuple(shape))
+            name: TensorForm(_path(path), DTYPES[dtype], tuple(shape))
             for name, (path, dtype, shape) in content["tensors"].items()
         },
         {name: StoredValue(_path(path), decoded(value)) for name, (path, value) in content["values"].items()},
@@ -198,14 +198,6 @@ def _contents(content: dict[str, Any]) -> Contents:
 
 def _path(steps: list[Any]) -> tuple[Any, ...]:
     return tuple(tuple(step) if isinstance(step, list) else step for step in steps)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _nbytes(part: PartToWrite) -> int:
-    return prod(part.sizes) * part.values.dtype.itemsize
 
 
 def _view(memory: Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:

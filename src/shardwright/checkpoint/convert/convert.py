@@ -26,13 +26,13 @@ from shardwright.checkpoint.convert.sources import (
 )
 from shardwright.checkpoint.format.index import StoredValue, name_of
 from shardwright.checkpoint.format.names import file_of_rank, files_of_save
-from shardwright.checkpoint.format.nested import NamedTensor
+from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.values import encoded
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
-from shardwright.checkpoint.pretrained.save import write_stored_file, write_stored_form
+from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_form
 from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
@@ -43,8 +43,9 @@ from shardwright.checkpoint.save.writing import (
     write_parts_in_order,
 )
 from shardwright.checkpoint.storage.places import SingleFile, store_of
-from shardwright.checkpoint.storage.stores import Store, new_attempt, publish
-from shardwright.checkpoint.training.save_load import MODEL
+from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.stores import Store, new_attempt
+from shardwright.checkpoint.training.save_checkpoint import MODEL
 
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 
@@ -73,10 +74,6 @@ class _Chosen:
     tensors: Mapping[str, SourceTensor]
     values: Mapping[str, StoredValue] = field(default_factory=dict)
     left_out: Sequence[str] = ()
-
-    @property
-    def forms(self) -> dict[str, tuple[Any, torch.dtype, tuple[int, ...]]]:
-        return {name: (each.path, each.dtype, each.shape) for name, each in self.tensors.items()}
 
     @property
     def nbytes(self) -> int:
@@ -247,7 +244,7 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 
 def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
-    contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
+    contents = Contents(attempt, ranks, chosen.tensors, chosen.values, about())
     with publish(place, chosen.nbytes, attempt=attempt, names=files_of_save(1)) as unfinished:
         written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
         if not written.parts:
@@ -257,18 +254,16 @@ def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
 
 def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
     for name, tensor in chosen.read():
-        boxes = NamedTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
+        boxes = StateTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
         del tensor
         while boxes:  # no reference stays when the next tensor is read
-            box = boxes.pop(0)
-            yield PartToWrite(name, box.offsets, box.sizes, box.local)
-            del box
+            yield PartToWrite(name, boxes.pop(0))
 
 
 def _to_torch(destination: Path, chosen: _Chosen) -> None:
     with publish(SingleFile(destination), chosen.nbytes) as unfinished:
         values = {each.path: each.value for each in chosen.values.values()}
-        write_torch_file(unfinished.path, chosen.forms, values, chosen.read())
+        write_torch_file(unfinished.path, chosen.tensors, values, chosen.read())
 
 
 def _to_safetensors(

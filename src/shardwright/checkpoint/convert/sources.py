@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.index import Path as Keys
-from shardwright.checkpoint.format.index import StoredValue
+from shardwright.checkpoint.format.index import StoredValue, TensorForm
 from shardwright.checkpoint.format.nested import NestedState, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
@@ -31,23 +30,14 @@ SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "tor
 
 
 @dataclass(frozen=True)
-class SourceTensor:
-    """A tensor that can be read.
+class SourceTensor(TensorForm):
+    """A tensor that a conversion can read, from files of any form.
 
     Attributes:
-        path: its keys in the nested state.
-        dtype, shape: as stored.
-        read: its values as a contiguous tensor on the host; in another dtype if that is given. Raises Damaged.
+        read: its values in this dtype, as a contiguous tensor on the host. Raises Damaged.
     """
 
-    path: Keys
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     read: Callable[[torch.dtype], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -92,12 +82,6 @@ def open_source(location: Path | Store) -> InputCheckpoint:
             return _of_checkpoint(path, checkpoint)
     if path.is_file() and path.suffix in TORCH_SUFFIXES:
         return _of_torch(path)
-    if (path / "checkpoints").is_dir():
-        newest = max(
-            (path / "checkpoints").glob("step-*"), key=lambda each: each.stat().st_mtime, default=None
-        )
-        example = newest if newest is not None else path / "checkpoints" / "step-N"
-        raise ValueError(f"{path} is a run. Give one of its checkpoints, such as {example}")
     stored = open_model(path)
     form = SAFETENSORS if all(each.file.suffix == ".safetensors" for each in stored.values()) else TORCH
     ordered = sorted(stored.items(), key=lambda item: (str(item[1].file), item[1].position))

@@ -18,6 +18,7 @@ import torch
 from shardwright.checkpoint.dcp.folders import not_plain
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
 from shardwright.checkpoint.format.archive import zipped
+from shardwright.checkpoint.format.checks import DTYPES
 from shardwright.checkpoint.storage.stores import Reader
 from shardwright.errors import Damaged
 
@@ -30,7 +31,6 @@ _STORAGES = {
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
     "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
 }  # fmt: skip
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class Container(NamedTuple):
@@ -50,8 +50,8 @@ class Container(NamedTuple):
         return bytes(data)
 
 
-class Described(NamedTuple):
-    """The tensor of a container: its elements begin at byte ``data`` of the file."""
+class ContainedTensor(NamedTuple):
+    """A tensor in a container of torch's writer: its elements begin at byte ``data`` of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Described(NamedTuple):
     elements: int  #: in the file from ``data`` on
 
 
-def describe(container: Container, name: str) -> Described:
+def describe(container: Container, name: str) -> ContainedTensor:
     """The tensor that a container holds.
 
     Raises:
@@ -184,8 +184,8 @@ class _CallUnpickler(pickle.Unpickler):
     """Notes which functions would be called with which arguments, and calls none."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+        if module == "torch" and f"torch.{name}" in DTYPES:
+            return DTYPES[f"torch.{name}"]
         if name in _STORAGES or name == "UntypedStorage":
             return name
         if (module, name) == ("collections", "OrderedDict") or (module, name) in _REBUILDS:
@@ -212,7 +212,7 @@ class _NotedFunction:
 _REBUILDS = {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")}
 
 
-def _described(container: Container, records: Mapping[str, tuple[int, int]]) -> Described:
+def _described(container: Container, records: Mapping[str, tuple[int, int]]) -> ContainedTensor:
     offset, nbytes = records["data.pkl"]
     if nbytes > 1 << 16 or "data/0" not in records:
         raise Damaged(f"{container.file} has no tensor in the container at byte {container.start:,}")
@@ -242,4 +242,4 @@ def _described(container: Container, records: Mapping[str, tuple[int, int]]) -> 
     if (first + last + 1) * dtype.itemsize > available:
         raise Damaged("has elements outside its bytes")
     begin = container.start + start + first * dtype.itemsize
-    return Described(dtype, tuple(shape), tuple(strides), begin, last + 1)
+    return ContainedTensor(dtype, tuple(shape), tuple(strides), begin, last + 1)

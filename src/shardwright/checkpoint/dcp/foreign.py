@@ -11,32 +11,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardwright.checkpoint.dcp import containers
+from shardwright.checkpoint.format.boxes import meet
 from shardwright.checkpoint.format.index import Part, StoredTensor
-from shardwright.checkpoint.format.nested import NamedTensor, meet
+from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.storage.stores import Files, Reader
 from shardwright.errors import Damaged
 
-#: For parts that are not contiguous in their file: the steps between their elements, and the number of elements.
-Strides = dict[Part, tuple[tuple[int, ...], int]]
-
 
 def tensors_of(
-    files: Files, metadata: Metadata, wanted: Mapping[str, NamedTensor]
-) -> tuple[dict[str, StoredTensor], Strides]:
-    """The parts of the wanted tensors that this rank needs, and the strides of those that are not contiguous.
+    files: Files, metadata: Metadata, wanted: Mapping[str, StateTensor]
+) -> dict[str, StoredTensor]:
+    """The wanted tensors, with the parts that this rank needs.
 
     Raises:
         Damaged: a container is damaged, or holds another tensor than ``.metadata`` says.
     """
     stored: dict[str, StoredTensor] = {}
-    strides: Strides = {}
     with _opener(files, metadata) as container_of:
         for name, each in wanted.items():
             entry = metadata.state_dict_metadata[name]
@@ -44,7 +37,7 @@ def tensors_of(
             boxes, parts = each.boxes_to_load(), []
             for chunk in entry.chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-                if not any(meet(offsets, sizes, box) for box in boxes):
+                if not any(meet((offsets, sizes), (box.offsets, box.sizes)) for box in boxes):
                     continue
                 container = container_of(MetadataIndex(name, chunk.offsets))
                 found = containers.describe(container, name)
@@ -53,13 +46,12 @@ def tensors_of(
                         f"{name!r} has {found.dtype} and shape {found.shape} in {container.file}, and "
                         f"{entry.properties.dtype} and {sizes} in .metadata"
                     )
-                part = Part(offsets, sizes, container.file, container.start, container.length, found.data, "")
-                parts.append(part)
-                if found.strides != _contiguous(sizes):
-                    strides[part] = found.strides, found.elements
+                strides = None if found.strides == _contiguous(sizes) else (found.strides, found.elements)
+                file, start, length = container.file, container.start, container.length
+                parts.append(Part(offsets, sizes, file, start, length, found.data, "", strides))
             path = (metadata.planner_data or {}).get(name) or (name,)
             stored[name] = StoredTensor(path, entry.properties.dtype, each.shape, tuple(parts))
-    return stored, strides
+    return stored
 
 
 def values_of(files: Files, metadata: Metadata, names: Iterable[str], weights_only: bool) -> dict[str, Any]:

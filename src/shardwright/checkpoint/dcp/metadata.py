@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
-from shardwright.checkpoint.format.index import check_coverage
+from shardwright.checkpoint.format.boxes import check_coverage
+from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
 from shardwright.errors import Damaged
 
 MOST_DIMS = 64
@@ -108,8 +109,6 @@ _CLASS_NAMES: dict[tuple[str, str], str] = {
     **{(module, name): "path" for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
 
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
 
 class _RecordUnpickler(pickle.Unpickler):
     """Makes a record for each name of the list. Other names raise an error."""
@@ -124,7 +123,7 @@ class _RecordUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASS_NAMES:
             return self._classes[_CLASS_NAMES[module, name]]
-        if module == "torch" and name in _DTYPES:
+        if module == "torch" and f"torch.{name}" in DTYPES:
             return f"torch.{name}"  # a string: there is nothing that a file could call or change
         raise Damaged(
             f".metadata names {name_of_callable(module, name)}, which no checkpoint uses; it was not called"
@@ -145,39 +144,27 @@ def _state(value: Any, kind: str) -> Any:
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     state = _state(value, kind)
-    return _of(state, dict, f"the fields of {kind}") if state else {}  # of no fields there is no state
+    return typed(state, dict, f"the fields of {kind}") if state else {}  # of no fields there is no state
 
 
 def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _of(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
-        raise Damaged(f"expected {what} as {kind.__name__}, found {_kind(value)}")
-    return value
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or value < 0:
-        raise Damaged(f"expected {what} as an integer >= 0, found {_kind(value)}")
-    return value
-
-
 def _size(value: Any) -> torch.Size:
     (numbers,) = _state(value, "Size")
-    if len(_of(numbers, tuple, "sizes")) > MOST_DIMS:
+    if len(typed(numbers, tuple, "sizes")) > MOST_DIMS:
         raise Damaged(f"expected at most {MOST_DIMS} dimensions, found {len(numbers):,}")
-    return torch.Size([_count(each, "a size") for each in _of(numbers, tuple, "sizes")])
+    return torch.Size([count_of(each, "a size") for each in typed(numbers, tuple, "sizes")])
 
 
 def _check_number(read: Any, nbytes: int) -> None:
     """Check that the file describes no more parts than it has room for."""
-    entries = _of(_fields(read, "Metadata")["state_dict_metadata"], dict, "the list of values")
+    entries = typed(_fields(read, "Metadata")["state_dict_metadata"], dict, "the list of values")
     parts = 0
     for entry in entries.values():
         if _kind(entry) == "TensorStorageMetadata":
-            parts += len(_of(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
+            parts += len(typed(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
     if parts * BYTES_OF_PART > nbytes:
         raise Damaged(f"{parts:,} parts of tensors do not fit into {nbytes:,} bytes")
 
@@ -185,11 +172,11 @@ def _check_number(read: Any, nbytes: int) -> None:
 def _built(read: Any) -> Metadata:
     fields = _fields(read, "Metadata")
     entries = {
-        _of(name, str, "a name"): _entry(name, entry)
-        for name, entry in _of(fields["state_dict_metadata"], dict, "the list of values").items()
+        typed(name, str, "a name"): _entry(name, entry)
+        for name, entry in typed(fields["state_dict_metadata"], dict, "the list of values").items()
     }
     places: dict[MetadataIndex, FileRange] = {}
-    for index, info in _of(fields["storage_data"], dict, "the list of places").items():
+    for index, info in typed(fields["storage_data"], dict, "the list of places").items():
         places[_index(index)] = _place(info)
     _check_places(entries, places)
     version = fields.get("version")
@@ -198,7 +185,7 @@ def _built(read: Any) -> Metadata:
         planner_data=_paths(fields.get("planner_data")),
         storage_data=places,
         storage_meta=StorageMeta(),
-        version=None if version is None else _of(version, str, "the version"),
+        version=None if version is None else typed(version, str, "the version"),
     )
 
 
@@ -207,13 +194,13 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
         _fields(value, "BytesStorageMetadata")
         return BytesStorageMetadata()
     fields = _fields(value, "TensorStorageMetadata")
-    dtype = _DTYPES[
-        _of(_state(fields["properties"], "TensorProperties")[0], str, "a dtype").removeprefix("torch.")
-    ]
+    dtype = DTYPES[typed(_state(fields["properties"], "TensorProperties")[0], str, "a dtype")]
     size = _size(fields["size"])
     chunks = [
         ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
-        for chunk in (_fields(each, "ChunkStorageMetadata") for each in _of(fields["chunks"], list, "chunks"))
+        for chunk in (
+            _fields(each, "ChunkStorageMetadata") for each in typed(fields["chunks"], list, "chunks")
+        )
     ]
     # torch's loader does not check; values of missing parts stay what they were.
     check_coverage(name, size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
@@ -224,20 +211,20 @@ def _index(value: Any) -> MetadataIndex:
     fields = _fields(value, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _of(fields["fqn"], str, "a name"),
+        typed(fields["fqn"], str, "a name"),
         None if offset is None else _size(offset),
-        None if index is None else _count(index, "an index"),
+        None if index is None else count_of(index, "an index"),
     )
 
 
 def _place(value: Any) -> FileRange:
     fields = _fields(value, "_StorageInfo")
-    name = _of(fields["relative_path"], str, "a file's name")
+    name = typed(fields["relative_path"], str, "a file's name")
     if name in ("", ".", "..") or name != PurePosixPath(name).name or "\0" in name or "\\" in name:
         raise Damaged(f"expected the name of a file in the checkpoint, found {name!r}")
     if fields.get("transform_descriptors"):
         raise Damaged(f"{name} was written with extensions of torch's writer, which are not supported")
-    return FileRange(name, _count(fields["offset"], "an offset"), _count(fields["length"], "a length"))
+    return FileRange(name, count_of(fields["offset"], "an offset"), count_of(fields["length"], "a length"))
 
 
 def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, FileRange]) -> None:
@@ -255,8 +242,8 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
     if value is None:
         return None
     paths: dict[str, tuple[str | int, ...]] = {}
-    for name, path in _of(value, dict, "the list of keys").items():
-        if any(type(step) not in (str, int) for step in _of(path, tuple, "keys")):
+    for name, path in typed(value, dict, "the list of keys").items():
+        if any(type(step) not in (str, int) for step in typed(path, tuple, "keys")):
             raise Damaged("the list of keys has a key that is neither a name nor a number")
-        paths[_of(name, str, "a name")] = path
+        paths[typed(name, str, "a name")] = path
     return paths

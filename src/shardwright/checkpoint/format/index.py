@@ -20,6 +20,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from shardwright.checkpoint.format.boxes import check_coverage
+from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
+from shardwright.checkpoint.format.digests import sealed_lines, unsealed_lines
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
 from shardwright.errors import Damaged
@@ -27,12 +30,6 @@ from shardwright.errors import Damaged
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read
-_SEAL = '"sha256": "'  #: begins the last line, in every version of the format
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.qint", "torch.quint"))
-}
 
 
 class UnknownVersion(ValueError):
@@ -50,7 +47,7 @@ def name_of(path: Path) -> str:
 
 
 class Part(NamedTuple):
-    """A box of a tensor, and the bytes where it is."""
+    """A box of a stored tensor, and the bytes where it is."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -59,20 +56,33 @@ class Part(NamedTuple):
     length: int  #: bytes of the container
     data: int  #: the first byte of the box in the file; its elements are contiguous, little-endian
     sha256: str  #: of the container
+    #: Of elements that are not contiguous, in folders by torch's writer: the steps between them, and their number.
+    strides: tuple[tuple[int, ...], int] | None = None
+
+    @property
+    def range(self) -> tuple[int, int, str]:
+        """Start, end and digest of the container."""
+        return self.start, self.start + self.length, self.sha256
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint."""
+class TensorForm:
+    """The keys, dtype and shape of a tensor in a nested state, without its values and their place."""
 
     path: Path  #: its keys in the nested state
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorForm):
+    """A tensor in the files of a checkpoint."""
+
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -144,8 +154,7 @@ def index_text(index: Index) -> str:
     ]
     for key, entries in (("files", files), ("tensors", tensors), ("values", values)):
         lines += [f'"{key}": {{', ",\n".join(entries), "},"]
-    body = "\n".join(lines) + "\n"
-    return f'{body}{_SEAL}{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
+    return sealed_lines("\n".join(lines) + "\n")
 
 
 def _json(value: Any) -> str:
@@ -162,7 +171,9 @@ def parse_index(text: bytes) -> Index:
         Damaged: it is not what a save has written, or contradicts itself.
         UnknownVersion: it is of a later version of the format.
     """
-    content = _unsealed(text)
+    if len(text) > LARGEST:
+        raise Damaged(f"{INDEX} holds {len(text):,} bytes, at most {LARGEST:,} are read")
+    content = unsealed_lines(text, INDEX)
     if content.get("format") != FORMAT:
         raise Damaged(f"{INDEX} is not of a checkpoint of shardwright")
     version = content.get("version")
@@ -181,54 +192,12 @@ def parse_index(text: bytes) -> Index:
         raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error!s:.500})") from None
 
 
-def _unsealed(text: bytes) -> dict[str, Any]:
-    if len(text) > LARGEST:
-        raise Damaged(f"{INDEX} holds {len(text):,} bytes, at most {LARGEST:,} are read")
-    body, seal, rest = text.rpartition(_SEAL.encode())
-    match = re.fullmatch(rb'([0-9a-f]{64})"}\n', rest)
-    if not seal or match is None:
-        raise Damaged(f"no readable {INDEX}")
-    if hashlib.sha256(body).hexdigest().encode() != match[1]:
-        raise Damaged(f"{INDEX} is not the file that was saved: its SHA-256 differs")
-    try:
-        # As UTF-8; json would guess other encodings.
-        content = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise Damaged(f"no readable {INDEX}") from None
-    if not isinstance(content, dict):
-        raise Damaged(f"no readable {INDEX}")
-    return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        raise ValueError("a key stands there twice")
-    return members
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
-
-
-def _of(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
-        raise Damaged(f"expected {what} as {kind.__name__}, found {type(value).__name__}")
-    return value
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise Damaged(f"expected {what} as an integer from 0 to 2**63 - 1")
-    return value
-
-
 def _counts(value: Any, what: str) -> tuple[int, ...]:
-    return tuple([_count(each, what) for each in _of(value, list, what)])
+    return tuple([count_of(each, what) for each in typed(value, list, what)])
 
 
 def _path(value: Any) -> Path:
-    path = tuple([tuple(step) if type(step) is list else step for step in _of(value, list, "keys")])
+    path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
     if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
         raise Damaged("expected keys that are names and numbers")
     if len(path) > DEEPEST:
@@ -251,37 +220,40 @@ def check_file_name(name: str) -> str:
 
 def _built(content: dict[str, Any]) -> Index:
     files: dict[str, StoredFile] = {}
-    for name, (nbytes, sha256, has_parts) in _of(content["files"], dict, "files").items():
+    for name, (nbytes, sha256, has_parts) in typed(content["files"], dict, "files").items():
         files[check_file_name(name)] = StoredFile(
-            _count(nbytes, "a length"), _sha256(sha256), _of(has_parts, bool, "a mark")
+            count_of(nbytes, "a length"), _sha256(sha256), typed(has_parts, bool, "a mark")
         )
     names = sorted(files)
     tensors = {
-        name: _tensor(name, each, names) for name, each in _of(content["tensors"], dict, "tensors").items()
+        name: _tensor(name, each, names) for name, each in typed(content["tensors"], dict, "tensors").items()
     }
     values = {}
-    for name, (path, value) in _of(content["values"], dict, "values").items():
+    for name, (path, value) in typed(content["values"], dict, "values").items():
         values[name] = StoredValue(_path(path), decoded(value))
     _check_names(tensors, values)
-    about = _of(content["about"], dict, "versions")
+    about = typed(content["about"], dict, "versions")
     index = Index(
-        _of(content["attempt"], str, "the attempt"),
-        _count(content["ranks"], "the ranks"),
+        typed(content["attempt"], str, "the attempt"),
+        count_of(content["ranks"], "the ranks"),
         tensors,
         values,
         files,
-        {key: _of(value, str, "a version") for key, value in about.items()},
+        {key: typed(value, str, "a version") for key, value in about.items()},
     )
     _check_files(index)
     return index
 
 
 def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
-    path, dtype, shape, *parts = _of(entry, list, "a tensor")
-    if dtype not in _DTYPES:
+    path, dtype, shape, *parts = typed(entry, list, "a tensor")
+    if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
         raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
     tensor = StoredTensor(
-        _path(path), _DTYPES[dtype], _counts(shape, "a shape"), tuple(_part(each, files) for each in parts)
+        _path(path),
+        DTYPES[f"torch.{dtype}"],
+        _counts(shape, "a shape"),
+        tuple(_part(each, files) for each in parts),
     )
     for part in tensor.parts:
         end, nbytes = part.start + part.length, prod(part.sizes) * tensor.dtype.itemsize
@@ -292,14 +264,14 @@ def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
 
 
 def _part(entry: Any, files: Sequence[str]) -> Part:
-    offsets, sizes, number, start, length, data, sha256 = _of(entry, list, "a part")
+    offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
     return Part(
         _counts(offsets, "offsets"),
         _counts(sizes, "sizes"),
-        files[_count(number, "a file's number")],
-        _count(start, "a start"),
-        _count(length, "a length"),
-        _count(data, "a start"),
+        files[count_of(number, "a file's number")],
+        count_of(start, "a start"),
+        count_of(length, "a length"),
+        count_of(data, "a start"),
         _sha256(sha256),
     )
 
@@ -335,39 +307,3 @@ def _check_files(index: Index) -> None:
         file = index.files[name]
         if file.nbytes != end or file.sha256 != digest_of_parts(part.sha256 for part in parts):
             raise Damaged(f"{name} and its parts disagree")
-
-
-Bounds = tuple[Sequence[int], Sequence[int]]  #: offsets and sizes
-
-
-def check_coverage(name: str, shape: Sequence[int], boxes: Sequence[Bounds]) -> None:
-    """Raise Damaged unless every element of a tensor of that shape is in exactly one of the boxes."""
-    for offsets, sizes in boxes:
-        if not len(offsets) == len(sizes) == len(shape) or any(
-            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
-            raise Damaged(f"{name!r} has a part outside its shape {tuple(shape)}")
-    if sum(prod(sizes) for _, sizes in boxes) != prod(shape) or _any_overlap(boxes):
-        raise Damaged(f"{name!r} of shape {tuple(shape)} has parts that are missing or stored twice")
-
-
-def _any_overlap(boxes: Sequence[Bounds]) -> bool:
-    """Whether two boxes share an element. Compares boxes that meet along the dimension with the most starts."""
-    full = [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if prod(sizes)]
-    if len(full) < 2:
-        return False
-    dims = range(len(full[0][0]))
-    if not dims:
-        return True
-    sweep = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in full}))
-    full.sort(key=lambda box: box[0][sweep])
-    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for box in full:
-        open_boxes = [each for each in open_boxes if each[0][sweep] + each[1][sweep] > box[0][sweep]]
-        if any(
-            all(a < b + n and b < a + m for a, m, b, n in zip(*box, *each, strict=True))
-            for each in open_boxes
-        ):
-            return True
-        open_boxes.append(box)
-    return False

@@ -6,10 +6,10 @@ of it without tensors is one value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,35 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from shardwright._torch import boxes_to_load, boxes_to_save
+from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import Path, StoredValue, name_of
 from shardwright.checkpoint.format.values import DEEPEST
 
-PART_BYTES = (
-    32 << 20
-)  #: a part holds at most so many bytes; each thread of a save and of a load copies one at a time
-
-
-class Box(NamedTuple):
-    """A box of a tensor that this rank has, and its memory: a view of that shape."""
-
-    offsets: tuple[int, ...]
-    local: Tensor
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(self.local.shape)
-
-
-def meet(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> bool:
-    """Whether a part of a tensor has an element in a box."""
-    return all(
-        a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
-    )
+#: A part holds at most so many bytes. Each thread of a save and of a load copies one at a time.
+PART_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class NamedTensor:
-    """A tensor of a state under its name, as the state holds it."""
+class StateTensor:
+    """A tensor of a state in memory, whole, sharded or of FSDP1, under its name."""
 
     name: str
     path: Path
@@ -98,7 +80,7 @@ def _by_protocol(tensor: Tensor) -> Tensor:
 class NestedState:
     """A nested state in parts. Tensors and values are under the names that torch's distributed checkpoint gives."""
 
-    tensors: Mapping[str, NamedTensor]
+    tensors: Mapping[str, StateTensor]
     values: Mapping[str, StoredValue]
 
     @classmethod
@@ -108,14 +90,14 @@ class NestedState:
         Raises:
             ValueError: two entries have the same name, or a dict with tensors has other keys than strings and integers.
         """
-        tensors: dict[str, NamedTensor] = {}
+        tensors: dict[str, StateTensor] = {}
         values: dict[str, StoredValue] = {}
         for path, value in _leaves((), state):
             name = name_of(path)
             if name in tensors or name in values:
                 raise ValueError(f"two entries of the state have the name {name!r}; rename one of its keys")
             if isinstance(value, Tensor):
-                tensors[name] = NamedTensor(name, path, value)
+                tensors[name] = StateTensor(name, path, value)
             else:
                 values[name] = StoredValue(path, value)
         return cls(tensors, values)

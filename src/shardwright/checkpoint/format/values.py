@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from shardwright.checkpoint.format.checks import DTYPES
 from shardwright.errors import Damaged
 
 DEEPEST = 100  #: values, or keys, inside one another
 _MOST_BITS = 14_000  #: of an integer: Python reads at most 4,300 digits of one
 _MARK = "!"  #: the first key of a marked form
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def encoded(value: Any, name: str, depth: int = 0) -> Any:
@@ -124,7 +124,7 @@ _DECODERS: dict[str, Any] = {
     "float": _float,
     "tuple": lambda content, depth: tuple(_items(content, depth)),
     "Size": _size,
-    "dtype": lambda content, depth: _DTYPES[content],
+    "dtype": lambda content, depth: DTYPES[content],
     "device": lambda content, depth: torch.device(content),
     "bytes": lambda content, depth: base64.b64decode(content, validate=True),
     "dict": lambda content, depth: dict(_pairs(content, depth)),

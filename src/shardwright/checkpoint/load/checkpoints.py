@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwright.checkpoint.dcp import folders, foreign
-from shardwright.checkpoint.dcp.foreign import Strides
 from shardwright.checkpoint.dcp.metadata import parse_metadata
+from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.index import LARGEST, Index, StoredTensor, parse_index
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.names import METADATA
-from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, ignore
+from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.unreplaced import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.places import Location, store_of
@@ -36,7 +36,7 @@ from shardwright.errors import Damaged
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A tensor of a checkpoint: its name, its dtype, its shape, and in how many parts it is stored."""
+    """A tensor of a checkpoint, for users: its name, its dtype, its shape, and the number of its stored parts."""
 
     name: str
     dtype: torch.dtype
@@ -91,8 +91,8 @@ class Checkpoint(ABC):
         """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
 
     @abstractmethod
-    def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
-        """The stored form of these tensors, with the parts that this rank needs, and the strides of some parts.
+    def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
+        """These tensors in the files, with at least the parts that this rank needs.
 
         Raises:
             Damaged: a file holds another tensor than the description says.
@@ -153,8 +153,8 @@ class OwnCheckpoint(Checkpoint):
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         return {each.path: each.value for each in self.index.values.values()}
 
-    def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
-        return self.index.tensors, {}
+    def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
+        return self.index.tensors
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = self.index.tensors[name]
@@ -183,8 +183,7 @@ class OwnCheckpoint(Checkpoint):
         of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
         for key in sorted(share(sizes, rank, ranks)):
             if key in parts:
-                part = parts[key]
-                of_file.setdefault(part.file, []).append((part.start, part.start + part.length, part.sha256))
+                of_file.setdefault(parts[key].file, []).append(parts[key].range)
             else:
                 of_file[key] = [(0, files[key].nbytes, files[key].sha256)]
         for name, ranges in of_file.items():
@@ -234,16 +233,16 @@ class TorchCheckpoint(Checkpoint):
         values = foreign.values_of(self.place, self.metadata, names, weights_only)
         return {self.keys[name]: value for name, value in values.items()}
 
-    def parts_of(self, tensors: Mapping[str, NamedTensor]) -> tuple[Mapping[str, StoredTensor], Strides]:
+    def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
         return foreign.tensors_of(self.place, self.metadata, tensors)
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.tensors[name].shape, dtype=dtype)
-        stored, strides = self.parts_of({name: NamedTensor(name, self.keys[name], whole)})
+        stored = self.parts_of({name: StateTensor(name, self.keys[name], whole)})[name]
         box = Box((0,) * whole.dim(), whole)
-        for part in stored[name].parts:
+        for part in stored.parts:
             with closing(self.place.open(part.file)) as reader:
-                read_box(reader, part, stored[name].dtype, box, strides.get(part))
+                read_box(reader, part, stored.dtype, box)
         return whole
 
     def files(self) -> dict[str, int]:

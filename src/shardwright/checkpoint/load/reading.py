@@ -10,27 +10,20 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.dcp.foreign import Strides
 from shardwright.checkpoint.format.archive import memory_of
+from shardwright.checkpoint.format.boxes import Box, meet
 from shardwright.checkpoint.format.index import Part, StoredTensor
-from shardwright.checkpoint.format.nested import Box, NamedTensor, Progress, ignore, meet
+from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
 from shardwright.checkpoint.load.unreplaced import OpenFiles
-from shardwright.checkpoint.storage.stores import Files, Reader, files_of
+from shardwright.checkpoint.storage.stores import Files, Reader
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.errors import Damaged
 
 # -- compared with digests ---------------------------------------------------------------------------------------------
-
-
-def check_parts(place: Path | Files, name: str, parts: Sequence[Part], progress: Progress = ignore) -> None:
-    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
-    ranges = [(part.start, part.start + part.length, part.sha256) for part in parts]
-    check_ranges(files_of(place), name, ranges, progress)
 
 
 def check_ranges(
@@ -62,9 +55,8 @@ def _check_range(
 def compared_values(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
     """The values of a part, on the host. Raises Damaged if its bytes are not the ones that were saved."""
     container = torch.empty(part.length, dtype=torch.uint8)
-    end = part.start + part.length
     with closing(files.open(part.file)) as reader:
-        _check_range(reader, part.file, part.start, end, part.sha256, memory_of(container))
+        _check_range(reader, part.file, *part.range, memory_of(container))
     begin = part.data - part.start
     data = container[begin : begin + prod(part.sizes) * dtype.itemsize]
     if data.data_ptr() % dtype.itemsize:  # of no writer of ours
@@ -76,61 +68,57 @@ def compared_values(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
 
 
 def reads_of(
-    known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
+    known: Mapping[str, StoredTensor], tensors: Iterable[StateTensor]
 ) -> list[tuple[Part, StoredTensor, Box]]:
     """Parts that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
         stored = known[each.name]
         for box in each.boxes_to_load():
-            reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
+            bounds = box.offsets, box.sizes
+            reads += [
+                (part, stored, box) for part in stored.parts if meet((part.offsets, part.sizes), bounds)
+            ]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
     return reads
 
 
 def read_boxes(
-    files: OpenFiles,
-    known: Mapping[str, StoredTensor],
-    tensors: list[NamedTensor],
-    strides: Strides,
-    progress: Progress,
+    files: OpenFiles, known: Mapping[str, StoredTensor], tensors: list[StateTensor], progress: Progress
 ) -> None:
     """Read every box that this rank needs."""
     reads = reads_of(known, tensors)
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
         with files.reader(name) as reader:
-            _read_of_file(reader, list(of_file), strides, progress)
+            _read_of_file(reader, list(of_file), progress)
     wait_for_devices(box.local for _, _, box in reads)
 
 
-def _read_of_file(
-    reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], strides: Strides, progress: Progress
-) -> None:
+def _read_of_file(reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
     def read(each: tuple[Part, StoredTensor, Box]) -> int:
         part, stored, box = each
         with torch.no_grad():
-            read_box(reader, part, stored.dtype, box, strides.get(part))
+            read_box(reader, part, stored.dtype, box)
         return prod(part.sizes) * stored.dtype.itemsize
 
     in_threads(reads, read, progress)
 
 
-def read_box(
-    reader: Reader, part: Part, dtype: torch.dtype, box: Box, layout: tuple[tuple[int, ...], int] | None
-) -> None:
+def read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
     """Read what the part and the box share. Only the rows of the first dimension that are needed are read, or
-    all, if the part's elements are not contiguous and have this layout: strides and number."""
+    all, if the part's elements are not contiguous."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
     end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
     target = box.local
     for dim in dims:
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
-    if layout is not None:
-        elements = torch.empty(layout[1], dtype=dtype)
+    if part.strides is not None:
+        strides, count = part.strides
+        elements = torch.empty(count, dtype=dtype)
         _fill(elements, reader, part.data)
-        stored = elements.as_strided(part.sizes, layout[0])
+        stored = elements.as_strided(part.sizes, strides)
         first = 0
     else:
         sizes, skipped, first = list(part.sizes), 0, 1

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
-from shardwright.checkpoint.format.nested import Box as Box
+from shardwright.checkpoint.format.boxes import Box as Box
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.format.boxes import Box
+
 
 @dataclass(frozen=True)
 class Transposed:
@@ -97,22 +99,15 @@ def keys_of(source: TensorSource) -> list[str]:
     return [key for each in source.sources for key in keys_of(each)]
 
 
-class StoredView(NamedTuple):
-    """A box of a model's tensor, as a view of a stored one."""
-
-    offsets: tuple[int, ...]
-    stored: Tensor
-
-
-def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[StoredView]]:
-    """The shape of a source, and its boxes. ``get`` returns the stored tensors, or meta tensors.
+def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[Box]]:
+    """The shape of a source, and its boxes as views of stored tensors. ``get`` returns these, or meta tensors.
 
     Raises:
         ValueError: the stored tensors cannot be combined in this way.
     """
     if isinstance(source, str):
         stored = get(source)
-        return stored.shape, [StoredView((0,) * stored.ndim, stored)]
+        return stored.shape, [Box((0,) * stored.ndim, stored)]
     if isinstance(source, Slice):
         stored = get(source.source)
         size = stored.shape[source.dim] if source.dim < stored.ndim else 0
@@ -122,23 +117,21 @@ def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.
                 f"{source.start + source.length} along dimension {source.dim}"
             )
         part = stored.narrow(source.dim, source.start, source.length)
-        return part.shape, [StoredView((0,) * part.ndim, part)]
+        return part.shape, [Box((0,) * part.ndim, part)]
     if isinstance(source, Transposed):
         shape, views = views_of(source.source, get)
         if len(shape) != len(source.dims):
             raise ValueError(
                 f"{keys_of(source)[0]!r} of shape {tuple(shape)} cannot be permuted {source.dims}"
             )
-        permuted = [StoredView(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
+        permuted = [Box(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
         return torch.Size(shape[d] for d in source.dims), permuted
     parts = [views_of(each, get) for each in source.sources]
     shapes = [shape for shape, _ in parts]
     if isinstance(source, Stacked):
         if len(set(shapes)) > 1:
             raise ValueError(f"{_source_in_words(source)} are stacked and have shapes {_unlike(shapes)}")
-        stacked = [
-            StoredView((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views
-        ]
+        stacked = [Box((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views]
         return torch.Size([len(parts), *shapes[0]]), stacked
     dim = source.dim
     if any(
@@ -155,7 +148,7 @@ def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     joined = [
-        StoredView((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
+        Box((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
         for start, (_, views) in zip(starts, parts, strict=True)
         for o, t in views
     ]

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.archive import ALIGNMENT, bytes_of, described, pickled
 from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.index import TensorForm
 from shardwright.checkpoint.format.nested import nested
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
@@ -21,7 +21,7 @@ _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 
 def write_torch_file(
     file: Path,
-    forms: Mapping[str, tuple[Keys, torch.dtype, tuple[int, ...]]],
+    forms: Mapping[str, TensorForm],
     values: Mapping[Keys, Any],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
@@ -29,7 +29,7 @@ def write_torch_file(
 
     Args:
         file: the path of the new file.
-        forms: keys, dtype and shape of each tensor.
+        forms: the form of each tensor, by name.
         values: plain values by their keys.
         tensors: the name and values of each tensor, in the order of ``forms``.
 
@@ -37,8 +37,8 @@ def write_torch_file(
         OSError: it cannot be written.
     """
     leaves: dict[Keys, Any] = {
-        path: described(dtype, shape, str(number))
-        for number, (path, dtype, shape) in enumerate(forms.values())
+        form.path: described(form.dtype, form.shape, str(number))
+        for number, form in enumerate(forms.values())
     }
     content = pickled(nested({**leaves, **values}))
     numbers = {name: number for number, name in enumerate(forms)}

@@ -13,43 +13,40 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shardwright._torch import flatten_state_dict, storage_info
 from shardwright._version import __version__
 from shardwright.checkpoint.format.archive import bytes_of, container, lengths
+from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import (
     Index,
     Part,
     StoredFile,
     StoredTensor,
     StoredValue,
+    TensorForm,
     digest_of_parts,
     index_text,
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
 from shardwright.checkpoint.format.nested import Progress, ignore
-from shardwright.checkpoint.storage.stores import Files, Writer, files_of
+from shardwright.checkpoint.storage.stores import Files, Writer
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.errors import Damaged
 
 
 class PartToWrite(NamedTuple):
-    """A box of a tensor, and its values."""
+    """A box of the tensor of this name, which a rank writes."""
 
     name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    values: Tensor
+    box: Box
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A file of parts that is on disk: for each part the name of its tensor."""
 
     file: str
@@ -65,20 +62,19 @@ class Written(NamedTuple):
 
 
 def write_parts(
-    folder: Path | Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
-) -> Written:
-    """Write a rank's file. It has the name that ``folder`` stores it under.
+    files: Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
+) -> WrittenFile:
+    """Write a rank's file. It has the name under which ``files`` store it.
 
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
     """
-    files = files_of(folder)
     placed, end = [], 0
     for part in parts:
         placed.append((end, part))
-        head, tail = lengths(part.values.dtype, part.sizes)
-        end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
-    wait_for_devices(part.values for _, part in placed)
+        head, tail = lengths(part.box.local.dtype, part.box.sizes)
+        end += head + part.box.local.nbytes + tail
+    wait_for_devices(part.box.local for _, part in placed)
     with _new_file(files, file) as (writer, name):
         if writer.in_order:
             return _written_in_order(writer, name, (part for _, part in placed), progress)
@@ -87,10 +83,10 @@ def write_parts(
             return _write_part(writer, name, *each)
 
         # In threads, because hashing takes longer than writing, and both let go of the interpreter.
-        return Written(name, in_threads(placed, write, lambda each: progress(each[1].length)))
+        return WrittenFile(name, in_threads(placed, write, lambda each: progress(each[1].length)))
 
 
-def write_parts_in_order(files: Files, file: str, parts: Iterable[PartToWrite]) -> Written:
+def write_parts_in_order(files: Files, file: str, parts: Iterable[PartToWrite]) -> WrittenFile:
     """Write a file as :func:`write_parts` does, of parts that are read while it is written: one is in memory."""
     with _new_file(files, file) as (writer, name):
         return _written_in_order(writer, name, parts, ignore)
@@ -109,7 +105,9 @@ def _new_file(files: Files, file: str) -> Iterator[tuple[Writer, str]]:
         raise
 
 
-def _written_in_order(writer: Writer, file: str, parts: Iterable[PartToWrite], progress: Progress) -> Written:
+def _written_in_order(
+    writer: Writer, file: str, parts: Iterable[PartToWrite], progress: Progress
+) -> WrittenFile:
     written: list[tuple[str, Part]] = []
     end = 0
     for part in parts:
@@ -117,26 +115,22 @@ def _written_in_order(writer: Writer, file: str, parts: Iterable[PartToWrite], p
         del part  # so that the next part is not read while this one is in memory
         end += written[-1][1].length
         progress(written[-1][1].length)
-    return Written(file, written)
+    return WrittenFile(file, written)
 
 
 def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tuple[str, Part]:
     """Write a part at its place, and digest it."""
-    data, _held = bytes_of(part.values)
-    head, tail = container(part.values.dtype, part.sizes, data)
+    name, box = part
+    data, _held = bytes_of(box.local)
+    head, tail = container(box.local.dtype, box.sizes, data)
     sha256, position = hashlib.sha256(), start
     for piece in (head, data, tail):
         writer.write(piece, position)
         sha256.update(piece)
         position += len(piece)
     length = position - start
-    place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
-    return part.name, place
-
-
-def drop_from_cache(folder: Path | Files, file: str) -> None:
-    """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
-    files_of(folder).drop_from_cache(file)
+    place = Part(box.offsets, box.sizes, file, start, length, start + len(head), sha256.hexdigest())
+    return name, place
 
 
 def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
@@ -150,13 +144,18 @@ class Contents:
 
     attempt: str
     ranks: int
-    tensors: Mapping[str, tuple[Any, torch.dtype, tuple[int, ...]]]  #: path, dtype and shape by name
+    tensors: Mapping[str, TensorForm]
     values: Mapping[str, StoredValue]
     about: Mapping[str, str]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(form.nbytes for form in self.tensors.values())
+
 
 def write_descriptions(
-    folder: Path | Files, contents: Contents, written: Sequence[Written], *, for_torch: bool = False
+    into: Files, contents: Contents, written: Sequence[WrittenFile], *, for_torch: bool = False
 ) -> Index:
     """Write what describes a checkpoint: ``.metadata`` and values for torch's reader, and last ``index.json``.
 
@@ -172,12 +171,11 @@ def write_descriptions(
             parts[name].append(part)
     files = {each.file: StoredFile(each.nbytes, each.sha256, True) for each in written}
     tensors = {
-        name: StoredTensor(path, dtype, shape, tuple(sorted(parts[name])))
-        for name, (path, dtype, shape) in contents.tensors.items()
+        name: StoredTensor(form.path, form.dtype, form.shape, tuple(sorted(parts[name])))
+        for name, form in contents.tensors.items()
     }
     flat = _as_torch_flattens(contents.values)
     places, content = _pickled_values(flat)
-    into = files_of(folder)
     file = into.stored_name(VALUES_FOR_TORCH if for_torch else VALUES)
     files[file] = _write_file(into, file, content)
     files[METADATA] = _write_file(into, METADATA, _metadata(tensors, flat, places, file))

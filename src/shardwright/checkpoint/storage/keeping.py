@@ -13,7 +13,8 @@ from typing import IO
 
 from shardwright.checkpoint.format.names import is_of_checkpoint
 from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.stores import publish, sync
+from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.stores import sync
 
 
 def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
@@ -106,6 +107,6 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         reason = (
             error.__context__ if isinstance(error, RuntimeError) else error
         )  # torch.save reports another error
-        if isinstance(reason, OSError):
+        if isinstance(reason, OSError) and reason.errno is not None:
             raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise

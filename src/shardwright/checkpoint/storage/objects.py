@@ -7,11 +7,8 @@ last, in one request: with it the checkpoint is there, without it there is none.
 from __future__ import annotations
 
 import contextlib
-import errno
-import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable
+from typing import Self
 
 from shardwright.checkpoint.format.index import UnknownVersion, parse_index
 from shardwright.checkpoint.format.names import (
@@ -23,104 +20,21 @@ from shardwright.checkpoint.format.names import (
     is_of_save_at_url,
     with_attempt,
 )
+from shardwright.checkpoint.storage.file_systems import (
+    ObjectsBelow,
+    causes_of,
+    in_one_line,
+    promptly,
+    write_new,
+)
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.errors import Damaged
-from shardwright.extend.registry import import_value
 
-PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
 SLICE = 8 << 20  #: bytes of a request that reads, and of a write into the buffer of an upload
 READ_AT_ONCE = 4 * SLICE  #: read by several requests at the same time
 #: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
 _WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "dask", "dbfs"}
-_CREDENTIALS = {
-    "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or log in with gcloud",
-}
-T = TypeVar("T")
-
-
-class _Objects:
-    """The file system of fsspec behind a URL, and its errors in one line."""
-
-    def __init__(self, url: str) -> None:
-        """Raises ValueError if the URL names no place for a checkpoint."""
-        found = re.fullmatch(r"([A-Za-z][\w+.-]*(?::\w+)?)://([^?#]*)", url)
-        if found is None or "::" in url:
-            raise ValueError(f"expected a URL such as s3://bucket/run-7/step-100, found {url}")
-        if not found[2].strip("/") or ".." in found[2].split("/"):
-            raise ValueError(f"{url} names no place for a checkpoint; add the name of a folder")
-        self.url, self.protocol = url.rstrip("/"), found[1]
-
-    def at(self, name: str) -> tuple[Any, str]:
-        """The file system, which fsspec keeps for each process, and the path of an object in it."""
-        try:
-            from fsspec.core import url_to_fs
-
-            if ":" in self.protocol:  # the import path of its class
-                system = import_value("file system", self.protocol)()
-                path = system._strip_protocol(self.url.partition("://")[2])
-            else:
-                system, path = url_to_fs(self.url)
-        except ImportError as error:
-            raise StoreError(
-                f"{self.url}: a package for {self.protocol}:// is missing ({_reason(error)})"
-            ) from None
-        except ValueError as error:
-            raise StoreError(
-                f"{self.url}: no file system for {self.protocol}:// ({_reason(error)})"
-            ) from None
-        return system, f"{path}/{name}" if name else str(path)
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
-        with self.reported("", "read"):
-            system, path = self.at("")
-            system.invalidate_cache()
-            try:
-                entries = system.ls(path, detail=True)
-            except FileNotFoundError:
-                return {}
-        own = path.strip("/")
-        sizes = {}
-        for entry in entries:
-            name = str(entry["name"]).strip("/")
-            if name != own:
-                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
-            elif entry.get("size"):
-                raise FileExistsError(f"{self.url} is an object, not a place for several. Choose another URL")
-        return sizes
-
-    @contextlib.contextmanager
-    def reported(self, name: str, doing: str) -> Iterator[None]:
-        """Turn what a file system raises into one line that names the object, the reason and what to check.
-
-        An object that is missing when it is read raises Damaged, caused by what the file system has raised.
-        """
-        try:
-            yield
-        except (Damaged, FileExistsError, StoreError):
-            raise
-        except Exception as error:
-            if isinstance(error, FileNotFoundError) and doing == "read":
-                raise Damaged(f"no {name} file") from error
-            url = f"{self.url}/{name}" if name else self.url
-            raise StoreError(f"{url} cannot be {doing}: {_reason(error)}{self._advice(error)}") from None
-
-    def _advice(self, error: Exception) -> str:
-        text = f"{type(error).__name__} {error}".lower()
-        if isinstance(error, PermissionError) or any(
-            word in text for word in ("credential", "forbidden", "denied")
-        ):
-            kind = {"s3a": "s3", "gcs": "gs"}.get(self.protocol, self.protocol)
-            return f". {_CREDENTIALS.get(kind, 'Check the credentials')}"
-        if isinstance(error, (ConnectionError, TimeoutError)) or any(
-            word in text for word in ("connect", "timeout")
-        ):
-            return ". Check the network and the address of the store"
-        if isinstance(error, FileNotFoundError):
-            return ". Check the URL"
-        return ""
 
 
 class ObjectStore:
@@ -130,7 +44,7 @@ class ObjectStore:
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         """Raises ValueError if the URL names no place for a checkpoint."""
-        self._objects, self._attempt = _Objects(url), attempt
+        self._objects, self._attempt = ObjectsBelow(url), attempt
         self._url = self._objects.url
 
     def __str__(self) -> str:
@@ -153,7 +67,7 @@ class ObjectStore:
                 system.pipe_file(path, content)
                 return
             try:
-                _write_new(system, path, content)
+                write_new(system, path, content)
             except FileExistsError:
                 raise FileExistsError(
                     f"{self._url}/{name} was written by another save. Let one save at a time write to a URL"
@@ -202,7 +116,7 @@ class ObjectStore:
         try:
             promptly(lambda: self.size(name), self._url)
         except Damaged as problem:
-            reasons = [_reason(error) for error in _causes(problem)]
+            reasons = [in_one_line(error) for error in causes_of(problem)]
             known = [f" ({each})" for each in reasons if " bucket " in each or "onnect" in each][:1]
             raise FileNotFoundError(
                 f"{self._url} holds no whole checkpoint{''.join(known)}: a save was interrupted, or the path is wrong"
@@ -383,16 +297,12 @@ class ObjectStore:
         return None
 
 
-class StoreError(OSError):
-    """A store did not do what was asked for. The message is one line."""
-
-
 class ObjectWriter:
     """An object that appears when it is finished. It is uploaded in parts, so that no more than two are in memory."""
 
     in_order = True
 
-    def __init__(self, store: ObjectStore, objects: _Objects, name: str) -> None:
+    def __init__(self, store: ObjectStore, objects: ObjectsBelow, name: str) -> None:
         self._store, self._objects, self._name = store, objects, name
         system, path = objects.at(name)
         self._stream = system.open(path, "wb", block_size=BLOCK)
@@ -423,7 +333,7 @@ class ObjectReader:
 
     at_once = READ_AT_ONCE
 
-    def __init__(self, objects: _Objects, name: str) -> None:
+    def __init__(self, objects: ObjectsBelow, name: str) -> None:
         self._objects, self._name = objects, name
 
     def read_into(self, target: memoryview, position: int) -> int:
@@ -441,61 +351,3 @@ class ObjectReader:
 
     def close(self) -> None:
         pass
-
-
-def _write_new(system: Any, path: str, content: bytes) -> None:
-    """Write an object where none is. Stores that cannot compare and write in one step do it in two.
-
-    Raises:
-        FileExistsError: an object is there.
-    """
-    system.invalidate_cache()
-    if system.exists(path):  # first, since some stores ignore the condition
-        raise FileExistsError(path)
-    try:
-        system.pipe_file(path, content, mode="create")
-        return
-    except (TypeError, NotImplementedError):
-        pass
-    except OSError as error:
-        if error.errno != errno.ENOSYS:
-            raise
-    system.pipe_file(path, content)
-
-
-def promptly(action: Callable[[], T], url: str) -> T:
-    """Run ``action`` and return its result. Raises StoreError if it takes longer than :data:`PATIENCE`.
-
-    File systems try for minutes to reach a store that does not answer.
-    """
-    outcomes: list[tuple[T | None, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            outcomes.append((action(), None))
-        except BaseException as error:
-            outcomes.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="shardwright: first answer of a store")
-    thread.start()
-    thread.join(PATIENCE)
-    if not outcomes:
-        raise StoreError(
-            f"{url}: no answer within {PATIENCE:.0f} s. Check the network and the address of the store"
-        )
-    value, error = outcomes[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    while (cause := error.__cause__) is not None:
-        yield cause
-        error = cause
-
-
-def _reason(error: BaseException) -> str:
-    """An error in one line. Without a text, the name of its type."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())[:300] or type(error).__name__

@@ -3,9 +3,6 @@
 A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. What is replaced exchanges names with the
 new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
 :meth:`LocalStore.recover` gives it its name back after a crash in between. Nothing here communicates.
-
-This is the one way in which folders and files of this package become whole or stay absent: checkpoints by all ranks,
-and by :func:`shardwright.checkpoint.storage.stores.publish` what one process writes.
 """
 
 from __future__ import annotations
@@ -312,6 +309,9 @@ class SingleFile(LocalStore):
 
     def _make_unfinished(self, path: Path) -> None:
         pass  # the caller creates the file
+
+    def check_seen(self) -> None:
+        pass  # only the process that creates it writes it
 
 
 def partial_folder(path: Path, attempt: str) -> Path:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Protocol, Self, TypeVar, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from shardwright.checkpoint.format.digests import open_regular, read_regular, size_of
 from shardwright.errors import Damaged
@@ -153,44 +152,6 @@ class Store(Files, Protocol):
         """Remove what killed saves to this place have left, except for ``attempt``'s."""
 
 
-S = TypeVar("S", bound=Store)
-
-
-@contextmanager
-def publish(
-    place: S,
-    nbytes: int = 0,
-    overwrite: bool = False,
-    *,
-    attempt: str | None = None,
-    names: Iterable[str] = (),
-) -> Iterator[S]:
-    """A save by one process: the block writes into the unfinished store, which becomes the place's content after it.
-
-    After an error, and if the process is killed at any moment, the place is unchanged.
-
-    Args:
-        place: where it appears.
-        nbytes, overwrite: as for :meth:`Store.begin`.
-        attempt: identity of the save. Default: a new one.
-        names: of the files that the block may write.
-
-    Raises:
-        FileExistsError, OSError: as :meth:`Store.begin` and :meth:`Store.commit`.
-    """
-    attempt = attempt or new_attempt()
-    unfinished = place.unfinished(attempt)
-    try:
-        place.begin(attempt, nbytes, overwrite)
-        yield unfinished
-        place.check_free(overwrite)  # since the begin something may have come there
-        place.commit(unfinished, overwrite)
-    except BaseException:
-        unfinished.abandon(names)
-        raise
-    place.remove_leftovers(attempt)
-
-
 def new_attempt() -> str:
     """The identity of one save: no two saves have the same."""
     return uuid.uuid4().hex[:16]
@@ -248,11 +209,6 @@ class LocalFiles:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def files_of(place: Path | Files) -> Files:
-    """The files in a folder, or the given ones."""
-    return LocalFiles(place) if isinstance(place, Path) else place
 
 
 class LocalWriter:

@@ -22,12 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import in_backward, local_of, storage_key
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint.pretrained.files import abbreviated
-from shardwright.checkpoint.pretrained.model import (
-    ModelTensor,
-    at_rest,
-    first_rank,
-    mesh_of,
-)
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
@@ -109,42 +104,47 @@ def stream_weights(
     """
     units = units_of(model)
     mesh = mesh_of(units)
+    ranks = RankGroup.of_mesh(mesh)
     _refuse_in_use(units)
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-    plan: _BucketPlan = RankGroup.of_mesh(mesh).run_or_stop(
-        lambda: _plan(model, patterns, limit, dtype, key_map, share is not None)
-    )
-    if mesh is not None:
-        ranks = RankGroup.of_mesh(mesh)
-        ranks.check_equal(
-            ranks.all_gather(
-                hash_of((plan.buckets_in_words(), str(dtype), to, group is None, share)), "states"
-            ),
-            lambda others, *_: ValueError(
-                f"The ranks called stream_weights with different models or arguments: {ranks_in_words(others)} with "
-                f"others than rank {ranks.numbers[0]} (names, bucket_bytes, dtype, key_map, to, group, share). Pass "
-                "the same on every rank."
-            ),
-        )
+    sends = group is not None or share is not None
+    plan = ranks.run_or_stop(lambda: _plan(model, patterns, limit, dtype, key_map, share is not None))
+    if not ranks.alone:
+        _refuse_different_calls(ranks, (plan.buckets_in_words(), str(dtype), to, group is None, share))
     first = first_rank(mesh)
+    sink = ranks.run_or_stop(lambda: _sink(first, to, group, share, consumers, timeout))
+    return _stream(plan, units, mesh, sink, sends)
 
-    def make_sink() -> BucketSink:
-        if to not in (None, "all", "first"):
-            raise ValueError(f'to must be "all" or "first", got {to!r}')
-        if group is not None and share is not None:
-            raise ValueError("pass group or share, not both")
-        if group is not None or share is not None:
-            if to == "all":
-                raise ValueError('with group or share the consumers get the tensors; do not pass to="all"')
-            _check_group(group, first)
-            if not first:
-                return Nowhere()
-            return ToGroup(group) if group is not None else ToSharedMemory(share or "", consumers, timeout)
+
+def _refuse_different_calls(ranks: RankGroup, call: tuple[object, ...]) -> None:
+    """Raise ValueError on every rank if the plans or arguments of two ranks differ."""
+    ranks.check_equal(
+        ranks.all_gather(hash_of(call), "states"),
+        lambda others, *_: ValueError(
+            f"The ranks called stream_weights with different models or arguments: {ranks_in_words(others)} with "
+            f"others than rank {ranks.numbers[0]} (names, bucket_bytes, dtype, key_map, to, group, share). Pass "
+            "the same on every rank."
+        ),
+    )
+
+
+def _sink(
+    first: bool, to: str | None, group: Any, share: str | None, consumers: int, timeout: float
+) -> BucketSink:
+    """The place for this rank's buckets. ``first``: whether this is the mesh's first rank. Raises ValueError."""
+    if to not in (None, "all", "first"):
+        raise ValueError(f'to must be "all" or "first", got {to!r}')
+    if group is not None and share is not None:
+        raise ValueError("pass group or share, not both")
+    if group is None and share is None:
         return Nowhere() if to == "first" and not first else Here()
-
-    sink: BucketSink = RankGroup.of_mesh(mesh).run_or_stop(make_sink)
-    return _stream(plan, units, mesh, sink, sends=group is not None or share is not None)
+    if to == "all":
+        raise ValueError('with group or share the consumers get the tensors; do not pass to="all"')
+    _check_group(group, first)
+    if not first:
+        return Nowhere()
+    return ToGroup(group) if group is not None else ToSharedMemory(share or "", consumers, timeout)
 
 
 def _check_group(group: Any, first: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.index import Path as Keys
 from shardwright.checkpoint.format.nested import ignore, nested
-from shardwright.checkpoint.load import loading
+from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
@@ -103,7 +103,7 @@ class StoredCheckpoint:
             Damaged: on every rank. The message names the first file that differs.
             OSError, ValueError: the ranks have opened different checkpoints, or this one was replaced.
         """
-        loading.verify_together(self._opened, RankGroup(self._group), progress)
+        collective_load.verify_together(self._opened, RankGroup(self._group), progress)
 
     def generators(self) -> tuple[int, dict[str, Tensor]]:
         """The number of ranks that have stored random generators, and states for :func:`set_generator_states`.
@@ -129,7 +129,7 @@ class StoredCheckpoint:
             Damaged: on every rank, if a file cannot be read.
             ValueError: on every rank, if a name is not in the checkpoint, or a tensor has another shape.
         """
-        loading.read_tensors(self._opened, tensors, RankGroup(self._group), progress)
+        collective_load.read_tensors(self._opened, tensors, RankGroup(self._group), progress)
 
 
 def open_checkpoint(

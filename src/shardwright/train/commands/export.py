@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.pretrained.files import open_stored, write_json
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.save import write_stored_form
+from shardwright.checkpoint.pretrained.save_pretrained import write_stored_form
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config

@@ -21,7 +21,7 @@ import shardwright as sw
 from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, write_json
 from shardwright.checkpoint.pretrained.model import mesh_of, same_bits
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
-from shardwright.checkpoint.pretrained.save import write_model
+from shardwright.checkpoint.pretrained.save_pretrained import write_model
 from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.catalog.hub import is_hub_name

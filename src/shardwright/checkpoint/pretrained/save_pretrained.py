@@ -22,7 +22,7 @@ from shardwright.checkpoint.pretrained.folder import ModelFolder
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
-from shardwright.checkpoint.storage.stores import publish
+from shardwright.checkpoint.storage.publishing import publish
 from shardwright.collective import RankGroup
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of

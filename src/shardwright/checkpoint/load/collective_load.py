@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwright import board as boards
-from shardwright.checkpoint.dcp.foreign import Strides
 from shardwright.checkpoint.format.index import StoredTensor
-from shardwright.checkpoint.format.nested import NamedTensor, NestedState, Progress, ignore, nested
+from shardwright.checkpoint.format.nested import NestedState, Progress, StateTensor, ignore, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.unreplaced import OpenFiles, unless_replaced
@@ -91,7 +90,7 @@ def make_alike(name: str, dtype: torch.dtype) -> str:
 def check_tensors(
     path: Location,
     checkpoint: Checkpoint,
-    tensors: Mapping[str, NamedTensor],
+    tensors: Mapping[str, StateTensor],
     convert: bool = False,
     advice: Callable[[str, torch.dtype], str] = make_alike,
 ) -> None:
@@ -116,7 +115,7 @@ def load_state(
     ranks: RankGroup,
     *,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
-    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    first: Callable[[StateTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     convert: bool = False,
@@ -166,7 +165,7 @@ def read_state(
     state: Mapping[str, Any],
     ranks: RankGroup,
     *,
-    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    first: Callable[[StateTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     progress: Progress = ignore,
@@ -180,13 +179,10 @@ def read_state(
     """
     mine = NestedState.of(state)
     stored: dict[str, StoredTensor] = {}
-    strides: Strides = {}
     content: dict[str, Any] = {}
 
     def prepare() -> None:
-        parts, steps = checkpoint.parts_of(mine.tensors)
-        stored.update(parts)
-        strides.update(steps)
+        stored.update(checkpoint.parts_of(mine.tensors))
         values = checkpoint.values_below(state.keys(), weights_only)
         leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
@@ -196,7 +192,7 @@ def read_state(
 
     def read(early: bool) -> None:
         tensors = [each for each in mine.tensors.values() if first(each) == early]
-        read_boxes(files, stored, tensors, strides, progress)
+        read_boxes(files, stored, tensors, progress)
         if early:
             accept(content)
 

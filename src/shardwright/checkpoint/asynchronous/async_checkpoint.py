@@ -28,10 +28,11 @@ from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, s
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.format.names import files_of_save, note_of_rank
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.save.saving import SavePlan, open_save
+from shardwright.checkpoint.save.plan import SavePlan
+from shardwright.checkpoint.storage.publishing import begun
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
-from shardwright.checkpoint.training.save_load import SHARED, state_to_save
+from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.collective import RankGroup, described, raise_for
 from shardwright.errors import Damaged
 
@@ -169,12 +170,13 @@ class AsyncCheckpoint:
         place = place_of(path, ranks)
         self.wait()
         plan = SavePlan.of(state, ranks, shared=SHARED)
-        with open_save(place, plan, ranks, overwrite):
+        attempt, names = plan.contents.attempt, files_of_save(ranks.size)
+        with begun(place, plan.contents.nbytes, overwrite, attempt, names, ranks):
             job = SaveJob(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
-            self._save = _Save(place, plan.contents.attempt, ranks)
+            self._save = _Save(place, attempt, ranks)
             _under_way.add(self)
             assert self._writer is not None
             self._writer.send({"do": "save", "at": at, "bytes": nbytes})

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import board as boards
 from shardwright.board import ranks_in_words
-from shardwright.checkpoint.format.nested import Box
+from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
 from shardwright.checkpoint.pretrained.folder import open_model

@@ -1,0 +1,59 @@
+"""Boxes of a tensor: ranges of its elements along every dimension, with their values or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardwright.errors import Damaged
+
+Bounds = tuple[Sequence[int], Sequence[int]]  #: offsets and sizes of a box
+
+
+class Box(NamedTuple):
+    """A box of a tensor, and its memory: a view of that shape."""
+
+    offsets: tuple[int, ...]
+    local: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+
+def meet(one: Bounds, other: Bounds) -> bool:
+    """Whether two boxes share an element."""
+    return all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
+
+
+def check_coverage(name: str, shape: Sequence[int], boxes: Sequence[Bounds]) -> None:
+    """Raise Damaged unless every element of a tensor of that shape is in exactly one of the boxes."""
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise Damaged(f"{name!r} has a part outside its shape {tuple(shape)}")
+    if sum(prod(sizes) for _, sizes in boxes) != prod(shape) or _any_overlap(boxes):
+        raise Damaged(f"{name!r} of shape {tuple(shape)} has parts that are missing or stored twice")
+
+
+def _any_overlap(boxes: Sequence[Bounds]) -> bool:
+    """Whether two boxes share an element. Compares boxes that meet along the dimension with the most starts."""
+    full = [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if prod(sizes)]
+    if len(full) < 2:
+        return False
+    dims = range(len(full[0][0]))
+    if not dims:
+        return True
+    sweep = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in full}))
+    full.sort(key=lambda box: box[0][sweep])
+    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for box in full:
+        open_boxes = [each for each in open_boxes if each[0][sweep] + each[1][sweep] > box[0][sweep]]
+        if any(meet(box, each) for each in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False

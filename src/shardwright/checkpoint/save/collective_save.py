@@ -1,0 +1,142 @@
+"""A nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
+
+A failure on any rank removes the unfinished files and is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from shardwright import board as boards
+from shardwright.checkpoint.format.names import file_of_rank, files_of_save
+from shardwright.checkpoint.format.nested import Progress, ignore
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.collective_load import open_together
+from shardwright.checkpoint.load.reading import check_ranges
+from shardwright.checkpoint.save.plan import SavePlan
+from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
+from shardwright.checkpoint.storage.places import Location, store_of
+from shardwright.checkpoint.storage.publishing import commit, publish, unless_removed
+from shardwright.checkpoint.storage.stores import Store
+from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
+
+
+@boards.during(boards.SAVE)
+def write_state(
+    path: Location,
+    state: Mapping[str, Any],
+    ranks: RankGroup,
+    *,
+    overwrite: bool = False,
+    verified: bool = False,
+    notes: Mapping[str, str] | None = None,
+    shared: Container[str] = (),
+    progress: Progress = ignore,
+) -> None:
+    """Write a checkpoint of a nested state. Every rank must call it.
+
+    With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
+    checkpoint appears, and before anything that it replaces is touched.
+    ``notes`` are texts for ``Index.about``, beside the versions of libraries. ``shared``: see :meth:`SavePlan.of`.
+
+    Raises:
+        ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
+        FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
+        OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
+            reason. Anything there is unchanged.
+    """
+    plan = SavePlan.of(state, ranks, notes, shared)
+    place, attempt, names = store_of(path), plan.contents.attempt, files_of_save(ranks.size)
+    with publish(place, plan.contents.nbytes, overwrite, attempt=attempt, names=names, ranks=ranks) as folder:
+        own: list[WrittenFile] = []
+
+        def write() -> None:
+            with unless_removed(place, folder):
+                own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress))
+
+        ranks.run_on_all(write)
+        writes = ranks.gather(own[0])
+
+        def describe() -> None:
+            with unless_removed(place, folder):
+                _describe(folder, plan.contents, writes or [])
+
+        ranks.run_on_first(describe)
+        if verified:
+            _read_back_together(folder, ranks, progress)
+
+
+def _describe(folder: Store, contents: Contents, writes: list[WrittenFile]) -> None:
+    """Describe what each rank has written into ``folder``, and check that it is whole.
+
+    Raises:
+        OSError: a file cannot be written, or has another size than what was written.
+        RuntimeError: the parts are not all parts of the tensors.
+    """
+    for each in writes:
+        if not each.parts:
+            folder.remove(each.file)
+    index = write_descriptions(folder, contents, [each for each in writes if each.parts])
+    for name, file in index.files.items():
+        try:
+            nbytes = folder.size(name)
+        except Damaged as problem:
+            raise OSError(f"{folder}/{name}: {problem}") from None
+        if nbytes != file.nbytes:
+            raise OSError(f"{folder}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+
+
+def commit_parts(
+    place: Store,
+    folder: Store,
+    contents: Contents,
+    writes: list[WrittenFile],
+    overwrite: bool,
+    verified: bool,
+) -> None:
+    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
+
+    With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
+
+    Raises:
+        OSError: as :func:`write_state`.
+        RuntimeError: the parts are not all parts of the tensors.
+    """
+    with unless_removed(place, folder):
+        _describe(folder, contents, writes)
+        if verified:
+            with _other_bytes(folder):
+                opened = read_description(folder)
+                assert isinstance(opened, OwnCheckpoint)
+                opened.verify_descriptions()
+    commit(place, folder, contents.attempt, overwrite)
+
+
+def read_back(folder: Store, written: WrittenFile) -> None:
+    """Compare a rank's file with the digests that were taken when it was written.
+
+    Raises:
+        OSError: it holds other bytes.
+    """
+    folder.drop_from_cache(written.file)
+    with _other_bytes(folder):
+        if written.parts:
+            check_ranges(folder, written.file, [part.range for _, part in written.parts])
+
+
+def _read_back_together(folder: Store, ranks: RankGroup, progress: Progress) -> None:
+    """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
+    ranks.run_on_all(lambda: folder.drop_from_cache(file_of_rank(ranks.rank)))
+    with _other_bytes(folder):
+        open_together(folder, ranks, lambda checkpoint: None, progress)
+
+
+@contextlib.contextmanager
+def _other_bytes(folder: Store) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as problem:
+        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
