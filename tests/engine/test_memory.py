@@ -439,7 +439,7 @@ def test_report(rank: int, world_size: int) -> None:
         sw.memory_report(nn.Linear(2, 2))
     for memory in ("dynamic", "max_pool", "arena"):
         model = model_of(memory, layers=6)
-        assert "No step is complete yet." in str(sw.memory_report(model))
+        assert "No backward has ended yet" in str(sw.memory_report(model))
         optimizer = adamw(model)
         for number in range(3):
             step(model, optimizer, rank, number)

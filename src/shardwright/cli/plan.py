@@ -73,8 +73,8 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--on", metavar="NxDEVICE",
-        help="the devices, such as 8xh100: a name, a .toml file with the memory of a device as `gib`, or local, this "
-        "machine's GPU",
+        help="the devices, such as 8xh100 (h100: one): a name, a .toml file with the memory of a device as `gib`, or "
+        "local, this machine's GPU",
     )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")

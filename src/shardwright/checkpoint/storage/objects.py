@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.names import (
 )
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.errors import Damaged
-from shardwright.extend.registry import import_value
+from shardwright.extend.stores import stores
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
@@ -58,7 +58,7 @@ class _Objects:
             from fsspec.core import url_to_fs
 
             if ":" in self.protocol:  # the import path of its class
-                system = import_value("file system", self.protocol)()
+                system = stores.get(self.protocol).make()
                 path = system._strip_protocol(self.url.partition("://")[2])
             else:
                 system, path = url_to_fs(self.url)
@@ -308,7 +308,8 @@ class ObjectStore:
         return self._objects.sizes()
 
     def children(self, recovers: bool) -> list[str]:
-        return list(promptly(self.sizes, self._url))
+        sizes = promptly(self.sizes, self._url)
+        return [name for name, nbytes in sizes.items() if not nbytes]  # an object with content is no place
 
     def check_writable(self) -> None:
         unfinished = self.unfinished(new_attempt())

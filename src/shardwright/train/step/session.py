@@ -101,7 +101,9 @@ def _train(
             for lines_of_start in opening(trainer, folder, resume):
                 reporter.say(lines_of_start)
             memory = MemoryReporter(trainer, folder, reporter)
-            best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
+            best = None
+            if config.checkpoint.keep_best:
+                best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
             trainer.hooks.own = [
                 MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory,
                 *([best] if best else []),

@@ -39,7 +39,7 @@ from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
-from shardwright.train.step.lr_schedule import learning_rate
+from shardwright.train.step.lr_schedule import check_rates, learning_rate
 from shardwright.train.step.numerics import looking, verifying
 from shardwright.train.step.reduction import Agreed, OwnPart, agree
 from shardwright.train.step.saving import checkpoint
@@ -209,6 +209,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.hooks.before_step(step + 1)
+        check_rates(self.optimizer, step + 1)
         boards.at(boards.MODEL)
         tensors = self.losses.weights(counts), *tensors_of(batches)
         with recipe.parallel_loss(self.config.parallel):

@@ -104,7 +104,8 @@ def conclude(
             flush=True,
         )
         return end
-    warnings = [*reporter.stopped, *reporter.failed_saves, *incidents_in_words(results)]
+    warnings = [*reporter.stopped, *reporter.failed_saves, *reporter.wrong_figures.values()]
+    warnings += [*(best.warnings if best is not None else ()), *incidents_in_words(results)]
     text = summary(trainer, folder, results, sampled, warnings)
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
