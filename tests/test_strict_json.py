@@ -30,7 +30,11 @@ def tree(draw: random.Random, depth: int = 3) -> Any:
     kind = draw.randrange(8 if depth else 5)
     if kind >= 5:
         inner = [tree(draw, depth - 1) for _ in range(draw.randrange(4))]
-        return {f"key {i}": each for i, each in enumerate(inner)} if kind == 5 else [inner, tuple(inner)][kind - 6]
+        return (
+            {f"key {i}": each for i, each in enumerate(inner)}
+            if kind == 5
+            else [inner, tuple(inner)][kind - 6]
+        )
     return [draw.choice(WRONG), draw.uniform(-1e300, 1e300), draw.randrange(9), None, "NaN"][kind]
 
 
@@ -51,7 +55,13 @@ def test_what_is_not_finite_is_null_and_all_else_stays(seed: int) -> None:
 
 
 def test_figures_that_are_not_finite_are_named() -> None:
-    figures = {"a": math.nan, "b": 1.0, "c": {"d": math.inf, "e": -math.inf, "f": 2}, "g": {"h": 0.5}, "i": None}
+    figures = {
+        "a": math.nan,
+        "b": 1.0,
+        "c": {"d": math.inf, "e": -math.inf, "f": 2},
+        "g": {"h": 0.5},
+        "i": None,
+    }
     assert not_finite(figures) == {"a": "nan", "c": {"d": "inf", "e": "-inf"}}
 
 

@@ -205,7 +205,9 @@ def test_what_would_do_nothing_on_the_cpu_is_refused() -> None:
         torch.ops.aten.empty.memory_format([4], device=torch.device("cuda"))
 
     for loop in (autocast, on_cuda):
-        with pytest.raises(ValueError, match=f"{Path(__file__).name}:.*a plan runs on the CPU in place of the GPU"):
+        with pytest.raises(
+            ValueError, match=f"{Path(__file__).name}:.*a plan runs on the CPU in place of the GPU"
+        ):
             sw.plan(loop, on="h100")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.is_autocast_enabled("cpu")
@@ -268,7 +270,9 @@ USES_OF_GPUS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", USES_OF_GPUS)
 def test_a_use_of_a_gpu_names_its_line(name: str) -> None:
     """One error with the line and a way round."""
-    with pytest.raises(AbsentDeviceError, match=r"a plan runs on the CPU in place of the GPU.*\.to\(device\)") as raised:
+    with pytest.raises(
+        AbsentDeviceError, match=r"a plan runs on the CPU in place of the GPU.*\.to\(device\)"
+    ) as raised:
         sw.plan(USES_OF_GPUS[name], on="2xh100")
     text = str(raised.value)
     assert re.match(rf"{re.escape(__file__)}:\d+ (uses a GPU \(|makes a tensor on )", text), text
@@ -294,7 +298,7 @@ def test_another_error_of_a_loop_stays_as_it_is() -> None:
     def loop() -> None:
         raise RuntimeError("no step without a batch")
 
-    with pytest.raises(RuntimeError, match="^no step without a batch$"):
+    with pytest.raises(RuntimeError, match=r"^no step without a batch$"):
         sw.plan(loop, on="h100")
 
 

@@ -69,5 +69,9 @@ stores = StoreRegistry(
     "file system",
     "stores",
     NamedStore,
-    [NamedStore("URL", "A place that fsspec knows, such as s3://bucket/runs, gs://, sftp:// and memory://.", None)],
+    [
+        NamedStore(
+            "URL", "A place that fsspec knows, such as s3://bucket/runs, gs://, sftp:// and memory://.", None
+        )
+    ],
 )

@@ -59,14 +59,12 @@ class AbsentDeviceError(ValueError):
     """
 
     WAY = (
-        "Make and move all tensors, models and meshes with a variable, as in .to(device), that is 'cpu' there, and leave "
-        "streams, synchronize, statistics and pinned memory of the GPU out"
+        "Make and move all tensors, models and meshes with a variable, as in .to(device), that is 'cpu' there, and "
+        "leave streams, synchronize, statistics and pinned memory of the GPU out"
     )
 
     def __init__(self, what: str, line: str, way: str = WAY) -> None:
-        super().__init__(
-            f"{line or 'PyTorch'} {what}, and a plan runs on the CPU in place of the GPU. {way}"
-        )
+        super().__init__(f"{line or 'PyTorch'} {what}, and a plan runs on the CPU in place of the GPU. {way}")
 
 
 _Line = tuple[str, bool]  #: a line, and whether the engine runs inside it

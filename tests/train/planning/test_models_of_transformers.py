@@ -75,7 +75,9 @@ def test_the_command_prints_what_it_assumes(tmp_path: Path, capsys: pytest.Captu
     assert error == ""
     model, job, batch, *lines = out.splitlines()
     assert model.startswith(f"the model of {str(folder)!r} (")
-    assert "bfloat16, adamw8bit" in job and batch.startswith("global batch 4 in 1 micro-batch of 2 x 512 tokens")
+    assert "bfloat16, adamw8bit" in job and batch.startswith(
+        "global batch 4 in 1 micro-batch of 2 x 512 tokens"
+    )
     options = " ".join(
         lines[lines.index(next(line for line in lines if line.startswith("assumed"))) + 1 :]
     ).split()

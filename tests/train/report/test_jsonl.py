@@ -81,7 +81,9 @@ def test_a_null_of_another_program_is_nan_in_an_object_of_figures(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "content", [3, ["loss"], {"loss": "much"}, {"nothing": {"a": "nan"}}, {"loss": {"a": "nan"}}, {"loss": None}], ids=str
+    "content",
+    [3, ["loss"], {"loss": "much"}, {"nothing": {"a": "nan"}}, {"loss": {"a": "nan"}}, {"loss": None}],
+    ids=str,
 )
 def test_a_damaged_line_is_one_error(content: Any, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"

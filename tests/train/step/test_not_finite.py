@@ -96,7 +96,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = path
 
 
-def train(folder: Path, count: int, *options: str, hooks: list[str], run: str = "run") -> list[tuple[int | None, str]]:
+def train(
+    folder: Path, count: int, *options: str, hooks: list[str], run: str = "run"
+) -> list[tuple[int | None, str]]:
     job = config_file(folder, JOB)
     arguments = [str(job), "--run.dir", run, "--run.hooks", toml_value(hooks), *options]
     if count == 1:
@@ -180,7 +182,9 @@ def test_no_checkpoint_is_the_best_if_no_value_is_finite(
 def test_a_rate_that_is_not_finite_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train(folder, 1, hooks=["wrong:Rates"])[0][0] == 2
     err = capfd.readouterr().err
-    assert err.startswith("error: run.hooks: expected a finite learning rate for step 3, found nan in group 1 of ")
+    assert err.startswith(
+        "error: run.hooks: expected a finite learning rate for step 3, found nan in group 1 of "
+    )
     assert err.count("\n") == 1
 
 
@@ -193,7 +197,7 @@ def test_ranks_of_wrong_parts(size: int, value: float) -> None:
     for rank in range(size):
         parts = torch.tensor([[1.0, value if number >> rank & 1 else 1.0] for number in range(2**size)])
         rows.append(marks(parts.double(), rank))
-    found = wrong_ranks(names, sum(rows).tolist(), size)
+    found = wrong_ranks(names, torch.stack(rows).sum(0).tolist(), size)
     for number, name in enumerate(names):
         wrong = [rank for rank in range(size) if number >> rank & 1]
         if not wrong:

@@ -324,7 +324,7 @@ def _old(path: Path) -> Path:
 
 
 def _may_be(path: Path) -> bool:
-    """Whether a folder may be a checkpoint: it has a file of one, or has lost all files. Unfinished saves are hidden."""
+    """Whether a folder may be a checkpoint: it has a file of one, or has lost all. Unfinished saves are hidden."""
     if path.name.startswith(".") or not path.is_dir():
         return False
     try:

@@ -118,8 +118,8 @@ class Pools:
             self._use(self._base)
 
     def leases_of_step(self) -> list[Item] | None:
-        """The leases of the last recorded step that is complete. Before the first is: those up to now, if a backward has
-        ended, since no optimizer of torch may ever step. Else None."""
+        """The leases of the last recorded step that is complete. Before the first is, those up to now: perhaps no
+        optimizer of torch ever steps. None before a backward has ended."""
         if self._recorder is not None and (self._stepped or (self.trained and self.trace is None)):
             return self._recorder.record()[0]
         return self.trace

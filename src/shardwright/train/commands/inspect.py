@@ -70,7 +70,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _inspect_run(
     path: FolderOrUrl, checkpoints: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
-    """A line for each checkpoint of a run, and the content of the newest whole one, else of the newest that can be read.
+    """A line for each checkpoint of a run, and the content of the newest whole one, else of the newest readable one.
 
     A checkpoint that this process cannot examine, as one of a later version, hides no other. Its UserError is raised at
     the end, unless one is damaged.

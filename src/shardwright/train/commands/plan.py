@@ -17,8 +17,8 @@ from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.config import Config
 from shardwright.train.config.assumed import value_at
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
-from shardwright.train.config.plan_key import plan_key
 from shardwright.train.config.dims import ParallelDims
+from shardwright.train.config.plan_key import plan_key
 from shardwright.train.errors import UserError, as_user_errors, counted
 
 EDITS = 3  #: shown at most

@@ -63,7 +63,9 @@ class Reporter:
     def not_finite(self, figure: str, text: str) -> None:
         """Warn that a figure is nan or infinite, once in a session."""
         if self.wrong_figures.setdefault(figure, text) is text:
-            self.say(f"warning: {text}. metrics.jsonl has null for it. Later steps do not repeat this warning")
+            self.say(
+                f"warning: {text}. metrics.jsonl has null for it. Later steps do not repeat this warning"
+            )
 
     def incident(self, incident: Incident, quiet: bool = False) -> None:
         """Record that samples were left out, and that the run goes on. `quiet`: only in metrics.jsonl."""

@@ -18,7 +18,7 @@ _NEW = ".new"
 
 @contextmanager
 def writing(path: Path, key: str = "") -> Iterator[None]:
-    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission). It names the key with which
+    """Raise a UserError if a write below `path` fails (full disk, read-only, no permission). It names the key by which
     the user has chosen the folder. Without one the folder is that of a run, which no resume can change."""
     try:
         yield

@@ -139,12 +139,12 @@ def validate(trainer: Trainer) -> Validation:
     with noted("all-reduce of the validation loss", None):
         dist.all_reduce(row)
         figures = row.tolist()
-    loss_sum, *sums = figures[: len(totals)]
+    loss_sum, *sums_of_all = figures[: len(totals)]
     loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
     of_loss, of_metrics = figures[len(totals) : len(totals) + 2], figures[len(totals) + 2 :]
     return Validation(
         loss,
-        means(names, sums),
+        means(names, sums_of_all),
         wrong_ranks(["validation loss"], of_loss, world.size)
         | wrong_ranks([f"validation {name}" for name in names], of_metrics, world.size),
     )
