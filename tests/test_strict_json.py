@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 import random
 from pathlib import Path
@@ -12,18 +11,9 @@ from typing import Any
 import pytest
 
 from shardwright.strict_json import not_finite, strict_json
+from tests.support.strict_json import WRONG, strict
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwright"
-WRONG = (math.nan, math.inf, -math.inf)
-
-
-def strict(text: str) -> Any:
-    """The value, read as a reader does that knows no NaN."""
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"no JSON: {word}")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def tree(draw: random.Random, depth: int = 3) -> Any:

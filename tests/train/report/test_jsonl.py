@@ -14,7 +14,7 @@ from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.report import plots
 from shardwright.train.report.jsonl import JsonLines, drop_after, read_records
-from tests.test_strict_json import WRONG, strict
+from tests.support.strict_json import WRONG, strict
 
 RECORD = StepRecord(
     step=1, loss=2.5, grad_norm=1.0, lr=1e-3, samples=8, seconds=0.5, data_seconds=0.1, tokens_per_second=100.0,

@@ -15,7 +15,7 @@ from shardwright import cli
 from shardwright.train.config.schema import toml_value
 from shardwright.train.run.position import saved_steps
 from shardwright.train.step.not_finite import marks, wrong_ranks
-from tests.test_strict_json import WRONG, strict
+from tests.support.strict_json import WRONG, strict
 from tests.train.kit.hooks import JOB
 from tests.train.kit.jobs import config_file, ranks, train_here
 
