@@ -189,7 +189,7 @@ def test_checkpoints_are_listed_and_removed(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == ["two"]
 
 
-@pytest.mark.parametrize("place", ["folder", "url"])
+@pytest.mark.parametrize("place", ["folder", "url", "store with folders"])
 def test_folders_that_are_no_checkpoints_are_not_listed(place: str, tmp_path: Path) -> None:
     """Damaged checkpoints are, whatever is left of them; unfinished saves and other folders are not."""
     parent: Path | str = tmp_path
@@ -197,6 +197,12 @@ def test_folders_that_are_no_checkpoints_are_not_listed(place: str, tmp_path: Pa
         fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
         parent = "memory://listed"
         fsspec.filesystem("memory").pipe_file("/listed/notes.txt", b"text")
+    if place == "store with folders":
+        pytest.importorskip("fsspec", reason="needs fsspec")
+        parent = f"fsspec.implementations.local:LocalFileSystem://{tmp_path}"
+        (tmp_path / "notes.txt").write_text("text")
+        for name in ("whole", "no-index", "no-metadata", "bare"):
+            (tmp_path / name).mkdir()
     names = ["whole", "no-index", "no-metadata", "bare"]
     for name in names:
         sw.save_checkpoint(f"{parent}/{name}", nn.Linear(2, 2))

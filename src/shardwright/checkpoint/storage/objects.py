@@ -86,7 +86,8 @@ class _Objects:
         for entry in entries:
             name = str(entry["name"]).strip("/")
             if name != own:
-                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
+                nbytes = 0 if entry.get("type") == "directory" else int(entry.get("size") or 0)
+                sizes[name.removeprefix(f"{own}/")] = nbytes
             elif entry.get("size"):
                 raise FileExistsError(f"{self.url} is an object, not a place for several. Choose another URL")
         return sizes
