@@ -439,7 +439,7 @@ def test_report(rank: int, world_size: int) -> None:
         sw.memory_report(nn.Linear(2, 2))
     for memory in ("dynamic", "max_pool", "arena"):
         model = model_of(memory, layers=6)
-        assert "No step is complete yet." in str(sw.memory_report(model))
+        assert "No backward has ended yet" in str(sw.memory_report(model))
         optimizer = adamw(model)
         for number in range(3):
             step(model, optimizer, rank, number)
@@ -465,6 +465,56 @@ def test_report(rank: int, world_size: int) -> None:
         )
         loss.backward()
         assert sw.memory_report(model).gradients >= local
+
+
+class ByHand:
+    """An update without an optimizer of torch."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.sub_(0.01 * parameter.grad)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+STEPPERS: dict[str, Callable[[list[Any]], Any]] = {
+    "torch": torch.optim.AdamW,
+    "wrapped": lambda parameters: sw.fully_shard_optimizer(torch.optim.AdamW(parameters)),
+    "rate of 0": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+    "in backward": lambda parameters: sw.optim.in_backward(torch.optim.AdamW(parameters)),
+    "by hand": ByHand,
+}
+
+
+@multirank(1, 2)
+@pytest.mark.parametrize("stepper", STEPPERS)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_the_report_has_the_peak_after_each_step(
+    rank: int, world_size: int, strategy: str, stepper: str
+) -> None:
+    """Whatever makes the step, and with each kind of memory."""
+    for memory in ("dynamic", "arena", *(("max_pool",) if strategy == "zero3" else ())):
+        model = model_of(memory, strategy=strategy)
+        optimizer = STEPPERS[stepper](list(model.parameters()))
+        peaks: list[int] = []
+        for number in range(4):
+            torch.manual_seed(10 * number + rank)
+            loss = model(torch.randn(3, 8)).square().sum()
+            words = "peak of leases in a step" if number else "No backward has ended yet"
+            assert words in str(sw.memory_report(model))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = sw.memory_report(model)
+            assert report.peak_at is not None and "No backward" not in str(report)
+            peaks.append(report.peak or 0)
+        assert 0 < peaks[0] <= peaks[1] and peaks[1:] == [peaks[1]] * 3, (memory, peaks)
 
 
 @multirank(2)

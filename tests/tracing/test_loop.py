@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from shardwright._torch import absent_ranks
-from shardwright.tracing.hollow import UnknownValueError
+from shardwright.tracing.hollow import AbsentDeviceError, UnknownValueError
 from shardwright.tracing.loop import program_of_loop
 from tests.support.matrix import generate
 
@@ -205,10 +205,101 @@ def test_what_would_do_nothing_on_the_cpu_is_refused() -> None:
         torch.ops.aten.empty.memory_format([4], device=torch.device("cuda"))
 
     for loop in (autocast, on_cuda):
-        with pytest.raises(ValueError, match="a plan runs on the CPU in place of the GPU"):
+        with pytest.raises(
+            ValueError, match=f"{Path(__file__).name}:.*a plan runs on the CPU in place of the GPU"
+        ):
             sw.plan(loop, on="h100")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.is_autocast_enabled("cpu")
+
+
+def x() -> torch.Tensor:
+    return torch.zeros(4, 4)
+
+
+def entered(context: Any) -> None:
+    with context:
+        nn.Linear(2, 2)
+
+
+def on_a_mesh(shard: Any) -> None:
+    model = nn.Linear(4, 4)
+    shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cuda", (2,)))
+    model(x())
+
+
+USES_OF_GPUS: dict[str, Callable[[], object]] = {
+    "tensor": lambda: x().cuda(),
+    "tensor to a number": lambda: x().cuda(0),
+    "to": lambda: x().to("cuda"),
+    "to a number": lambda: x().to(0),
+    "type": lambda: x().type("torch.cuda.FloatTensor"),
+    "factory": lambda: torch.zeros(3, device="cuda"),
+    "factory with a number": lambda: torch.zeros(3, device=0),
+    "new": lambda: x().new_zeros(3, device="cuda"),
+    "literal": lambda: torch.tensor([1.0], device="cuda"),
+    "class of tensors": lambda: torch.cuda.FloatTensor(3),
+    "module": lambda: nn.Linear(3, 3).cuda(),
+    "module to": lambda: nn.Linear(3, 3).to("cuda"),
+    "module made there": lambda: nn.Linear(3, 3, device="cuda"),
+    "module from meta": lambda: nn.Linear(3, 3, device="meta").to_empty(device="cuda"),
+    "device": lambda: entered(torch.device("cuda")),
+    "stream": lambda: torch.cuda.Stream(),
+    "event": lambda: torch.cuda.Event(),
+    "any stream": lambda: torch.Stream(device="cuda"),
+    "graph": lambda: torch.cuda.CUDAGraph(),
+    "current stream": lambda: torch.cuda.current_stream(),
+    "synchronize": lambda: torch.cuda.synchronize(),
+    "accelerator": lambda: torch.accelerator.synchronize(),
+    "current device": lambda: torch.cuda.current_device(),
+    "set device": lambda: torch.cuda.set_device(0),
+    "device of a context": lambda: entered(torch.cuda.device(0)),
+    "range": lambda: entered(torch.cuda.nvtx.range("step")),
+    "properties": lambda: torch.cuda.get_device_properties(0),
+    "statistics": lambda: torch.cuda.reset_peak_memory_stats(),
+    "free memory": lambda: torch.cuda.mem_get_info(),
+    "generator": lambda: torch.Generator(device="cuda"),
+    "pinned": lambda: x().pin_memory(),
+    "pinned factory": lambda: torch.empty(3, pin_memory=True),
+    "mesh": lambda: on_a_mesh(sw.fully_shard),
+    "mesh of torch": lambda: on_a_mesh(torch_fully_shard),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls of torch.cuda do something there")
+@pytest.mark.parametrize("name", USES_OF_GPUS)
+def test_a_use_of_a_gpu_names_its_line(name: str) -> None:
+    """One error with the line and a way round."""
+    with pytest.raises(
+        AbsentDeviceError, match=r"a plan runs on the CPU in place of the GPU.*\.to\(device\)"
+    ) as raised:
+        sw.plan(USES_OF_GPUS[name], on="2xh100")
+    text = str(raised.value)
+    assert re.match(rf"{re.escape(__file__)}:\d+ (uses a GPU \(|makes a tensor on )", text), text
+    assert "\n" not in text
+
+
+def test_a_device_in_a_variable_is_the_way_round() -> None:
+    device = torch.device("cpu")
+
+    def loop() -> object:
+        model = nn.Linear(256, 256).to(device)
+        torch.cuda.manual_seed_all(0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.zeros(4, 256).to(device)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    assert sw.plan(loop, on="h100").fits
+
+
+def test_another_error_of_a_loop_stays_as_it_is() -> None:
+    def loop() -> None:
+        raise RuntimeError("no step without a batch")
+
+    with pytest.raises(RuntimeError, match=r"^no step without a batch$"):
+        sw.plan(loop, on="h100")
 
 
 def test_ddp_is_refused() -> None:

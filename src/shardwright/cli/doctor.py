@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
+from shardwright.strict_json import strict_json
 
 
 def _run(call: Call) -> int:
     from shardwright.doctor import examine, text_of
 
     report = examine()
-    print(json.dumps(report, indent=2) if call.options.json else text_of(report))
+    print(strict_json(report, indent=2) if call.options.json else text_of(report))
     return 0
 
 

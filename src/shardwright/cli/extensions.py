@@ -16,11 +16,14 @@ def _run(call: Call) -> int:
 def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "names", metavar="NAME", nargs="*",
-        help="strategies, layouts, memories, optimizers, models or sinks; or the import path of one value, as in "
-        "my_optimizers:LION (default: all registered values)",
+        help="strategies, layouts, memories, optimizers, models, sinks, stores or hooks; or the import path of one "
+        "value, as in my_optimizers:LION (default: all registered values)",
     )  # fmt: skip
 
 
 COMMAND = Command(
-    "extensions", "list strategies, layouts, memories, optimizers, models and sinks", _add_options, _run
+    "extensions",
+    "list strategies, layouts, memories, optimizers, models, sinks, stores and hooks",
+    _add_options,
+    _run,
 )

@@ -79,8 +79,8 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--on", metavar="NxDEVICE",
-        help="the devices, such as 8xh100: a name, a .toml file with the memory of a device as `gib`, or local, this "
-        "machine's GPU",
+        help="the devices, such as 8xh100 (h100: one): a name, a .toml file with the memory of a device as `gib`, or "
+        "local, this machine's GPU",
     )  # fmt: skip
     parser.add_argument(
         "--accuracy", action="store_true", help="say how far the plans of this user's runs on GPUs were from what they "

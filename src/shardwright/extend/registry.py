@@ -194,12 +194,15 @@ class Registry(Generic[T]):
     def _offered(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=self.group)}
 
+    def _load(self, name: str, point: EntryPoint) -> Any:
+        return _load(f"{self.what} {name!r}", point)
+
     def _imported(self, name: str, point: EntryPoint) -> T:
-        value = _load(f"{self.what} {name!r}", point)
+        value = self._load(name, point)
         if not self.is_value(value):
+            found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
             raise ValueError(
-                f"{self.what} {name!r}: expected a {self.kind.__name__} at {point.value}, found "
-                f"{type(value).__name__}"
+                f"{self.what} {name!r}: expected a {self.kind.__name__} at {point.value}, found {found}"
             )
         return value
 

@@ -54,13 +54,13 @@ class Recorder:
         for slab in list(self._open):
             self._open[slab] = 0
 
-    def finish(self) -> tuple[list[Item], list[Slab]]:
-        """The record of the slabs that still exist. A slab that is leased now counts as leased until the end.
+    def record(self) -> tuple[list[Item], list[Slab]]:
+        """The record so far, of the slabs that still exist. A slab that is leased now counts as leased until the end.
 
         A slab that the step before leased and this step did not release has its memory, so it needs no place.
         """
-        for slab, start in list(self._open.items()):
-            if not (self.continued and start == 0):
-                self._spans.setdefault(slab, []).append((start, self.ticks + 1))
         spans = {slab: tuple(spans) for slab, spans in self._spans.items() if slab.nbytes}
+        for slab, start in self._open.items():
+            if slab.nbytes and not (self.continued and start == 0):
+                spans[slab] = (*spans.get(slab, ()), (start, self.ticks + 1))
         return [Item(s.unit, s.kind, s.nbytes, leases) for s, leases in spans.items()], list(spans)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from shardwright.planner.verdict import Verdict, peak_in_words
+from shardwright.strict_json import strict_json
 
 
 def as_json(
@@ -17,7 +17,7 @@ def as_json(
     """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
     values of keys that nobody gave."""
     peak = verdict.peak
-    return json.dumps(
+    return strict_json(
         {
             "fits": verdict.answer,
             "assumed": dict(assumed),

@@ -49,6 +49,24 @@ class UnknownValueError(Exception):
         self.what, self.line = what, line
 
 
+class AbsentDeviceError(ValueError):
+    """A program uses a GPU, in whose place a plan runs on the CPU.
+
+    Args:
+        what: what it does.
+        line: the file and line that does it.
+        way: another way, for the end of the message.
+    """
+
+    WAY = (
+        "Make and move all tensors, models and meshes with a variable, as in .to(device), that is 'cpu' there, and "
+        "leave streams, synchronize, statistics and pinned memory of the GPU out"
+    )
+
+    def __init__(self, what: str, line: str, way: str = WAY) -> None:
+        super().__init__(f"{line or 'PyTorch'} {what}, and a plan runs on the CPU in place of the GPU. {way}")
+
+
 _Line = tuple[str, bool]  #: a line, and whether the engine runs inside it
 
 
@@ -328,9 +346,7 @@ def _stays_on_meta(name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> 
     device = kwargs.get("device")
     kind = "cpu" if device is None else torch.device(device).type
     if kind not in ("cpu", "meta"):
-        raise ValueError(
-            f"a plan runs on the CPU in place of the GPU: expected the device 'cpu' for a new tensor, found {kind!r}"
-        )
+        raise AbsentDeviceError(f"makes a tensor on {kind!r}", reader_of_value())
     if kind == "meta" or not any(each.is_meta for each in tensors):
         return kind == "meta"
     return device is None or name == "_to_copy"

@@ -42,7 +42,7 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
     Args:
         loop: builds the model and makes the steps.
         on: devices, such as "8xh100": the number of ranks and a device, a .toml file with the memory of a device as
-            ``gib``, or "local", the GPU of this machine.
+            ``gib``, or "local", the GPU of this machine. Without a number it is one device.
         value: the number that ``item()`` and ``float()`` return where no plan computes the value, such as that of a
             loss. None: such a read raises an error that names its line.
 
@@ -56,6 +56,7 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
             a single one.
         RuntimeError: this process has joined a process group.
         UnknownValueError: the function reads a value that no plan computes.
+        AbsentDeviceError: a ValueError; the function uses a GPU, as ``.cuda()`` does.
     """
     if not callable(loop):
         raise TypeError(f"expected a function that builds a model and makes steps, found {loop!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -267,6 +268,8 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
 _TRACING = os.path.dirname(__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_OF_GPUS = tuple(_TORCH + name + os.sep for name in ("cuda", "xpu", "accelerator"))
 _READING = _OWN + "_torch.py"  #: which watches reads
 
 
@@ -279,6 +282,19 @@ def reader_of_value() -> str:
             return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def line_of(error: BaseException) -> tuple[str, bool]:
+    """The innermost line of an error outside of torch, Python and this package, empty without one; and whether it has
+    called torch's code for GPUs, which has raised the error."""
+    of_gpu = False
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        name = frame.f_code.co_filename
+        of_gpu = of_gpu or name.startswith(_OF_GPUS)
+        of_python = name.startswith(_PYTHON) and "site-packages" not in name
+        if not of_python and not name.startswith((_TORCH, _OWN, "<")):
+            return f"{name}:{number}", of_gpu
+    return "", of_gpu
 
 
 #: By file: whose code it has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -13,9 +14,9 @@ from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
 from shardwright.tracing.compiled import compiled_graphs
-from shardwright.tracing.hollow import Hollow
+from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
-from shardwright.tracing.recorder import Recorder
+from shardwright.tracing.recorder import Recorder, line_of, reader_of_value
 from shardwright.tracing.streams import RecordedStreams, streams_of_torch
 
 CPU = torch.device("cpu")
@@ -49,9 +50,12 @@ def trace(
 
     ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU. ``value``: as for
     :class:`Hollow`.
+
+    Raises:
+        AbsentDeviceError: inside the context, code uses a GPU.
     """
     recorder = Recorder()
-    with ExitStack() as stack:
+    with _naming_lines_that_use_gpus(), ExitStack() as stack:
         stack.enter_context(_without_collections())
         stack.enter_context(draws_one_piece())
         stack.enter_context(absent_ranks(ranks))
@@ -67,6 +71,28 @@ def trace(
         stack.enter_context(compiled_graphs(recorder, kind == "cpu"))
         stack.enter_context(hollow)
         yield recorder
+
+
+@contextmanager
+def _naming_lines_that_use_gpus() -> Iterator[None]:
+    """Raise an AbsentDeviceError in place of an error of torch about a GPU that is not there."""
+    try:
+        yield
+    except (AbsentDeviceError, UnknownValueError):
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            line, of_gpu = line_of(cause)
+            if of_gpu or (isinstance(cause, _OF_TORCH) and _ABOUT_GPUS.search(str(cause))):
+                text = " ".join(str(cause).split())
+                raise AbsentDeviceError(f"uses a GPU ({type(cause).__name__}: {text:.100})", line) from error
+            cause = cause.__cause__
+        raise
+
+
+_OF_TORCH = (RuntimeError, AssertionError, TypeError)
+_ABOUT_GPUS = re.compile("cuda|accelerator|pin_memory|be pinned", re.IGNORECASE)
 
 
 @contextmanager
@@ -92,9 +118,10 @@ def _without_accelerator() -> Iterator[None]:
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
     ) -> None:  # torch.compile reads the names
         if enabled and device_type != "cpu":
-            raise ValueError(
-                f"a plan runs on the CPU in place of the GPU: found autocast for {device_type!r}, which would change "
-                "nothing there. Use the mp_policy of fully_shard, or autocast for 'cpu'"
+            raise AbsentDeviceError(
+                f"uses autocast for {device_type!r}",
+                reader_of_value(),
+                "Use the mp_policy of fully_shard, or autocast for 'cpu'",
             )
         plain_autocast(self, device_type, dtype, enabled, cache_enabled)
 

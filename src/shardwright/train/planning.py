@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.planner.compose import compose
 from shardwright.planner.program import Program
-from shardwright.tracing.hollow import SMALL, UnknownValueError
+from shardwright.tracing.hollow import SMALL, AbsentDeviceError, UnknownValueError
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import watch_training
@@ -122,7 +122,7 @@ def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "c
             stream = AbsentStream(config.train.seq_len, False, declare=recorder.note_without_values)
             dataset = AbsentData(stream, config.model.shape().vocab_size)
             return _traced(config, ranks, cast(Dataset, dataset), recorder, kind)
-    except UnknownValueError as error:
+    except (AbsentDeviceError, UnknownValueError) as error:
         raise UserError(str(error)) from error
 
 

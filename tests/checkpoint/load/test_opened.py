@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,37 @@ def test_checkpoints_are_listed_and_removed(tmp_path: Path) -> None:
     assert {"one", "two"} <= set(list_checkpoints(tmp_path, recover=True))
     remove_checkpoint(tmp_path / "one")
     assert list_checkpoints(tmp_path) == ["two"]
+
+
+@pytest.mark.parametrize("place", ["folder", "url", "store with folders"])
+def test_folders_that_are_no_checkpoints_are_not_listed(place: str, tmp_path: Path) -> None:
+    """Damaged checkpoints are, whatever is left of them; unfinished saves and other folders are not."""
+    parent: Path | str = tmp_path
+    if place == "url":
+        fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
+        parent = "memory://listed"
+        fsspec.filesystem("memory").pipe_file("/listed/notes.txt", b"text")
+    if place == "store with folders":
+        pytest.importorskip("fsspec", reason="needs fsspec")
+        parent = f"fsspec.implementations.local:LocalFileSystem://{tmp_path}"
+        (tmp_path / "notes.txt").write_text("text")
+        for name in ("whole", "no-index", "no-metadata", "bare"):
+            (tmp_path / name).mkdir()
+    names = ["whole", "no-index", "no-metadata", "bare"]
+    for name in names:
+        sw.save_checkpoint(f"{parent}/{name}", nn.Linear(2, 2))
+    if place == "folder":
+        (tmp_path / "no-index" / "index.json").unlink()
+        (tmp_path / "no-metadata" / ".metadata").unlink()
+        for file in (tmp_path / "bare").iterdir():
+            file.unlink()
+        shutil.copytree(tmp_path / "whole", tmp_path / f".new.{'0' * 16}.partial")
+        for name in ("logs", "src/inner"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "logs" / "0.txt").touch()
+        (tmp_path / "src" / "model.safetensors").touch()
+        (tmp_path / "file").touch()
+    assert sorted(list_checkpoints(parent)) == sorted(names)
 
 
 @multirank(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -92,6 +93,71 @@ def test_a_run_and_its_damage(plain_run: Path, tmp_path: Path, inspect: Inspect)
     assert (status, out) == (1, "") and "no readable index.json" in err and err.count("\n") == 1
 
 
+def later_version(folder: Path) -> None:
+    body = (folder / INDEX).read_text().rpartition('"sha256": "')[0].replace('"version": 1', '"version": 9')
+    (folder / INDEX).write_text(f'{body}"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n')
+
+
+def emptied(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+#: Damage of a checkpoint, whether its description can still be read, and the exit status.
+DAMAGES: dict[str, tuple[Callable[[Path], object], bool, int]] = {
+    "a byte": (lambda folder: flipped(folder / "__0_0.distcp", folder), True, 1),
+    "a short file": (lambda folder: os.truncate(folder / "__0_0.distcp", 10), True, 1),
+    "a lost file": (lambda folder: os.unlink(folder / "__values.distcp"), True, 1),
+    "another description": (lambda folder: (folder / INDEX).write_text("{}"), False, 1),
+    "a short description": (lambda folder: os.truncate(folder / INDEX, 100), False, 1),
+    "no description": (lambda folder: os.unlink(folder / INDEX), False, 1),
+    "neither description": (lambda folder: [os.unlink(folder / n) for n in (INDEX, ".metadata")], False, 1),  # type: ignore[func-returns-value]
+    "nothing": (emptied, False, 1),
+    "a later version": (later_version, False, 2),
+}
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["the newest", "both"])
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_hides_no_other(
+    name: str, both: bool, plain_run: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    damage, is_readable, expected = DAMAGES[name]
+    run = tmp_path / "run"
+    shutil.copytree(plain_run, run)
+    for step in (8, 6) if both else (8,):
+        damage(run / "checkpoints" / f"step-{step}")
+    status, out, err = inspect(run)
+    assert status == expected and err.startswith("error: ") and "step-8" in err and err.count("\n") == 1
+    lines = out.splitlines()
+    assert lines[0] == f"{run}: 2 checkpoints"
+    assert lines[1].startswith(f"  step-8 {'is damaged' if expected == 1 else 'cannot be examined'}: ")
+    assert (
+        lines[2].startswith(f"  step-6 {'is damaged' if expected == 1 else 'cannot be examined'}: ") == both
+    )
+    assert ("whole" in lines[2]) != both
+    shown = 6 if not both else 8 if is_readable else None
+    assert [line for line in lines if line.startswith(str(run / "checkpoints"))] == (
+        [] if shown is None else [str(run / "checkpoints" / f"step-{shown}")]
+    )
+    assert any(line.startswith("  tensors ") for line in lines) == (shown is not None)
+
+
+@pytest.mark.parametrize("lost", [INDEX, "parts"])
+def test_damage_behind_a_url_hides_no_other(lost: str, inspect: Inspect) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
+    files, url = fsspec.filesystem("memory"), f"memory://damaged-{lost}"
+    for step in (1, 2):
+        position = {"step": step, "samples": step}
+        sw.save_checkpoint(f"{url}/step-{step}", nn.Linear(30, 4), extra={"position": position})
+    doomed = INDEX if lost == INDEX else "__0_0"
+    files.rm_file(next(each for each in files.find(f"/damaged-{lost}/step-2") if doomed in each))
+    status, out, err = inspect(url)
+    assert status == 1 and err.startswith(f"error: {url}: step-2 is damaged: ") and err.count("\n") == 1
+    lines = out.splitlines()
+    assert lines[0] == f"{url}: 2 checkpoints" and lines[2].endswith("  whole") and f"{url}/step-1" in lines
+
+
 def test_folders_of_other_writers(plain_run: Path, tmp_path: Path, inspect: Inspect) -> None:
     """By torch's writer, and by `save_checkpoint` outside a run."""
     save_alone({"model": {"w": torch.zeros(3, 4)}, "rates": {"lr": 0.5}}, tmp_path / "dcp")
@@ -138,8 +204,6 @@ def test_hostile_folders_run_nothing_and_are_one_line(
         path.write_text(text)
 
     def many_keys(folder: Path) -> None:
-        import hashlib
-
         body = (folder / INDEX).read_text().rpartition('"sha256": "')[0]
         name = ".".join("k" * 5000)
         keys = ",".join('"k"' * 1 for _ in range(5000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,11 +16,14 @@ from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.rank.hosted import train_in_group
-from shardwright.train.run.exits import Outcome
+from shardwright.train.run.exits import Outcome, is_saved, write_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
+from shardwright.train.run.metrics import last_record
+from shardwright.train.run.writing import writing
 from shardwright.train.step.numerics.fault import NonFiniteError
 from shardwright.train.step.numerics.verifying import CorruptionError
+from shardwright.train.step.saving.checkpoint import SaveFailedError, _failures
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.kit.jobs import TINY, config_file, ranks, read_exit, train_here
@@ -141,3 +145,43 @@ def test_a_refused_resume_is_the_end_of_the_job(
     assert refused("--model.n_layers", "3") == 2
     (folder / "run.json").write_text(json.dumps(damaged))
     assert refused("--train.steps", "9") == 2
+
+
+@pytest.mark.parametrize("failed", [(), (3,), (6, 7), (8,)], ids=str)
+def test_the_step_of_the_end_is_the_last_one_done(
+    failed: tuple[int, ...], plain_run: Path, tmp_path: Path
+) -> None:
+    """Saves in the background whose failures are known after later steps are no steps that come later."""
+    shutil.copytree(plain_run, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    with folder.metrics_file.open("a") as stream:
+        stream.writelines(json.dumps({"step": step, "save_failure": "no room"}) + "\n" for step in failed)
+    write_exit(folder, Outcome(0, "done"), 1)
+    content = ended(tmp_path / "run")
+    assert (content["step"], content["saved"]) == (8, 8) and is_saved(folder)
+    assert last_record(folder.metrics_file)["loss"] > 0
+
+
+ERRORS = {
+    errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EACCES: "write", errno.EROFS: "write",
+    errno.EIO: "", errno.EISDIR: "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by_text", [False, True], ids=["own", "of another rank"])
+@pytest.mark.parametrize("number", ERRORS)
+def test_advice_names_another_folder_only_where_it_can_be_chosen(
+    number: int, by_text: bool, tmp_path: Path
+) -> None:
+    error = OSError(number, os.strerror(number))
+    if by_text:
+        error = OSError(f"rank 1: {os.strerror(number)}")
+    for key in ("", "run.dir", "--out"):
+        with pytest.raises(UserError) as raised, writing(tmp_path, key):
+            raise error
+        text = str(raised.value)
+        assert os.strerror(number) in text and ERRORS[number] in text.lower()
+        assert ("folder in which" in text or "another folder" in text) == bool(key)
+        assert ("a resumed run writes to the same folder" in text) != bool(key)
+    with pytest.raises(SaveFailedError, match="a resumed run writes to the same folder"), _failures(tmp_path):
+        raise error

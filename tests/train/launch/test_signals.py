@@ -408,7 +408,7 @@ def test_the_last_step_in_the_metrics(tmp_path: Path) -> None:
         ("", 0),
         ('{"step": 3}', 0),  # half a line
         ('{"step": 3}\n{"step": 4', 3),
-        ('{"step": 3}\n{"step": 4, "save_failure": "full"}\n', 4),
+        ('{"step": 3}\n{"step": 2, "save_failure": "full"}\n', 3),  # it failed in the background
         ('{"step": 3}\n{"step": 4, "incident": {}}\n', 3),
         ('{"step": 3}\n[]\n\0\0\n', 3),
         ('{"step": 1}\n' * 9000 + '{"step": 9}\n', 9),

@@ -73,9 +73,11 @@ def test_the_command_prints_what_it_assumes(tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", f"hf:{folder}", "--on", "2xh100", *words]) == 0
     out, error = capsys.readouterr()
     assert error == ""
-    model, job, *lines = out.splitlines()
+    model, job, batch, *lines = out.splitlines()
     assert model.startswith(f"the model of {str(folder)!r} (")
-    assert "micro-batch 2 x 512 tokens, bfloat16, adamw8bit" in job
+    assert "bfloat16, adamw8bit" in job and batch.startswith(
+        "global batch 4 in 1 micro-batch of 2 x 512 tokens"
+    )
     options = " ".join(
         lines[lines.index(next(line for line in lines if line.startswith("assumed"))) + 1 :]
     ).split()
@@ -87,7 +89,7 @@ def test_the_command_prints_what_it_assumes(tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", f"hf:{folder}", "--on", "2xh100", *words, *options]) == 0
     again, error = capsys.readouterr()
     assert error == ""
-    assert again.splitlines() == [model, job, *lines[: len(again.splitlines()) - 2]]
+    assert again.splitlines() == [model, job, batch, *lines[: len(again.splitlines()) - 3]]
 
 
 def test_edits_of_an_assumed_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,10 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path, capsys: pytest.CaptureFi
     config = str(EXAMPLES / "llama_debug.toml")
     done = plan(config, "--on", "2xh100")
     assert (done.returncode, done.stderr) == (0, "")
-    model, job, *lines = done.stdout.splitlines()
+    model, job, batch, *lines = done.stdout.splitlines()
     assert "parameters)" in model
-    assert job.startswith("2 x NVIDIA H100")
+    assert job.startswith("2 x NVIDIA H100 80GB HBM3, zero3, float32, adamw, ")
+    assert batch == "global batch 8 in 1 micro-batch of 4 x 256 tokens on each rank"
     assert [line.split()[0] for line in lines if line[0] != " "] == [
         "fits?",
         "exact",
@@ -63,6 +64,9 @@ class Reader(nn.Module):
         x = self.tokens(tokens)
         if (tokens == 0).any():
             x = x * 2
+        return self.rest(x)
+
+    def rest(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
         return self.output(x)
@@ -75,6 +79,36 @@ def test_a_model_that_reads_its_tokens_is_refused(capsys: pytest.CaptureFixture[
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert f"{Path(__file__).name}:" in error and "reads a value (item)" in error
+
+
+class OnGpus(Reader):
+    """A model that moves its tokens to a GPU."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.tokens(tokens.cuda()))
+
+
+def test_a_model_that_uses_a_gpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "reader.toml"
+    config.write_text(f"[model]\nkind = 'python'\ntarget = '{__name__}:OnGpus'\n[train]\nseq_len = 8\n")
+    assert main(["plan", str(config), "--on", "2xh100"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"{Path(__file__).name}:" in error and "a plan runs on the CPU in place of the GPU" in error
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_head_has_the_batches_and_a_device_without_a_number_is_one(
+    micro_batches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--train.micro_batch", "2", "--train.global_batch", str(2 * micro_batches), "--no-edits"]
+    heads = []
+    for on in ("h100", "1xh100"):
+        assert main(["plan", str(EXAMPLES / "llama_debug.toml"), "--on", on, *keys]) == 0
+        heads.append(capsys.readouterr().out.splitlines()[1:3])
+    words = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    assert heads[0] == heads[1] and heads[0][0].startswith("1 x NVIDIA H100")
+    assert heads[0][1] == f"global batch {2 * micro_batches} in {words} of 2 x 256 tokens on each rank"
 
 
 #: Settings with something to save, and the changes that must be among the three best of small figures.

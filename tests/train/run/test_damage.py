@@ -227,7 +227,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int, 
         (1, full, r"rank 1: \S+/__1_0.distcp: x; earlier files are unchanged. Free some space"),
         (0, full, r"rank 0: \S+/__0_0.distcp: x; earlier files are unchanged. Free some space"),
         (1, broken, r"rank 1: \S+/__1_0.distcp: x"),
-        (0, unreadable, r"rank 0: \S+/__0_0.distcp: x; .* Choose a folder in which you may write"),
+        (0, unreadable, r"rank 0: \S+/__0_0.distcp: x; .* Allow this user to write there"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == place:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import StepInProgress
 from shardwright.train.config.schema import toml_value
 from shardwright.train.run.position import saved_steps
+from shardwright.train.step.hooks import JobOfHooks
 from tests.train.kit.damage import DAMAGES
-from tests.train.kit.hooks import EXAMPLES, JOB, documents
+from tests.train.kit.hooks import EXAMPLES, JOB, PAGE, documents
 from tests.train.kit.jobs import config_file, ranks, train_here
 
 OWN = '''
@@ -562,3 +565,13 @@ def test_a_figure_that_is_not_there(
 def test_a_configuration_with_hooks_loads_back(folder: Path) -> None:
     config = Config.model_validate({"run": {"hooks": ["own:Ranks"]}, "train": {"epochs": 2.0}})
     assert 'hooks = ["own:Ranks"]' in config.to_toml() and "\nsteps" not in config.to_toml()
+
+
+def test_the_page_lists_what_hooks_get() -> None:
+    """Attributes and methods of the job, and the fields of a step in progress."""
+    rows = dict(re.findall(r"^\| `(job|StepInProgress)` \| (.*) \|$", PAGE, re.M))
+    of_job = {each.name for each in fields(JobOfHooks)} - {"stop_reason"} | {"stop"}
+    assert {*re.findall(r"`(\w+)(?:\(\w+\))?`", rows["job"])} == of_job
+    assert {*re.findall(r"`(\w+)`:", rows["StepInProgress"])} == {
+        each.name for each in fields(StepInProgress)
+    }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from shardwright.errors import Damaged
-from shardwright.extend.registry import import_value
+from shardwright.extend.stores import stores
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 _CREDENTIALS = {
@@ -42,7 +42,7 @@ class ObjectsBelow:
             from fsspec.core import url_to_fs
 
             if ":" in self.protocol:  # the import path of its class
-                system = import_value("file system", self.protocol)()
+                system = stores.get(self.protocol).make()
                 path = system._strip_protocol(self.url.partition("://")[2])
             else:
                 system, path = url_to_fs(self.url)
@@ -70,7 +70,8 @@ class ObjectsBelow:
         for entry in entries:
             name = str(entry["name"]).strip("/")
             if name != own:
-                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
+                nbytes = 0 if entry.get("type") == "directory" else int(entry.get("size") or 0)
+                sizes[name.removeprefix(f"{own}/")] = nbytes
             elif entry.get("size"):
                 raise FileExistsError(f"{self.url} is an object, not a place for several. Choose another URL")
         return sizes

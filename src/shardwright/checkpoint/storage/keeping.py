@@ -30,6 +30,9 @@ def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
 def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -> list[str]:
     """The names of what is in a folder or behind a URL and may be a checkpoint, whole or not, in no order.
 
+    These are folders with a file of a checkpoint, and empty ones, whose files may be lost. Behind a URL all folders
+    are, since a look into each would take a request.
+
     Args:
         parent: the folder or URL. It need not exist.
         recover: give a folder that was being replaced when a process ended its name back, where that is possible.

@@ -222,7 +222,8 @@ class ObjectStore:
         return self._objects.sizes()
 
     def children(self, recovers: bool) -> list[str]:
-        return list(promptly(self.sizes, self._url))
+        sizes = promptly(self.sizes, self._url)
+        return [name for name, nbytes in sizes.items() if not nbytes]  # an object with content is no place
 
     def check_writable(self) -> None:
         unfinished = self.unfinished(new_attempt())

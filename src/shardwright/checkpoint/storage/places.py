@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, is_of_checkpoint
 from shardwright.checkpoint.storage.objects import ObjectStore
 from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, sync_folder
 from shardwright.errors import Damaged
@@ -73,7 +73,7 @@ class LocalStore(LocalFiles):
                 OSError
             ):  # of a file system that cannot be written; then the name is not there
                 LocalStore(self.path / old.name.removeprefix(".").removesuffix(".old")).recover()
-        return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
+        return [path.name for path in self.path.iterdir() if _may_be(path)] if self.path.is_dir() else []
 
     def check_writable(self) -> None:
         whole = self.path.absolute()
@@ -321,6 +321,17 @@ def partial_folder(path: Path, attempt: str) -> Path:
 
 def _old(path: Path) -> Path:
     return path.parent / f".{path.name}.old"
+
+
+def _may_be(path: Path) -> bool:
+    """Whether a folder may be a checkpoint: it has a file of one, or has lost all. Unfinished saves are hidden."""
+    if path.name.startswith(".") or not path.is_dir():
+        return False
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return True
+    return not names or any(map(is_of_checkpoint, names))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -33,7 +33,7 @@ class MemoryReport:
         optimizer: tensors in the state of the optimizers passed to :func:`memory_report`.
         memory: how the engine's transient memory is allocated.
         leased: bytes of it that are leased now, by kind.
-        peak: the most that was leased at once in the step recorded, None before its end.
+        peak: the most that was leased at once in the recorded step, None before the end of a backward.
         peak_at: unit and kind of the lease that reached it.
         at_peak: bytes that were leased at the peak, by kind.
         plan: the places of slabs in one block, its size, the minimum size of any plan, and the slots of pools.
@@ -80,7 +80,7 @@ class MemoryReport:
                 f"The peak is reached when unit {self.peak_at[0]!r} leases memory for its {self.peak_at[1]}."
             )
         elif self.peak is None:
-            lines.append("No step is complete yet.")
+            lines.append("No backward has ended yet, so the leases of a step are not known.")
         if self.plan is not None:
             lines.append(f"{self.leases[0]:,} leases inside the plan, {self.leases[1]:,} outside.")
         lines += [
@@ -94,7 +94,8 @@ def memory_report(
 ) -> MemoryReport:
     """The uses of a sharded model's memory on this rank, now and in a step. It does not communicate.
 
-    The step is the first that an optimizer completed, or the second if memory is not planned.
+    The recorded step is the first that an optimizer completed. If memory is not planned, the second replaces it: in the
+    first nothing is gathered ahead. Before an optimizer's step it is all work up to the end of the last backward.
 
     Args:
         model: a sharded model.
@@ -125,7 +126,7 @@ def memory_report(
         leased[slab.kind] = leased.get(slab.kind, 0) + slab.nbytes
     root = root_of(units[0])
     pools = root.pools if root is not None else None
-    trace = pools.trace if pools is not None else None
+    trace = pools.leases_of_step() if pools is not None else None
     live, last = at_peak(trace) if trace is not None else ([], None)
     at: dict[str, int] = {}
     for item in live:

@@ -31,8 +31,8 @@ class Pools:
     Attributes:
         memory: the named kind of memory, or the user's own allocator.
         plan: the places of slabs, after the first step; None before, and without planning.
-        trace: the leases of the recorded step; None until its end. This is the first step. Without planning it is the
-            second, since the first gathers nothing ahead.
+        trace: the leases of the recorded step; None before the step after it. This is the first step. Without planning
+            the second replaces it, since the first gathers nothing ahead.
         allocator: the allocator that the units use now.
     """
 
@@ -106,16 +106,23 @@ class Pools:
 
     def _end_recording(self, recorder: Recorder) -> None:
         self._check_pooled()  # again, as units' settings may have changed since the first call
-        items, slabs = recorder.finish()
+        self.trace, slabs = recorder.record()
         if self.planned:
-            self.trace, self._recorder = items, None
-            self._make_plan(items, slabs)
+            self._recorder = None
+            self._make_plan(self.trace, slabs)
         elif self._again:
             self._again = False
             self._record()
         else:
-            self.trace, self._recorder = items, None
+            self._recorder = None
             self._use(self._base)
+
+    def leases_of_step(self) -> list[Item] | None:
+        """The leases of the last recorded step that is complete. Before the first is, those up to now: perhaps no
+        optimizer of torch ever steps. None before a backward has ended."""
+        if self._recorder is not None and (self._stepped or (self.trained and self.trace is None)):
+            return self._recorder.record()[0]
+        return self.trace
 
     def _make_plan(self, items: list[Item], slabs: list[Slab]) -> None:
         if self._named.plans == "units":

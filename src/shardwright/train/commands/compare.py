@@ -211,7 +211,7 @@ def compare(runs: list[Path], out: Path | None) -> int:
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
     on_gpu = any(session["device"] == "cuda" for run in read for session in run.record["sessions"])
     by_engine = not on_gpu and all(figure["leased_memory_bytes"] is not None for figure in figures)
-    with writing(target):
+    with writing(target, "--out"):
         curves = [
             curve_of(run, read[0], figure, name, settings_in_words(settings), by_engine)
             for run, figure, name, settings in zip(read, figures, names, special, strict=True)

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from shardwright.extend import Registry, layouts, memories, strategies
+from shardwright.extend.stores import NEEDED, stores
 from shardwright.train.config.catalog.hooks import hooks
 from shardwright.train.config.catalog.kinds import Kind, kinds
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, optimizers
@@ -25,6 +26,7 @@ REGISTRIES: dict[str, tuple[Registry[Any], str]] = {
     "optimizers": (optimizers, "optimizer.name"),
     "models": (kinds, "model.kind"),
     "sinks": (sinks, "log.sinks"),
+    "stores": (stores, "checkpoint.folder"),
     "hooks": (hooks, "run.hooks"),
 }
 """By the word of the command line: the registry, and the key of the configuration that takes its names."""
@@ -52,20 +54,21 @@ def listing(names: Sequence[str], width: int) -> str:
 
 def _registry_at(path: str) -> tuple[Registry[Any], str]:
     """The registry whose kind of value is at an import path."""
-    problems = []
-    for registry, key in REGISTRIES.values():
+    problems = {}
+    for name, (registry, key) in REGISTRIES.items():
         try:
             registry.get(path)
             return registry, key
         except ValueError as error:
-            problems.append(str(error))
-    classes = ", ".join(registry.kind.__name__ for registry, _ in REGISTRIES.values())
-    other = next((problem for problem in problems if ": expected a " not in problem), None)
-    raise UserError(
-        f"extensions: {other}"
-        if other is not None
-        else f"extensions: expected a value of one of {classes} at {path}, found {problems[0].rpartition('found ')[2]}"
-    )
+            problems[name] = str(error)
+    other = next((problem for problem in problems.values() if ": expected a " not in problem), None)
+    if f" without {', '.join(NEEDED)};" not in problems["stores"]:
+        other = problems["stores"]  # the value has methods of a file system
+    if other is None:
+        classes = ", ".join(each.kind.__name__ for each, _ in REGISTRIES.values() if each is not stores)
+        found = problems["strategies"].rpartition("found ")[2]
+        other = f"expected a value of one of {classes}, or a file system of fsspec, at {path}, found {found}"
+    raise UserError(f"extensions: {other}")
 
 
 def _lines_of(registry: Registry[Any], names: Sequence[str], width: int) -> Iterator[str]:

@@ -70,7 +70,11 @@ def _is_checkpoint(path: Path) -> bool:
 def _inspect_run(
     path: FolderOrUrl, checkpoints: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
-    """A line for each checkpoint of a run, and the content of the newest whole one."""
+    """A line for each checkpoint of a run, and the content of the newest whole one, else of the newest readable one.
+
+    A checkpoint that this process cannot examine, as one of a later version, hides no other. Its UserError is raised at
+    the end, unless one is damaged.
+    """
     with as_user_errors(OSError, prefix="inspect: "):
         steps = saved_steps(checkpoints)
     if not steps:
@@ -79,22 +83,31 @@ def _inspect_run(
         )
     show(f"{printable(str(path))}: {counted(len(steps), 'checkpoint')}")
     damaged: list[str] = []
-    newest: RunCheckpoint | None = None
+    whole: list[RunCheckpoint] = []
+    opened: list[RunCheckpoint] = []
+    unread: list[UserError] = []
     for step in steps:
         try:
-            stored = _opened(step_folder(checkpoints, step))
+            stored = _opened(step_folder(checkpoints, step), Damaged)
+            opened.append(stored)
             _compare(stored, quick, say)
         except Damaged as problem:
             damaged.append(f"step-{step} is damaged: {printable(str(problem))}")
             show(f"  {damaged[-1]}")
             continue
-        newest = newest or stored
+        except UserError as problem:
+            unread.append(problem)
+            show(f"  step-{step} cannot be examined: {printable(str(problem))}")
+            continue
+        whole.append(stored)
         outcome = "whole" if stored.checkpoint.has_digests and not quick else _outcome(stored, quick)
         show(f"  {f'step-{step}':<12}  {in_bytes(sum(stored.checkpoint.files.values())):>9}  {outcome}")
-    if newest is not None:
+    for stored in (whole or opened)[:1]:
         show("")
-        for line in _lines(newest, tensors):
+        for line in _lines(stored, tensors):
             show(line)
+    if not damaged and unread:
+        raise unread[0]
     if not damaged:
         return None
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
@@ -113,13 +126,16 @@ def _inspect_one(place: FolderOrUrl, quick: bool, tensors: bool, show: Say, say:
     return None
 
 
-def _opened(place: FolderOrUrl) -> RunCheckpoint:
-    """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
+def _opened(place: FolderOrUrl, missing: type[Exception] = UserError) -> RunCheckpoint:
+    """A checkpoint by any of the writers. Its position is -1 if no run has saved it. `missing`: the error if the place
+    has none."""
     try:
         checkpoint = open_checkpoint(place)
     except UnknownVersion as error:
         raise UserError(f"{place}: {error}") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and missing is Damaged:
+            raise Damaged(str(error).removeprefix(f"{place}: ")) from error
         if error.errno is None:  # of our own, which names the place
             raise UserError(f"inspect: {error}") from error
         raise UserError(f"{place}: cannot read: {error.strerror or error}") from error
@@ -135,12 +151,15 @@ _NO_RUN = Position(-1, -1)
 
 
 def _compare(stored: RunCheckpoint, quick: bool, say: Say) -> None:
-    stored.checkpoint.check_lengths()
-    if quick or not stored.checkpoint.has_digests:
-        return
     whole, folder = in_bytes(sum(stored.checkpoint.files.values())), printable(stored.folder)
-    with patience_about_bytes(say, lambda done: f"reading {folder}: {in_bytes(done)} of {whole}") as progress:
-        stored.checkpoint.verify(progress)
+    with as_user_errors(OSError, prefix="inspect: "):
+        stored.checkpoint.check_lengths()
+        if quick or not stored.checkpoint.has_digests:
+            return
+        with patience_about_bytes(
+            say, lambda done: f"reading {folder}: {in_bytes(done)} of {whole}"
+        ) as progress:
+            stored.checkpoint.verify(progress)
 
 
 def _outcome(stored: RunCheckpoint, quick: bool) -> str:

@@ -17,8 +17,9 @@ from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.config import Config
 from shardwright.train.config.assumed import value_at
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plan_key import plan_key
-from shardwright.train.errors import UserError, as_user_errors
+from shardwright.train.errors import UserError, as_user_errors, counted
 
 EDITS = 3  #: shown at most
 LEAST = 0.01  #: part of the reserved bytes that an edit must be able to save, to be planned
@@ -93,10 +94,13 @@ def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
 def _head(config: Config, ranks: int, device: Device) -> str:
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
+    count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
     return (
         f"{model_in_words(config.model.shape(), config.model.kind)} ({parameters:,} parameters)\n"
-        f"{ranks} x {device.name}, {parallel.strategy}, micro-batch {train.micro_batch} x {train.seq_len:,} tokens, "
-        f"{parallel.param_dtype}, {config.optimizer.name}, activations.checkpoint {config.activations.checkpoint!r}"
+        f"{ranks} x {device.name}, {parallel.strategy}, {parallel.param_dtype}, {config.optimizer.name}, "
+        f"activations.checkpoint {config.activations.checkpoint!r}\n"
+        f"global batch {train.global_batch:,} in {counted(count, 'micro-batch', 'micro-batches')} of "
+        f"{train.micro_batch} x {train.seq_len:,} tokens on each rank"
     )
 
 

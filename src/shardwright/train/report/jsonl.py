@@ -6,24 +6,25 @@ Nothing here prints or measures.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwright.strict_json import not_finite, strict_json
 from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
 from shardwright.train.errors import UserError
-from shardwright.train.run.metrics import INCIDENT
+from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
 from shardwright.train.run.writing import writing
-
-SAVE_FAILURE = "save_failure"
-"""The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
-
 
 MAPPINGS = ("extra_losses", "metrics", "validation_metrics")
 """The keys of a step whose values are objects of numbers."""
 EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
+
+NOT_FINITE = "not_finite"
+"""The key of a step with figures that are nan or infinite: these as text, by their names. Their values are null."""
 
 
 class JsonLines:
@@ -66,7 +67,7 @@ class JsonLines:
 
     def _write(self, content: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self.stream.write(json.dumps(content) + "\n")
+            self.stream.write(_line(content))
             self.stream.flush()
 
     def say(self, text: str) -> None:
@@ -75,6 +76,11 @@ class JsonLines:
     def close(self, end: RunEnd) -> None:
         with writing(self.path):
             self.stream.close()
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    wrong = not_finite(content)
+    return strict_json({**content, NOT_FINITE: wrong} if wrong else content) + "\n"
 
 
 def drop_after(
@@ -90,9 +96,9 @@ def drop_after(
         kept, gone = "", ""
         for line in _lines(path):
             if line["step"] <= steps_done or (INCIDENT in line and keeps(line[INCIDENT])):
-                kept += json.dumps(line) + "\n"
+                kept += _line(line)
             else:
-                gone += json.dumps(line) + "\n"
+                gone += _line(line)
     else:
         kept, gone = "", path.read_text(encoding="utf-8", errors="replace")
     if gone:
@@ -109,7 +115,8 @@ def drop_after(
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of the steps in a metrics file. If a crash cut off the last line, it is left out.
+    """The records of the steps in a metrics file, with nan and infinities. If a crash cut off the last line, it is
+    left out.
 
     Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
     """
@@ -138,19 +145,35 @@ def _record(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
     if record.keys() in EVENTS and type(record["step"]) is int:
         return record
+    try:
+        wrong = _restored(record, record.pop(NOT_FINITE, {}))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise UserError(f"metrics: expected figures of the step in {NOT_FINITE} in {where}") from None
     for column in fields(StepRecord):
         if column.name in MAPPINGS:
             continue
         value, optional = record.get(column.name), str(column.type).endswith("| None")
         finite = isinstance(value, int | float) and abs(value) < float("inf")
-        if not finite and not (optional and value is None):
+        if not finite and column.name not in wrong and not (optional and value is None):
             raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
     for name in MAPPINGS:
         values = record.get(name, {})
         if not isinstance(values, dict) or not all(
-            isinstance(value, int | float) for value in values.values()
+            isinstance(value, int | float | None) for value in values.values()
         ):
             raise UserError(f"metrics: expected an object of numbers for {name}, found {values!r} in {where}")
+        if None in values.values():
+            record[name] = {key: math.nan if value is None else value for key, value in values.items()}
     if record["seconds"] <= 0:
         raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
     return record
+
+
+def _restored(record: dict[str, Any], wrong: Mapping[str, Any]) -> set[str]:
+    """Give figures that are not finite their values, which are text in `wrong`. Returns the names."""
+    for name, text in wrong.items():
+        if isinstance(text, Mapping):
+            _restored(record[name], text)
+        else:
+            record[name] = float(text)
+    return {*wrong}

@@ -24,6 +24,7 @@ class Reporter:
     Attributes:
         stopped: in words, for each added sink that raised an error or hung, the step and the error.
         failed_saves: in words, for each checkpoint that could not be written, the step and the error.
+        wrong_figures: in words, by the name of each figure that was nan or infinite, the first time that it was.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Reporter:
         self.last_step = steps_done
         self.stopped: list[str] = []
         self.failed_saves: list[str] = []
+        self.wrong_figures: dict[str, str] = {}
 
     def step(self, record: StepRecord) -> None:
         self.last_step = record.step
@@ -57,6 +59,13 @@ class Reporter:
         for file in self._files():
             file.save_failed(step, reason)
         self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
+
+    def not_finite(self, figure: str, text: str) -> None:
+        """Warn that a figure is nan or infinite, once in a session."""
+        if self.wrong_figures.setdefault(figure, text) is text:
+            self.say(
+                f"warning: {text}. metrics.jsonl has null for it. Later steps do not repeat this warning"
+            )
 
     def incident(self, incident: Incident, quiet: bool = False) -> None:
         """Record that samples were left out, and that the run goes on. `quiet`: only in metrics.jsonl."""

@@ -9,6 +9,8 @@ from typing import Any
 
 INCIDENT = "incident"
 """The second key of a line of metrics.jsonl about samples that were left out. Its step is the one that comes next."""
+SAVE_FAILURE = "save_failure"
+"""The second key of a line about a checkpoint that could not be written. Steps after its own may come before it."""
 
 
 LAST_BYTES = 1 << 16
@@ -36,6 +38,8 @@ def last_record(metrics_file: Path) -> dict[str, Any]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and type(record.get("step")) is int and INCIDENT not in record:
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            continue
+        if not record.keys() & {INCIDENT, SAVE_FAILURE}:
             return record
     return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from shardwright.strict_json import strict_json
 from shardwright.train.errors import UserError
 
 _NEW = ".new"
@@ -18,20 +18,26 @@ _NEW = ".new"
 
 @contextmanager
 def writing(path: Path, key: str = "") -> Iterator[None]:
-    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission). It names the key."""
+    """Raise a UserError if a write below `path` fails (full disk, read-only, no permission). It names the key by which
+    the user has chosen the folder. Without one the folder is that of a run, which no resume can change."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{key}: " * bool(key) + unwritable(path, error)) from error
+        raise UserError(f"{key}: " * bool(key) + unwritable(path, error, of_run=not key)) from error
 
 
-def unwritable(path: Path | str, error: BaseException) -> str:
+def unwritable(path: Path | str, error: BaseException, of_run: bool = False) -> str:
+    """The error in words, with advice. `of_run`: nobody can choose another folder, since a resume uses this one."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
     full = _is_any(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     denied = _is_any(error, errno.EACCES, errno.EPERM, errno.EROFS)
-    advice = "Free some space, or choose another folder" if full else "Choose another folder"
-    if denied:
+    if of_run:
+        advice = "Free some space" if full else "Allow this user to write there" if denied else "Correct this"
+        advice += "; a resumed run writes to the same folder"
+    elif denied:
         advice = "Choose a folder in which you may write"
+    else:
+        advice = "Free some space, or choose another folder" if full else "Choose another folder"
     return f"{path}: cannot write: {reason}; earlier files are unchanged. {advice}"
 
 
@@ -83,4 +89,4 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, strict_json(value, indent=2) + "\n")

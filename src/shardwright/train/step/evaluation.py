@@ -23,6 +23,7 @@ from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.models.sampling import NonFiniteLogitsError, sample
 from shardwright.train.parallel import recipe
 from shardwright.train.step.hooks import means
+from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 from shardwright.train.step.trainer import Trainer
 
 CHECKED_TOKENS = 8
@@ -38,10 +39,12 @@ class Sample(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """The mean loss over the validation samples, and the metrics of hooks by their names."""
+    """The mean loss over the validation samples, the metrics of hooks by their names, and by the names of figures the
+    ranks in words whose part is nan or infinite."""
 
     loss: float
     metrics: dict[str, float]
+    not_finite: dict[str, str]
 
 
 @torch.no_grad()
@@ -131,11 +134,20 @@ def validate(trainer: Trainer) -> Validation:
             totals[1:] += world.figures(sums)
     trainer.model.train()
     recipe.free_gathered(trainer.model)
+    marked = [marks(each, world.rank) for each in (totals[:1, None], totals[1:].view(len(names), 2))]
+    row = torch.cat([totals, *marked])
     with noted("all-reduce of the validation loss", None):
-        dist.all_reduce(totals)
-        loss_sum, *sums_of_all = totals.tolist()
+        dist.all_reduce(row)
+        figures = row.tolist()
+    loss_sum, *sums_of_all = figures[: len(totals)]
     loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
-    return Validation(loss, means(names, sums_of_all))
+    of_loss, of_metrics = figures[len(totals) : len(totals) + 2], figures[len(totals) + 2 :]
+    return Validation(
+        loss,
+        means(names, sums_of_all),
+        wrong_ranks(["validation loss"], of_loss, world.size)
+        | wrong_ranks([f"validation {name}" for name in names], of_metrics, world.size),
+    )
 
 
 @boards.during(boards.SAMPLE)

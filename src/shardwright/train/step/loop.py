@@ -13,6 +13,7 @@ from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
 from shardwright.train.step.reporting.conclusion import LoopEnd
 from shardwright.train.step.reporting.step_reports import (
+    report_not_finite,
     report_untrained,
     step_record,
 )
@@ -54,7 +55,9 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
                 return LoopEnd(agreed.signal)
             continue
         validation = validate(trainer) if validates else None
-        trainer.hooks.after_step(step_record(trainer, result, seconds, validation))
+        record = step_record(trainer, result, seconds, validation)
+        report_not_finite(record, agreed, validation, reporter)
+        trainer.hooks.after_step(record)
         if agreed.save_ended:
             saves.finish(raises=not leaving)
         if saving:

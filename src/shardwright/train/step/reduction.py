@@ -19,6 +19,7 @@ from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
 from shardwright.train.step.feed import Untrained
 from shardwright.train.step.hooks import ACTIONS, means
+from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Agreed:
         save_ended, stops_early: a rank has said so.
         action: the strongest that a hook has asked for; None for none.
         metrics: by name, those of hooks.
+        not_finite: by name, the ranks in words whose part of a metric is nan or infinite.
     """
 
     losses: list[float]
@@ -72,6 +74,7 @@ class Agreed:
     stops_early: bool
     action: Action | None
     metrics: Mapping[str, float]
+    not_finite: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,11 @@ def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
         float(own.stops_early),
         *(float(each in own.votes) for each in ACTIONS),
     ]
-    row = torch.cat([own.shares, own.flag, world.figures([*seen, *waits, *own.sums])])
+    rest = world.figures([*seen, *waits, *own.sums])
+    parts = [own.shares, own.flag, rest]
+    if metric_names:
+        parts.append(marks(rest[-len(own.sums) :].view(len(metric_names), 2), world.rank))
+    row = torch.cat(parts)
     with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
         if own.norm is not None:
@@ -121,14 +128,17 @@ def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
     losses = [loss / world.dims.with_same_loss for loss in taken(len(own.shares))]
     (flags,), signals = taken(1), taken(len(SIGNALS))
     (save_ended, stops_early), votes = taken(2), taken(len(ACTIONS))
+    data_seconds = max(taken(world.size))
+    metrics = means(metric_names, taken(len(own.sums)))
     return Agreed(
         losses=losses,
         flags=flags,
         norm=grad_norm,
-        data_seconds=max(taken(world.size)),
+        data_seconds=data_seconds,
         signal=next((int(each) for each, count in zip(SIGNALS, signals, strict=True) if count), 0),
         save_ended=save_ended > 0,
         stops_early=stops_early > 0,
         action=next((action for action, count in zip(ACTIONS, votes, strict=True) if count), None),
-        metrics=means(metric_names, figures),
+        metrics=metrics,
+        not_finite=wrong_ranks(metric_names, figures, world.size),
     )

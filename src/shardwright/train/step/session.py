@@ -122,7 +122,9 @@ def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Repor
     for line in introduction(trainer, folder, run.resumes):
         reporter.say(line)
     memory = MemoryReporter(trainer, folder, reporter)
-    best = BestCheckpoint(config, folder, trainer.hooks) if config.checkpoint.keep_best else None
+    best = None
+    if config.checkpoint.keep_best:
+        best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
     own = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
     trainer.open_hooks(reporter, [*own, *([best] if best else [])])
     return Reports(record, reporter, memory, best)

@@ -38,6 +38,7 @@ from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import looking, verifying
+from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.saves import Saves
@@ -168,6 +169,7 @@ class Trainer:
         data = self._next_data()
         self._set_rates(self.config.optimizer.rate(step - 1, self.config.train.steps))
         self.hooks.before_step(step)
+        check_rates(self.optimizer, step)
         gradients = self._compute_gradients(data)
         faults = self.hooks.faults(StepInProgress(step, gradients.norm, gradients.shares[0]))
         # A signal from here on is answered in the next step, and this one's thread may print that at once.

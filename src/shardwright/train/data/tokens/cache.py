@@ -23,6 +23,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shardwright.checkpoint import Damaged
+from shardwright.strict_json import strict_json
 from shardwright.train.data.sources.documents import DataFiles, places, spans
 from shardwright.train.data.sources.places import (
     PYDOC,
@@ -171,7 +172,7 @@ def content_digest(place: DataFile, cache: Path, advanced: Callable[[], None] = 
     if _identity(place) != facts:
         raise _changes(place)
     if now - facts["mtime_ns"] > _RECENT:
-        with writing(cache):
+        with writing(cache, "data.cache"):
             note.parent.mkdir(exist_ok=True)
             _replace_json(note, {"path": place.path, "identity": facts, "sha256": digest})
     return digest
@@ -210,7 +211,7 @@ def _digest_of_pydoc() -> str:
 def _replace_json(path: Path, content: object) -> None:
     """Like `write_json`, for a file that several processes may replace at once."""
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.write_text(strict_json(content), encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -222,7 +223,7 @@ def _locked(
     cache: Path, key: str, progress: bool, advanced: Callable[[], None]
 ) -> Iterator[Callable[[str], None]]:
     """The lock of one folder of the cache. It ends with the process. Yields a function that notes how far it is."""
-    with writing(cache):
+    with writing(cache, "data.cache"):
         (cache / "locks").mkdir(exist_ok=True)
         descriptor = os.open(cache / "locks" / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     who = f"process {os.getpid()} on {socket.gethostname()}"
@@ -255,7 +256,7 @@ def _locked(
             # Without locks two processes may make the same tokens; the first one's are used.
             if error.errno not in UNSUPPORTED:
                 raise
-        with writing(cache):
+        with writing(cache, "data.cache"):
             note("begun")
         yield note
     finally:
@@ -278,7 +279,7 @@ def _make(
     """Make a folder, or leave nothing behind. `before`: the identities of the files whose content it is named after."""
     ours = f".{folder.name}.{socket.gethostname()}."
     building = folder.with_name(f"{ours}{os.getpid()}")
-    with writing(folder.parent):
+    with writing(folder.parent, "data.cache"):
         for rest in folder.parent.glob(f"{glob.escape(ours)}*"):
             if not _other_process(rest.name.removeprefix(ours)):
                 shutil.rmtree(rest, ignore_errors=True)  # of a process that was killed

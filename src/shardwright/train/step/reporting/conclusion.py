@@ -113,7 +113,8 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
             flush=True,
         )
         return end
-    warnings = [*reporter.stopped, *reporter.failed_saves, *incidents_in_words(results)]
+    warnings = [*reporter.stopped, *reporter.failed_saves, *reporter.wrong_figures.values()]
+    warnings += [*(best.warnings if best is not None else ()), *incidents_in_words(results)]
     plan = note_reserved(folder, results["peak_memory"]) if trainer.world.device.type == "cuda" else []
     text = summary(trainer, folder, results, sampled, plan, warnings)
     write_text(folder.summary_file, text)

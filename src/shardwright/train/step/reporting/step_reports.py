@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
+from shardwright.strict_json import not_finite
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import Incident, Sink, StepRecord
 from shardwright.train.config.catalog.sinks import RunSite
@@ -26,7 +27,8 @@ from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
 from shardwright.train.step.evaluation import Validation
 from shardwright.train.step.feed import Untrained
-from shardwright.train.step.reduction import StepResult
+from shardwright.train.step.numerics.not_finite import in_words
+from shardwright.train.step.reduction import Agreed, StepResult
 from shardwright.train.step.trainer import Trainer
 
 
@@ -111,6 +113,22 @@ def step_record(
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
     )
+
+
+def report_not_finite(
+    record: StepRecord, agreed: Agreed, validation: Validation | None, reporter: Reporter
+) -> None:
+    """Warn of each figure of a step, the first time that it is nan or infinite."""
+    if not (wrong := not_finite(vars(record))):
+        return
+    ranks = {**agreed.not_finite, **({} if validation is None else validation.not_finite)}
+    figures = {key.replace("_", " "): each for key, each in wrong.items() if isinstance(each, str)}
+    figures |= wrong.get("extra_losses", {}) | wrong.get("metrics", {})
+    figures |= {f"validation {name}": each for name, each in wrong.get("validation_metrics", {}).items()}
+    for name in ("balance", "mtp"):
+        figures.pop(f"{name} loss", None)  # it is in extra_losses, too
+    for name, value in figures.items():
+        reporter.not_finite(name, in_words(name, value, record.step, ranks))
 
 
 class StepReports(TrainerHook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from shardwright.train.config import Config
@@ -32,13 +32,18 @@ class BestCheckpoint(TrainerHook):
         config: has the name of the figure: `loss`, `validation_loss`, a metric of a hook, or `validation_` and one.
         folder: of the run.
         hooks: of the run; they say of which metrics a higher value is better.
+        say: prints a line.
+
+    Attributes:
+        warnings: in words, that no checkpoint has a finite value; empty if one has.
 
     Raises:
         UserError: no step has this figure.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, hooks: Hooks) -> None:
-        self.figure, self._folder = config.checkpoint.keep_best, folder
+    def __init__(self, config: Config, folder: RunFolder, hooks: Hooks, say: Callable[[str], None]) -> None:
+        self.figure, self._folder, self._say = config.checkpoint.keep_best, folder, say
+        self.warnings: list[str] = []
         known = [*LOSSES, *hooks.step_metrics, *(f"{PREFIX}{name}" for name in hooks.validation_metrics)]
         if self.figure not in known:
             raise UserError(
@@ -49,35 +54,45 @@ class BestCheckpoint(TrainerHook):
         self._higher = self.figure not in LOSSES and any(
             metric in hook.higher_is_better for hook in hooks.users
         )
-        self._values: dict[int, float] | None = None  #: by step; None until the first rank asks for them
+        #: By step, None for a step without the figure. None until the first rank asks for them.
+        self._values: dict[int, float | None] | None = None
 
     def after_step(self, record: StepRecord) -> None:
         if self._values is not None:
             self._values[record.step] = self._value(vars(record))
 
     def among(self, steps: Collection[int]) -> Best | None:
-        """The best of these steps; the earlier of equal ones. None: none of them has the figure."""
+        """The best of these steps; the earlier of equal ones. None: none of them has the figure, or all values are nan
+        or infinite, of which a line warns."""
         if self._values is None:
             self._values = {
                 each["step"]: self._value(each) for each in read_records(self._folder.metrics_file)
             }
         newest = max(steps, default=0)  # a later step may be written in the background
         self._values = {step: each for step, each in self._values.items() if step in steps or step > newest}
-        found = [
-            Best(step, each) for step, each in self._values.items() if step in steps and math.isfinite(each)
+        known = [
+            Best(step, each) for step, each in self._values.items() if step in steps and each is not None
         ]
+        found = [best for best in known if math.isfinite(best.value)]
+        if known and not found:
+            text = f"no checkpoint is the best: {self.figure} is not finite in any step that has one"
+            if not self.warnings:
+                self._say(f"warning: checkpoint.keep_best: {text}")
+            self.warnings = [text]
+        else:
+            self.warnings = []
         sign = -1 if self._higher else 1
         return min(found, key=lambda best: (sign * best.value, best.step), default=None)
 
     def forget(self, step: int) -> None:
         """Do not count the checkpoint of this step, which is damaged, unless the step is done again."""
         if self._values is not None:
-            self._values[step] = math.nan
+            self._values[step] = None
 
-    def _value(self, record: Mapping[str, Any]) -> float:
-        """The value of the figure; nan if the step has none."""
+    def _value(self, record: Mapping[str, Any]) -> float | None:
+        """The value of the figure; None if the step has none."""
         value = record.get(self.figure) if self.figure in LOSSES else None
         if self.figure not in LOSSES:
             key = "validation_metrics" if self.figure.startswith(PREFIX) else "metrics"
             value = record.get(key, {}).get(self.figure.removeprefix(PREFIX))
-        return math.nan if value is None else float(value)
+        return None if value is None else float(value)

@@ -134,7 +134,7 @@ def _failures(final: FolderOrUrl) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
-        raise SaveFailedError(unwritable(final, reason), may_pass(error)) from error
+        raise SaveFailedError(unwritable(final, reason, of_run=True), may_pass(error)) from error
     except ValueError as error:
         raise UserError(f"{final}: cannot save: {error}") from error
 
