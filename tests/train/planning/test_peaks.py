@@ -6,14 +6,12 @@ The real step runs the CPU's kernels. The plan runs none. Both run the same trai
 from __future__ import annotations
 
 import re
-from typing import cast
 
 import pytest
 
 from shardwright.planner.program import Alloc, Kernel, Wait
-from shardwright.train.config import Config, load_config
 from shardwright.train.planning import program_of
-from tests.train.planning.kit import EXAMPLES, compare
+from tests.train.planning.kit import compare, config_of
 
 LLAMA: dict[str, str] = {
     "plain": "",
@@ -59,11 +57,6 @@ MORE_HYBRID: dict[str, str] = {
     "spread and full": "parallel.expert=2 activations.checkpoint=full",
 }
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def config_of(words: str, example: str = "llama_debug") -> Config:
-    overrides = [cast(tuple[str, str], tuple(word.split("=", 1))) for word in words.split()]
-    return load_config(EXAMPLES / f"{example}.toml", [*overrides, ("data.workers", "0")], ranks=2)
 
 
 @pytest.mark.parametrize("words", LLAMA.values(), ids=LLAMA)
