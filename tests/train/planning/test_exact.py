@@ -24,6 +24,7 @@ from shardwright.planner.program import Phase, Program
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.streams import RecordedStreams
 from shardwright.train.config import Config
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
@@ -50,7 +51,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tensor": ("", "parallel.tensor=2"),
     "more": ("", "train.micro_batch=1", "parallel.prefetch=2", "activations.checkpoint=full"),
 }  # fmt: skip
-FIRST = {"ranks": 2, "strategy": "parallel.strategy=zero3"}
+
+
+#: Strategies that keep full parameters.
+KEEPING = {
+    "parallel.strategy=zero1",
+    "parallel.strategy=zero2",
+    "parallel.strategy=hfsdp parallel.replicas=2",
+}
+POOLS = {"parallel.memory=double_buffer", "parallel.memory=max_pool"}
 
 
 def words_of(row: dict[str, Any]) -> str:
@@ -60,11 +69,13 @@ def words_of(row: dict[str, Any]) -> str:
 
 def excluded(one: str, a: Any, other: str, b: Any) -> bool:
     """Whether two settings do not go together, as the configuration says."""
+    if "optimizer.name=adamw8bit" in (a, b) and {a, b} & {"parallel.tensor=2", "parallel.layout=element"}:
+        return True  # its blocks would be cut
+    if {a, b} & KEEPING and {a, b} & POOLS:
+        return True  # no slot would become free
     row: dict[str, Any] = {"ranks": 4, one: a, other: b}
-    if other == "ranks":
-        row["ranks"] = b
     try:
-        config_of(words_of(row), ranks=row["ranks"])
+        ParallelDims.of(config_of(words_of(row), ranks=row["ranks"]).parallel, row["ranks"])
     except UserError:
         return True
     return False
@@ -117,12 +128,12 @@ def measure(rank: int, world_size: int, config: Config, folder: Path) -> None:
     with use_streams(device, RecordedStreams(Recorder())), observe(leases), blocks_of_host() as host:
         trainer = Trainer(config, World.of(config.parallel, rank, world_size, device), data)
 
-        def note(group: str, tensors: Iterable[Tensor], of_host: bool | None = None) -> None:
+        def note(group: str, tensors: Iterable[Tensor], of_host: bool = False) -> None:
             on_host = {storage._cdata for storage in host}
             storages = {}
             for each in tensors:
                 local = local_of(each) if hasattr(each, "_local_tensor") else each
-                there = of_host if of_host and not local.ndim else local.untyped_storage()._cdata in on_host
+                there = of_host or local.untyped_storage()._cdata in on_host
                 storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes(), there
             figures[group] = [sum(n for n, there in storages.values() if there == of) for of in (False, True)]
 
@@ -138,7 +149,8 @@ def measure(rank: int, world_size: int, config: Config, folder: Path) -> None:
             handle.remove()
         note("parameters", [*trainer.model.parameters(), *trainer.model.buffers()])
         state = [each for values in trainer.optimizer.state.values() for each in tensors_in(values)]
-        note("optimizer", state, config.parallel.offload == "cpu")
+        # An optimizer keeps its state where its parameters are.
+        note("optimizer", state, of_host=config.parallel.offload == "cpu")
         trainer.close()
     if rank == 0:
         (folder / "figures.json").write_text(json.dumps({"leases": leases.seen, **figures}))
@@ -153,9 +165,15 @@ def planned(config: Config, ranks: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"leases": leases.seen}
     for group in ("parameters", "optimizer"):
         figures[group] = bytes_of(program, group, None)
-    if not config.optimizer.in_backward:
+    if has_gradients(config):
         figures["gradients"] = bytes_of(program, "gradients", steps[-1])
     return figures
+
+
+def has_gradients(config: Config) -> bool:
+    """Whether gradients are there before the optimizer steps, in memory of their own. An arena has them in its
+    block."""
+    return not config.optimizer.in_backward and config.parallel.memory != "arena"
 
 
 def bytes_of(program: Program, group: str, stop: int | None) -> list[int]:
@@ -164,21 +182,25 @@ def bytes_of(program: Program, group: str, stop: int | None) -> list[int]:
 
 
 def check(row: dict[str, Any], pools: WorkerPools, folder: Path) -> None:
-    config = config_of(words_of(row), ranks=row["ranks"])
+    try:
+        config = config_of(words_of(row), ranks=row["ranks"])
+        plan = planned(config, row["ranks"])
+    except UserError as error:
+        pytest.skip(f"three of these settings do not go together: {error}")
     run_case(pools, measure, row["ranks"], 120, config=config, folder=folder)
-    real, plan = json.loads((folder / "figures.json").read_text()), planned(config, row["ranks"])
-    if config.optimizer.in_backward:
+    real = json.loads((folder / "figures.json").read_text())
+    if not has_gradients(config):
         real.pop("gradients", None)
     assert plan == real
 
 
-@pytest.mark.parametrize("row", ROWS[:3], ids=str)
+@pytest.mark.parametrize("row", ROWS[:2], ids=str)
 def test_exact_figures_are_exact(row: dict[str, Any], worker_pools: WorkerPools, tmp_path: Path) -> None:
     check(row, worker_pools, tmp_path)
 
 
 @pytest.mark.extensive("each pair of settings")
-@pytest.mark.parametrize("row", ROWS[3:], ids=str)
+@pytest.mark.parametrize("row", ROWS[2:], ids=str)
 def test_exact_figures_are_exact_with_each_pair_of_settings(
     row: dict[str, Any], worker_pools: WorkerPools, tmp_path: Path
 ) -> None:
