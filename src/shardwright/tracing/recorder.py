@@ -305,6 +305,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
+#: It reads scales of weights in float8, where the trainer calls it.
+_TORCHAO = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "torchao") + os.sep
 _TRACING = os.path.dirname(__file__) + os.sep
 _READING = _OWN + "_torch.py"  #: which watches reads
 
@@ -314,7 +316,7 @@ def reader_of_value() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _TRACING, _READING, "<")):
+        if not name.startswith((_TORCH, _TORCHAO, _TRACING, _READING, "<")):
             return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

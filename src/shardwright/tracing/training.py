@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwright._torch import in_backward, local_of
+from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.unit.owning import units_of
 from shardwright.tracing.recorder import Recorder
 
@@ -74,7 +75,13 @@ class Training:
         for model in self._models:
             names |= {parameter: name for name, parameter in model.named_parameters()}
             named = [*model.named_parameters(), *model.named_buffers()]
-            self._recorder.claim("parameters", ((name, _local(tensor)) for name, tensor in named))
+            plain = (
+                (name, each)
+                for name, tensor in named
+                for each in plain_tensors(tensor.detach())
+                if each.ndim or not tensor.ndim  # without scales of weights in float8
+            )
+            self._recorder.claim("parameters", plain)
         for optimizer in self._optimizers():
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter, "")

@@ -6,8 +6,10 @@ The real step runs the CPU's kernels. The plan runs none. Both run the same trai
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 from shardwright.planner.program import Alloc, Kernel, Wait
 from shardwright.train.planning import program_of
@@ -79,6 +81,39 @@ def test_a_plan_of_a_hybrid_has_the_peak_of_the_step(words: str) -> None:
 @pytest.mark.parametrize("words", MORE_HYBRID.values(), ids=MORE_HYBRID)
 def test_a_plan_of_a_hybrid_has_the_peak_of_the_step_with_each_setting(words: str) -> None:
     compare(config_of(words, "hybrid_debug"), words, 0.005)
+
+
+FLOAT8 = "parallel.param_dtype=bfloat16 validation.every=0 train.float8="
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("rowwise", marks=pytest.mark.extensive("torchao takes seconds to import")),
+        pytest.param("rowwise parallel.engine=fsdp2", marks=pytest.mark.extensive("another engine")),
+        pytest.param("tensorwise", marks=pytest.mark.extensive("another recipe")),
+        pytest.param("tensorwise parallel.engine=fsdp2", marks=pytest.mark.extensive("another engine")),
+        pytest.param("tensorwise activations.checkpoint=full", marks=pytest.mark.extensive("recomputed")),
+    ],
+)
+def test_a_plan_has_the_peak_of_the_step_in_float8(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both with products that the CPU does not compute. They take their results' memory, as on a GPU."""
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+
+    def product(one: torch.Tensor, other: torch.Tensor, **given: Any) -> torch.Tensor:
+        return torch.zeros(one.shape[0], other.shape[1], dtype=given["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    # Where operands have two dtypes, as with a scale for each row, the CPU casts one of them into memory of its own.
+    compare(config_of(FLOAT8 + words), words, 0.04 if "rowwise" in words else 0.005)
+
+
+@pytest.mark.extensive("torchao takes seconds to import")
+@pytest.mark.parametrize("words", ["rowwise", "tensorwise"])
+def test_a_plan_for_a_gpu_has_products_in_float8(words: str) -> None:
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    program = program_of(config_of(FLOAT8 + words), 2)
+    assert any(isinstance(each, Kernel) and each.name == "_scaled_mm" for each in program.events)
 
 
 def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:

@@ -14,7 +14,7 @@ from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.schema import Config
 
-PACKAGES = ("torch", "transformers")
+PACKAGES = ("torch", "transformers", "torchao")
 #: Sections that no step of a plan follows.
 _APART = {"run", "checkpoint", "log"}
 

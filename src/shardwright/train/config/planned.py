@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from shardwright.train.config.schema import Config
 from shardwright.train.errors import UserError
 
@@ -17,8 +19,10 @@ def check_planned(config: Config) -> None:
             f"train.compile: a plan covers 'none', found {config.train.compile!r}; plan with --train.compile none, "
             "which needs more memory"
         )
-    if config.train.float8 != "none":
-        raise UserError(f"train.float8: a plan covers 'none', found {config.train.float8!r}")
+    if config.train.float8 != "none" and importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            f"train.float8: a plan with {config.train.float8!r} needs torchao, found none; install the extra float8"
+        )
     if config.train.cuda_graph:
         raise UserError(
             "train.cuda_graph: a plan covers false, found true; plan with --train.cuda_graph false"
