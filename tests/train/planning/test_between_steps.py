@@ -53,9 +53,9 @@ HOOK = f'run.hooks=["{__name__}:Right"]'
 ASYNCHRONOUS = "checkpoint.asynchronous=true checkpoint.every=10"
 ROWS: dict[str, str] = {
     "logits of a hook": f"parallel.layout=ragged {HOOK}",
-    "one short validation": "validation.batches=1 train.micro_batch=4 parallel.param_dtype=bfloat16",
 }
 MORE: dict[str, str] = {
+    "one short validation": "validation.batches=1 train.micro_batch=4 parallel.param_dtype=bfloat16",
     "zero3": "",
     "zero1": "parallel.strategy=zero1",
     "ddp": f"parallel.strategy=ddp {HOOK}",
