@@ -36,6 +36,7 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path) -> None:
         "cache",
         "runtime",
         "peak",
+        "phases",
     ]
     small = tmp_path / "small.toml"
     small.write_text("gib = 1\n")
