@@ -661,6 +661,10 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
             torch._dynamo.reset()
 
 
+#: The class of an operation with a schema, as graphs of torch.fx have them.
+OpOverload: Any = _probe(torch._ops, "OpOverload")
+
+
 def donated_inputs(graph: Any) -> set[int]:
     """The numbers of the inputs of a graph that nobody reads after it: saved tensors, if the graph is a backward.
 

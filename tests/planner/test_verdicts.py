@@ -111,3 +111,25 @@ def test_blocks_that_pass_in_a_phase_are_left_out() -> None:
     found = Program(events, owners).without_passing("build")
     assert (found.events, found.owners) == (expected, owners[::-1])
     assert found.peak().nbytes == 17
+
+
+def test_the_verdict_takes_the_largest_phase() -> None:
+    owners = [*OWNERS, Owner("temporary", "", "logits", ""), Owner("staging", "", "parts", "")]
+    events = [
+        *program(GIB).events, Phase("validation"), Alloc(2, 3 * GIB, "compute", 2), Free(2), Phase("save"),
+        Alloc(3, 5 * GIB - 7, "host", 3), Alloc(4, 9, "compute", 2), Free(4),
+    ]  # fmt: skip
+    verdict = judge(Program(events, owners), known_devices()["h100"], 1)
+    assert (verdict.peak.nbytes, verdict.peak.phase) == (13 * GIB, "validation")
+    # The copy of a save grows in steps, and is none of the device.
+    assert verdict.host == {"staging": 5 * GIB} and verdict.usage.requested == 13 * GIB
+    assert verdict.parts == {
+        "step": (11 * GIB, 0), "validation": (13 * GIB, 0), "save": (10 * GIB + 9, 5 * GIB),
+    }  # fmt: skip
+    figures = json.loads(as_json(verdict))
+    assert figures["phases"]["save"] == {"live_bytes": 10 * GIB + 9, "host_bytes": 5 * GIB}
+    assert str(verdict).splitlines()[-2:] == [
+        "phases   step 11.00, validation 13.00, save 10.00 GiB live at most",
+        "host        5.00  staging 5.00; memory of the host for each rank",
+    ]
+    assert judge(program(GIB), known_devices()["h100"], 1).host == {}

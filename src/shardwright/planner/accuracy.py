@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from shardwright.planner.verdict import in_gib
+from shardwright.strict_json import strict_json
 
 
 class Residual(NamedTuple):
@@ -53,7 +54,7 @@ def file() -> Path:
 
 def append(residual: Residual) -> None:
     """Keep a residual. Nothing happens if the file cannot be written."""
-    line = json.dumps(residual._asdict()).encode() + b"\n"
+    line = strict_json(residual._asdict()).encode() + b"\n"
     path = file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

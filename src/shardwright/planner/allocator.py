@@ -371,12 +371,16 @@ class CachingAllocator:
 
 
 def replay(events: Iterable[Event], rules: Rules = Rules(), limit: int | None = None) -> CachingAllocator:
-    """The allocator after the allocations and frees of a program."""
+    """The allocator after the allocations and frees of a program. Blocks of the host are not the allocator's."""
     allocator = CachingAllocator(rules, limit)
+    on_host: set[int] = set()
     for event in events:
         if isinstance(event, Alloc):
-            allocator.take(event.block, event.nbytes, event.stream)
-        elif isinstance(event, Free):
+            if event.on_host:
+                on_host.add(event.block)
+            else:
+                allocator.take(event.block, event.nbytes, event.stream)
+        elif isinstance(event, Free) and event.block not in on_host:
             allocator.give_back(event.block)
     return allocator
 

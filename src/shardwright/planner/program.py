@@ -9,14 +9,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+#: Phases between steps.
+VALIDATION, SAVE = "validation", "save"
+HOST = "host"  #: in place of a stream: the block is in the host's memory
+
 
 class Alloc(NamedTuple):
-    """A block of memory is taken on a stream."""
+    """A block of memory is taken on a stream, or on the host."""
 
     block: int  #: its number, used once in a program
     nbytes: int
     stream: str
     owner: int  #: an index of :attr:`Program.owners`
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the block is in the host's memory, and not in the device's."""
+        return self.stream == HOST
 
 
 class Free(NamedTuple):
@@ -124,8 +133,10 @@ class Program:
         """The index and the name of each phase."""
         return ((i, event.name) for i, event in enumerate(self.events) if isinstance(event, Phase))
 
-    def peak(self, first: int = 0, stop: int | None = None) -> Peak:
+    def peak(self, first: int = 0, stop: int | None = None, on_host: bool = False) -> Peak:
         """The peak among the events from ``first`` to before ``stop``. Earlier events say what is live at ``first``.
+
+        ``on_host``: of the host's memory, and not of the device's.
 
         Raises:
             ValueError: there is no allocation among them.
@@ -134,23 +145,48 @@ class Program:
         now, best, at = 0, -1, -1
         sizes: dict[int, int] = {}
         for i, event in enumerate(self.events[:stop]):
-            if isinstance(event, Alloc):
+            if isinstance(event, Alloc) and event.on_host == on_host:
                 sizes[event.block] = event.nbytes
                 now += event.nbytes
                 if i >= first and now > best:
                     best, at = now, i
             elif isinstance(event, Free):
-                now -= sizes.pop(event.block)
+                now -= sizes.pop(event.block, 0)
         if at < 0:
             raise ValueError(f"there is no allocation among the events {first} to {stop}")
         last = self.events[at]
         assert isinstance(last, Alloc)
         by_owner: dict[Owner, int] = {}
         for alloc in self.live(at + 1):
-            owner = self.owners[alloc.owner]
-            by_owner[owner] = by_owner.get(owner, 0) + alloc.nbytes
+            if alloc.on_host == on_host:
+                owner = self.owners[alloc.owner]
+                by_owner[owner] = by_owner.get(owner, 0) + alloc.nbytes
         phase = next((name for i, name in reversed(list(self.phase_starts())) if i <= at), "")
         return Peak(best, at, phase, self.owners[last.owner], by_owner)
+
+    def peaks(self) -> dict[str, tuple[int, int]]:
+        """By part of the run the most live bytes, of the device and of the host. Parts are ``step``, from the first
+        forward on, ``validation`` and ``save``."""
+        peaks: dict[str, tuple[int, int]] = {}
+        live: dict[int, Alloc] = {}
+        now = [0, 0]
+        part = ""
+        for event in self.events:
+            if isinstance(event, Phase):
+                if event.name in (VALIDATION, SAVE):
+                    part = event.name
+                elif part or event.name == "forward":
+                    part = "step"
+            elif isinstance(event, Alloc):
+                live[event.block] = event
+                now[event.on_host] += event.nbytes
+            elif isinstance(event, Free):
+                alloc = live.pop(event.block)
+                now[alloc.on_host] -= alloc.nbytes
+            if part:
+                device, host = peaks.get(part, (0, 0))
+                peaks[part] = max(device, now[0]), max(host, now[1])
+        return peaks
 
     def live(self, stop: int | None = None) -> list[Alloc]:
         """The allocations before event ``stop`` that have not been freed there."""

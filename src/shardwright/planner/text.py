@@ -33,6 +33,11 @@ def as_json(
             "runtime_bytes": list(verdict.runtime),
             "exact": verdict.exact,
             "traced": verdict.traced,
+            "phases": {
+                name: {"live_bytes": on_device, "host_bytes": on_host}
+                for name, (on_device, on_host) in verdict.parts.items()
+            },
+            "host": verdict.host,
             "edits": [
                 {"keys": words, "fits": other.answer, "reserved_bytes": other.usage.reserved}
                 for words, other in edits

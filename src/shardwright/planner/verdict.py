@@ -12,13 +12,15 @@ from typing import Literal
 
 from shardwright.planner.allocator import GIB, OutOfMemoryError, Rules, Usage, replay
 from shardwright.planner.devices import Device
-from shardwright.planner.program import Peak, Program
+from shardwright.planner.program import SAVE, Peak, Program
 
 EXACT = ("parameters", "optimizer", "gradients", "slabs")
 #: Bytes of the CUDA context with PyTorch's kernels, and of NCCL's buffers, per process: the least and the most.
 #: Sources: pytorch/pytorch#107667 (context, 0.3 GiB), pytorch/pytorch#144397 (NCCL, up to a few GiB).
 CONTEXT = int(0.3 * GIB), int(0.6 * GIB)
 NCCL = int(0.4 * GIB), int(2.2 * GIB)
+#: The memory into which an asynchronous save copies is a multiple of this.
+STAGING_STEP = 2 << 20
 #: A part of the reserved bytes by which the plan may be off.
 MARGIN = 0.03
 
@@ -36,6 +38,10 @@ class Verdict:
         usage: the largest figures of PyTorch's allocator on a device without end.
         cached: bytes that are reserved and not live when most is reserved.
         runtime: the least and the most that CUDA and NCCL take.
+        parts: by part of the run (``step``, ``validation``, ``save``) the most live bytes of the device, and of the
+            host.
+        host: bytes of the host's memory of one rank when most of them are live, by group: ``staging`` is the copy of an
+            asynchronous save. Only memory that stands for the device's, not that of the process.
     """
 
     answer: Literal["yes", "barely", "no"]
@@ -45,6 +51,8 @@ class Verdict:
     usage: Usage
     cached: int
     runtime: tuple[int, int]
+    parts: dict[str, tuple[int, int]]
+    host: dict[str, int]
 
     @property
     def room(self) -> int:
@@ -100,6 +108,11 @@ class Verdict:
             ("runtime", f"{most:>7}  CUDA context and NCCL, between {least} and {most}; not measured here"),
             ("peak", peak_in_words(peak)),
         ]
+        if len(self.parts) > 1:
+            words = ", ".join(f"{name} {in_gib(device)}" for name, (device, _) in self.parts.items())
+            rows.append(("phases", f"{words} GiB live at most"))
+        if self.host:
+            rows.append(("host", f"{_sum(self.host)}; memory of the host for each rank"))
         return "\n".join(f"{head:8} {text}" for head, text in rows)
 
 
@@ -152,4 +165,17 @@ def judge(program: Program, device: Device, ranks: int, rules: Rules | None = No
         except OutOfMemoryError:
             answer = "no"
     cached = endless.peak.reserved - endless.live_at_peak
-    return Verdict(answer, device, ranks, peak, endless.peak, cached, (least, most))
+    runtime = least, most
+    return Verdict(answer, device, ranks, peak, endless.peak, cached, runtime, *_of_parts_and_host(program))
+
+
+def _of_parts_and_host(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """:attr:`Verdict.parts` and :attr:`Verdict.host`."""
+    parts = program.peaks()
+    if not any(host for _, host in parts.values()):
+        return parts, {}
+    groups = program.peak(on_host=True).by_group()
+    if staging := groups.get("staging"):
+        groups["staging"] = staging + -staging % STAGING_STEP
+        parts[SAVE] = parts[SAVE][0], parts[SAVE][1] + -staging % STAGING_STEP
+    return parts, groups

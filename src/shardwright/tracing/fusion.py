@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from shardwright._torch import OpOverload
+
 #: A result with several readers that reads no more tensors, and has no more operations, is computed again in each:
 #: ``realize_reads_threshold`` and ``realize_opcount_threshold``.
 READS, OPERATIONS = 4, 30
@@ -275,13 +277,11 @@ def nodes_in(tree: Any) -> Iterator[Node]:
 def name_of(node: Node) -> str:
     """The name of an operation, without its namespace."""
     target = node.target
-    return (
-        target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
-    )
+    return target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else str(target)
 
 
 def _is_fusable(node: Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if not isinstance(node.meta.get("val"), Tensor) or node.target._schema.is_mutable or _is_view(node):
         return False
@@ -291,7 +291,7 @@ def _is_fusable(node: Node) -> bool:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     returns = node.target._schema.returns
     views = [each.alias_info is not None and not each.alias_info.is_write for each in returns]

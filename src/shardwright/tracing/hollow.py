@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes
+from shardwright.planner.program import HOST
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, reader_of_value
 
@@ -143,6 +144,15 @@ class Hollow(TorchDispatchMode):
         _collect(kwargs, tensors)
         if form.namespace == "c10d":
             return self._communicate(func, form, tensors, args, kwargs)
+        if self._recorder.uses_host and self._recorder.computes_on_host(tensors, copies=_writes_only(func)):
+            with self._recorder.on(HOST):
+                return self._run(func, form, line, tensors, args, kwargs)
+        return self._run(func, form, line, tensors, args, kwargs)
+
+    def _run(
+        self, func: Any, form: _Form, line: _Line | None, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """An operation that may need memory."""
         if form.name == "_local_scalar_dense":
             if self._value is not None and not self._is_known(tensors[0]):
                 return torch.tensor(self._value, dtype=tensors[0].dtype).tolist()

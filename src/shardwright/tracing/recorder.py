@@ -14,6 +14,7 @@ import torch
 
 from shardwright._torch import in_backward, number_of_next_node, number_of_running_node
 from shardwright.planner.program import (
+    HOST,
     Alloc,
     Event,
     Free,
@@ -58,6 +59,9 @@ class Recorder:
         self._claims: dict[int, Owner] = {}
         self._without_values: set[int] = set()  #: blocks whose content is not what the program would compute
         self._computed: set[int] = set()  #: large blocks with content
+        self._on_host: set[int] = set()  #: blocks in the host's memory
+        self._put: set[int] = set()  #: those of which this was known later
+        self._lifts = False  #: whether results of tensors on the host are on the device
         self._marks = 0
         #: The line and the module of forward, by autograd's sequence number.
         self._lines: dict[int, tuple[str, str]] = {}
@@ -73,6 +77,8 @@ class Recorder:
         self._events.append(Alloc(block, nbytes, self.stream, index))
         self._sizes[block] = nbytes
         self.now += nbytes
+        if self.stream == HOST:
+            self._on_host.add(block)
         return block
 
     def give_back(self, block: int) -> None:
@@ -82,6 +88,7 @@ class Recorder:
             self.now -= nbytes
             self._without_values.discard(block)
             self._computed.discard(block)
+            self._on_host.discard(block)
             self._events.append(Free(block))
 
     def know(self, tensor: torch.Tensor, what: str, line: str = "", group: str = BY_LIFE) -> None:
@@ -136,6 +143,39 @@ class Recorder:
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
         return self.block_of(tensor) in self._computed
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether any tensor is in the host's memory."""
+        return bool(self._on_host)
+
+    def computes_on_host(self, tensors: Iterable[torch.Tensor], copies: bool) -> bool:
+        """Whether the host computes an operation on these tensors: they are in its memory. Tensors without dimensions
+        may be on either. ``copies``: the operation may write from one memory into the other."""
+        if self._lifts or self.stream == HOST:
+            return False
+        on_host = [self.is_on_host(each) for each in tensors if each.ndim]
+        return any(on_host) and (all(on_host) or not copies)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in the host's memory, and not in the device's."""
+        return self.block_of(tensor) in self._on_host
+
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The blocks of these tensors have been in the host's memory since they were taken."""
+        for each in tensors:
+            if (block := self.block_of(each)) is not None:
+                self._on_host.add(block)
+                self._put.add(block)
+
+    @contextmanager
+    def lifting(self) -> Iterator[None]:
+        """Inside the context copies of tensors on the host are on the device."""
+        self._lifts = True
+        try:
+            yield
+        finally:
+            self._lifts = False
 
     def claim(self, group: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give the blocks of tensors their group and names."""
@@ -221,7 +261,8 @@ class Recorder:
                     end = ends.get(event.block)
                     freed = None if end is None else phases[end]
                     owner = owner._replace(group=_group(owner.group, phases[i], freed))
-                event = event._replace(owner=index.setdefault(owner, len(index)))
+                stream = HOST if event.block in self._put else event.stream
+                event = event._replace(owner=index.setdefault(owner, len(index)), stream=stream)
             events.append(event)
         used = dict.fromkeys(each.owner for each in events if isinstance(each, Alloc))
         number = {old: new for new, old in enumerate(used)}
@@ -267,6 +308,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
+#: It reads scales of weights in float8, where the trainer calls it.
+_TORCHAO = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "torchao") + os.sep
 _TRACING = os.path.dirname(__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OF_GPUS = tuple(_TORCH + name + os.sep for name in ("cuda", "xpu", "accelerator"))
@@ -278,7 +321,7 @@ def reader_of_value() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _TRACING, _READING, "<")):
+        if not name.startswith((_TORCH, _TORCHAO, _TRACING, _READING, "<")):
             return "" if name.startswith(_OWN) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

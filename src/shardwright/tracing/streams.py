@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from shardwright.comm.streams import HostStreams
+from shardwright.engine.base.offload import Host
+from shardwright.planner.program import HOST
 from shardwright.tracing.recorder import Recorder
 
 
@@ -44,6 +46,33 @@ class RecordedStreams(HostStreams):
     def host_wait(self, mark: Any) -> None:
         if mark is not None:
             self._recorder.host_wait(mark)
+
+
+@contextmanager
+def memory_of_host(recorder: Recorder) -> Iterator[None]:
+    """Inside the context memory that the engine takes on the host of a device is apart from the device's.
+
+    The host also computes what follows from tensors there, until the engine copies them to the device.
+    """
+    zeros, copy_of, lifted = Host.zeros, Host.copy_of, Host.lifted
+
+    def on_host(self: Host, *arguments: Any) -> Any:
+        with recorder.on(HOST):
+            return zeros(self, *arguments)
+
+    def copied(self: Host, tensor: torch.Tensor) -> torch.Tensor:
+        with recorder.on(HOST):
+            return copy_of(self, tensor)
+
+    def on_device(self: Host, tensor: torch.Tensor) -> torch.Tensor:
+        with recorder.lifting():
+            return lifted(self, tensor)
+
+    Host.zeros, Host.copy_of, Host.lifted = on_host, copied, on_device  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Host.zeros, Host.copy_of, Host.lifted = zeros, copy_of, lifted  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from shardwright.tracing.compiled import compiled_graphs
 from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
 from shardwright.tracing.recorder import Recorder, line_of, reader_of_value
-from shardwright.tracing.streams import RecordedStreams, streams_of_torch
+from shardwright.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
 
 CPU = torch.device("cpu")
 
@@ -63,6 +63,7 @@ def trace(
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
             stack.enter_context(streams_of_torch(recorder))
+            stack.enter_context(memory_of_host(recorder))
             stack.enter_context(kernels_of_cuda())
         stack.enter_context(watch_resizes(recorder.resized))
         stack.enter_context(observe(_Slabs(recorder)))

@@ -18,6 +18,8 @@ from torch.optim.optimizer import (
 )
 
 from shardwright._torch import in_backward, local_of
+from shardwright.engine.assembly.states import plain_tensors
+from shardwright.engine.unit.owning import units_of
 from shardwright.tracing.recorder import Recorder
 
 
@@ -44,6 +46,17 @@ class Training:
         self._models: list[nn.Module] = []
         self._names: dict[nn.Module, str] = {}
         self._steps: Counter[Optimizer] = Counter()
+        self._trains = True
+
+    @contextmanager
+    def between_steps(self, phase: str) -> Iterator[None]:
+        """Inside the context all belongs to one phase, also the forward of models."""
+        self._recorder.phase(phase)
+        self._trains = False
+        try:
+            yield
+        finally:
+            self._trains = True
 
     def check(self) -> None:
         """Raise ValueError for a loop whose steps do not show what a later step needs."""
@@ -62,11 +75,26 @@ class Training:
         for model in self._models:
             names |= {parameter: name for name, parameter in model.named_parameters()}
             named = [*model.named_parameters(), *model.named_buffers()]
-            self._recorder.claim("parameters", ((name, _local(tensor)) for name, tensor in named))
-        for optimizer in self._steps:
+            plain = (
+                (name, each)
+                for name, tensor in named
+                for each in plain_tensors(tensor.detach())
+                if each.ndim or not tensor.ndim  # without scales of weights in float8
+            )
+            self._recorder.claim("parameters", plain)
+        for optimizer in self._optimizers():
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter, "")
-                self._recorder.claim("optimizer", ((name, each) for each in _tensors(state)))
+                tensors = list(_tensors(state))
+                self._recorder.claim("optimizer", ((name, each) for each in tensors))
+                if self._recorder.is_on_host(_local(parameter)):  # the host has its state, too
+                    self._recorder.put_on_host(tensors)
+
+    def _optimizers(self) -> Iterable[Any]:
+        """Those that have made a step, also within backward, where torch calls no hooks of optimizers."""
+        steppings = (unit.stepping for model in self._models for unit in units_of(model))
+        within = (stepper for each in steppings if each is not None for stepper in each.steppers)
+        return dict.fromkeys([*self._steps, *within])
 
     def _claim_gradients(self) -> None:
         for model in self._models:
@@ -90,7 +118,7 @@ class Training:
             for name, each in module.named_modules():
                 self._names.setdefault(each, name)
         self._recorder.modules.append(self._names[module])
-        if self._recorder.current_phase not in ("forward", "backward"):
+        if self._trains and self._recorder.current_phase not in ("forward", "backward"):
             self._recorder.phase("forward")
 
     def leave(self, *_: Any) -> None:

@@ -7,8 +7,8 @@ and the optimizer of the run, and no second description of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, cast
 
@@ -16,25 +16,33 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwright.extend import ExtensionError
 from shardwright.planner.compose import compose
-from shardwright.planner.program import Program
+from shardwright.planner.program import SAVE, VALIDATION, Program
 from shardwright.tracing.hollow import SMALL, AbsentDeviceError, UnknownValueError
 from shardwright.tracing.recorder import Recorder
+from shardwright.tracing.saving import trace_save
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import watch_training
 from shardwright.train.config import Config
+from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.planned import check_planned
 from shardwright.train.config.series import series_of
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.hooks import Hooks, hooks_of
+from shardwright.train.step.numerics.looking import fault_of_state
 from shardwright.train.step.trainer import Trainer
 
 STEPS = 2  #: in the first one the optimizer makes its state
+#: Micro-batches of a validation: the one before is freed while the next one runs.
+ROUNDS = 2
 STEP = "step"  #: the phase in which each step begins; another one follows at once
 
 
@@ -63,6 +71,14 @@ class AbsentStream:
     def trained(self, first: int, count: int) -> int:
         return count * self.seq_len
 
+    @property
+    def sources(self) -> Sequence[AbsentStream]:
+        return (self,)
+
+    @property
+    def samples(self) -> int:
+        return self.windows
+
 
 @dataclass(frozen=True)
 class AbsentData:
@@ -70,15 +86,42 @@ class AbsentData:
 
     train: AbsentStream
     vocab_size: int
-    validation: None = None
+    validation: AbsentStream | None = None
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, declare: Callable[[Tensor], object] = id) -> AbsentData:
+        """The data of a run on so many ranks."""
+        stream = AbsentStream(config.train.seq_len, False, declare=declare)
+        count = ROUNDS * ParallelDims.of(config.parallel, ranks).data * config.train.micro_batch
+        validation = replace(stream, windows=count) if config.validation.every else None
+        return cls(stream, config.model.shape().vocab_size, validation)
 
     @property
     def windows(self) -> int:
         return self.train.windows
 
 
+class LogitsAlone(Hooks):
+    """The hooks of a run that is planned: their metrics get the logits of a validation, and nothing is called."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        if config.run.hooks and config.validation.every:
+            with as_user_errors(ExtensionError):
+                self.validation_metrics = hooks_of(config).validation_metrics
+
+    def validate(self, logits: Tensor, targets: Tensor) -> list[float | Tensor]:
+        return [0.0] * (2 * len(self.validation_metrics))
+
+
+def stages_checkpoints(config: Config) -> bool:
+    """Whether a checkpoint is copied to the host's memory and written later. The last one is written at once."""
+    checkpoint = config.checkpoint
+    return checkpoint.asynchronous and 0 < checkpoint.every < config.train.steps
+
+
 def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
-    """The program of rank 0 of ``ranks``: the model is built, then two steps.
+    """The program of rank 0 of ``ranks``: the model is built, then two steps, a validation and a save.
 
     ``kind``: of the devices. The process must not have joined a process group.
 
@@ -119,8 +162,7 @@ def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "c
     try:
         with trace(ranks, kind) as recorder, even_routing():
             # A model that reads its tokens is refused.
-            stream = AbsentStream(config.train.seq_len, False, declare=recorder.note_without_values)
-            dataset = AbsentData(stream, config.model.shape().vocab_size)
+            dataset = AbsentData.of(config, ranks, recorder.note_without_values)
             return _traced(config, ranks, cast(Dataset, dataset), recorder, kind)
     except (AbsentDeviceError, UnknownValueError) as error:
         raise UserError(str(error)) from error
@@ -138,13 +180,22 @@ def _traced(
 ) -> Program:
     recorder.phase("build")
     world = World.of(config.parallel, 0, ranks, CPU)
-    trainer = Trainer(config, world, dataset, reads_weights=False)
+    trainer = Trainer(config, world, dataset, reads_weights=False, hooks=LogitsAlone(config))
     try:
         with watch_training(recorder) as training:
             for _ in range(STEPS):
                 recorder.phase(STEP)
                 recorder.phase("forward")
                 trainer.train_step(StopRequest())
+            if dataset.validation is not None:
+                with training.between_steps(VALIDATION):
+                    fault_of_state(trainer)
+                    validate(trainer)
+            with training.between_steps(SAVE):
+                fault_of_state(trainer)
+                position = {"position": trainer.position.stored()}
+                stages = stages_checkpoints(trainer.config)
+                trace_save(recorder, trainer.model, trainer.optimizer, position, stages=stages)
             training.claim()
             program = recorder.program()
             # The weights are drawn in the memory of the host.

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwright._torch import absent_ranks, local_of
 from shardwright.planner.program import Program
-from shardwright.train.config import Config
+from shardwright.train.config import Config, load_config
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import STEP, AbsentData, AbsentStream, program_of
+from shardwright.train.planning import STEP, AbsentData, program_of
 from shardwright.train.step.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+def config_of(words: str, example: str = "llama_debug", ranks: int = 2) -> Config:
+    """The configuration of an example, with keys as SECTION.KEY=VALUE."""
+    overrides = [cast(tuple[str, str], tuple(word.split("=", 1))) for word in words.split()]
+    return load_config(EXAMPLES / f"{example}.toml", [*overrides, ("data.workers", "0")], ranks=ranks)
+
+
 def real_step(config: Config) -> tuple[int, dict[str, int]]:
     """Bytes at the peak of the second step above those at its begin, and bytes of each group of tensors that stay."""
-    stream = AbsentStream(config.train.seq_len, separate=False)
-    data: Any = AbsentData(stream, config.model.shape().vocab_size)
+    data: Any = AbsentData.of(config, 2)
     with absent_ranks(2), even_routing():
         trainer = Trainer(config, World.of(config.parallel, 0, 2, torch.device("cpu")), data)
         trainer.train_step(StopRequest())
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            trainer.train_step(StopRequest())
+        top = peak_of(functools.partial(trainer.train_step, StopRequest()))
         kept = {
             "parameters": _bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
-            "optimizer": _bytes([t for state in trainer.optimizer.state.values() for t in _tensors(state)]),
+            "optimizer": _bytes([t for state in trainer.optimizer.state.values() for t in tensors_in(state)]),
         }
         trainer.close()
         del trainer
     gc.collect()
+    return top, kept
+
+
+def peak_of(action: Callable[[], object]) -> int:
+    """The most bytes of torch's allocator while ``action`` runs, above those at its begin."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        action()
     events: Any = profiled.profiler
     changes = [(e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"]
     now = top = 0
     for _, nbytes in sorted(changes, key=lambda change: change[0]):
         now += nbytes
         top = max(top, now)
-    return top, kept
+    return top
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -55,11 +68,11 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [t for each in values for t in _tensors(each)]
+    return [t for each in values for t in tensors_in(each)]
 
 
 def planned_step(program: Program) -> tuple[int, dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,16 +13,17 @@ from shardwright.train.config import Config, load_config
 from shardwright.train.config.series import series_of
 from shardwright.train.errors import UserError
 from shardwright.train.planning import composed_program, program_of, traced_program
-from tests.train.planning.kit import EXAMPLES
+from tests.train.planning.kit import EXAMPLES, config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-LAYERS = 24  #: more than the three short models have together
+LAYERS = 31  #: more than the three short models have together
 
 #: Cases, of which each has something that the others have not.
 HANDFUL: dict[str, str] = {
     "bf16, ragged, checkpoints": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32 parallel.layout=ragged "
-    "activations.checkpoint=full model.n_layers=16",
-    "fsdp2, tied": "parallel.engine=fsdp2 model.tied_embeddings=true model.n_layers=16",
+    "activations.checkpoint=full model.n_layers=16 validation.every=0",
+    "fsdp2, tied, asynchronous saves": "parallel.engine=fsdp2 model.tied_embeddings=true model.n_layers=20 "
+    "checkpoint.asynchronous=true",
 }
 #: Settings for the matrix, of which a case has one of each row.
 ROWS: list[list[str]] = [
@@ -40,12 +41,9 @@ ROWS: list[list[str]] = [
     ["", "finetune.method=lora", "finetune.method=dora", 'finetune.method=lora finetune.train_also=["*norm.weight"]'],
     ["", "optimizer.name=adamw8bit", "optimizer.in_backward=true train.max_norm=0"],
     ["", "parallel.tensor=2"],
+    ["", "validation.every=0", "checkpoint.asynchronous=true"],
+    ["", "", "parallel.offload=cpu", "parallel.offload=optimizer"],
 ]  # fmt: skip
-
-
-def config_of(words: str, example: str = "llama_debug", ranks: int = 2) -> Config:
-    overrides = [cast(tuple[str, str], tuple(word.split("=", 1))) for word in words.split()]
-    return load_config(EXAMPLES / f"{example}.toml", [*overrides, ("data.workers", "0")], ranks=ranks)
 
 
 def plain(program: Program) -> list[Any]:
@@ -103,7 +101,7 @@ def test_composed_plans_of_random_settings_are_the_traced_ones(case: tuple[str, 
     "words",
     [
         "", "train.accumulate=hold", "parallel.engine=fsdp2", "parallel.strategy=zero1 activations.checkpoint=full",
-        "optimizer.name=muon", "finetune.method=lora model.n_layers=16",
+        "optimizer.name=muon", "finetune.method=lora model.n_layers=19",
     ],
 )  # fmt: skip
 def test_composed_plans_of_many_micro_batches_are_the_traced_ones(words: str) -> None:
@@ -158,7 +156,7 @@ def test_a_pattern_repeats_fewer_pieces(pattern: str, shorter: str | None) -> No
 
 
 def test_a_plan_takes_the_composed_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("model.n_layers=16")
+    config = config_of("model.n_layers=20")
     program = Program()
     monkeypatch.setattr(planning, "composed_program", lambda *_: program)
     assert program_of(config, 2) is program

@@ -6,14 +6,14 @@ The real step runs the CPU's kernels. The plan runs none. Both run the same trai
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import Any
 
 import pytest
+import torch
 
 from shardwright.planner.program import Alloc, Kernel, Wait
-from shardwright.train.config import Config, load_config
 from shardwright.train.planning import program_of
-from tests.train.planning.kit import EXAMPLES, compare
+from tests.train.planning.kit import compare, config_of
 
 LLAMA: dict[str, str] = {
     "plain": "",
@@ -81,11 +81,6 @@ COMPILED: dict[str, tuple[str, str]] = {
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def config_of(words: str, example: str = "llama_debug") -> Config:
-    overrides = [cast(tuple[str, str], tuple(word.split("=", 1))) for word in words.split()]
-    return load_config(EXAMPLES / f"{example}.toml", [*overrides, ("data.workers", "0")], ranks=2)
-
-
 @pytest.mark.parametrize("words", LLAMA.values(), ids=LLAMA)
 def test_a_plan_has_the_peak_of_the_step(words: str) -> None:
     compare(config_of(words), words, 0.001)
@@ -113,6 +108,39 @@ def test_a_plan_of_a_hybrid_has_the_peak_of_the_step_with_each_setting(words: st
 def test_a_plan_of_compiled_blocks_has_the_peak_of_the_step(name: str) -> None:
     example, words = COMPILED[name]
     compare(config_of(f"train.compile=inductor {words}", example), words, 0.005)
+
+
+FLOAT8 = "parallel.param_dtype=bfloat16 validation.every=0 train.float8="
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("rowwise", marks=pytest.mark.extensive("torchao takes seconds to import")),
+        pytest.param("rowwise parallel.engine=fsdp2", marks=pytest.mark.extensive("another engine")),
+        pytest.param("tensorwise", marks=pytest.mark.extensive("another recipe")),
+        pytest.param("tensorwise parallel.engine=fsdp2", marks=pytest.mark.extensive("another engine")),
+        pytest.param("tensorwise activations.checkpoint=full", marks=pytest.mark.extensive("recomputed")),
+    ],
+)
+def test_a_plan_has_the_peak_of_the_step_in_float8(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both with products that the CPU does not compute. They take their results' memory, as on a GPU."""
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+
+    def product(one: torch.Tensor, other: torch.Tensor, **given: Any) -> torch.Tensor:
+        return torch.zeros(one.shape[0], other.shape[1], dtype=given["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    # Where operands have two dtypes, as with a scale for each row, the CPU casts one of them into memory of its own.
+    compare(config_of(FLOAT8 + words), words, 0.04 if "rowwise" in words else 0.005)
+
+
+@pytest.mark.extensive("torchao takes seconds to import")
+@pytest.mark.parametrize("words", ["rowwise", "tensorwise"])
+def test_a_plan_for_a_gpu_has_products_in_float8(words: str) -> None:
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    program = program_of(config_of(FLOAT8 + words), 2)
+    assert any(isinstance(each, Kernel) and each.name == "_scaled_mm" for each in program.events)
 
 
 def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:

@@ -115,7 +115,7 @@ def _assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
     if config.parallel.expert > 1:
         yield "assumed  each expert gets as many tokens; a rank whose experts get more needs more"
     if config.run.hooks:
-        yield "assumed  no hooks of run.hooks"
+        yield "assumed  hooks of run.hooks take no memory; logits that validation keeps for their metrics count"
 
 
 def _in_words(keys: Keys) -> str:

@@ -14,9 +14,9 @@ from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.schema import Config
 
-PACKAGES = ("torch", "transformers")
+PACKAGES = ("torch", "transformers", "torchao")
 #: Sections that no step of a plan follows.
-_APART = {"run", "validation", "checkpoint", "log"}
+_APART = {"run", "checkpoint", "log"}
 
 
 def plan_key(config: Config, ranks: int, kind: str) -> str | None:
@@ -33,9 +33,12 @@ def plan_key(config: Config, ranks: int, kind: str) -> str | None:
         return None
     if config.model.kind == "python" or config.finetune.adapters:
         return None
+    if config.run.hooks and config.validation.every:  # their metrics need logits
+        return None
     values = {
         "config": config.resolved().model_dump(mode="json", exclude=_APART),
         "model": dict(getattr(config.model.shape(), "config", {})),  # of transformers: a file of the user
+        "saves": [config.checkpoint.asynchronous, config.checkpoint.every],
         "ranks": ranks,
         "kind": kind,
         "versions": [sys.version_info[:2], *map(_version, PACKAGES)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from shardwright.train.config.schema import Config
 from shardwright.train.errors import UserError
 
@@ -12,12 +14,10 @@ def check_planned(config: Config) -> None:
     Raises:
         UserError: names the key.
     """
-    for section, key, value in (
-        ("parallel", "offload", config.parallel.offload),
-        ("train", "float8", config.train.float8),
-    ):
-        if value != "none":
-            raise UserError(f"{section}.{key}: a plan covers 'none', found {value!r}")
+    if config.train.float8 != "none" and importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            f"train.float8: a plan with {config.train.float8!r} needs torchao, found none; install the extra float8"
+        )
     if config.train.cuda_graph:
         raise UserError(
             "train.cuda_graph: a plan covers false, found true; plan with --train.cuda_graph false"

@@ -99,7 +99,8 @@ def _of_layers(config: Config) -> Series | None:
         value = made([*layers[:first], *piece * parts, *layers[end:]])
         return config.model_copy(update={"model": config.model.model_copy(update={key: value})})
 
-    least = -(-(2 * ENDS + 2 * max(prefetch - 1, 0)) // period)
+    validates = 1 if config.validation.every else 0  # its second round gathers one layer less
+    least = -(-(2 * ENDS + validates + 2 * max(prefetch - 1, 0)) // period)
     return Series(count, max(least, 2), of)
 
 

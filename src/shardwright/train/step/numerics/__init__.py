@@ -2,6 +2,6 @@
 
 Read `looking` first: the flag in each step's reduction, of which `fault` makes a decision. `acting` skips, goes back or
 stops; `naming` says which parameter, `blaming` which rank. `verifying` looks for silent corruption, `replaying` does a
-step's work again without a trace, `summary` counts samples at the end. `not_finite` names ranks of other figures. Rule: a
-step without a fault costs one flag.
+step's work again without a trace, `summary` counts samples at the end. `not_finite` names the ranks of other figures.
+Rule: a step without a fault costs one flag.
 """

@@ -1,0 +1,124 @@
+"""Plans with offload: what the host has and what the device has, beside plans without it and real steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from shardwright.comm.streams import use_streams
+from shardwright.planner.devices import known_devices
+from shardwright.planner.program import HOST, Alloc, Kernel, Program
+from shardwright.planner.verdict import judge
+from shardwright.tracing import trace as tracing
+from shardwright.tracing.recorder import Recorder
+from shardwright.tracing.streams import RecordedStreams
+from shardwright.train.planning import program_of
+from tests.support.matrix import generate
+from tests.train.planning.kit import config_of, planned_step, real_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def kept(program: Program) -> dict[tuple[str, bool], int]:
+    """Bytes at the end, by group and by whether the host has them."""
+    found: dict[tuple[str, bool], int] = {}
+    for each in program.live():
+        key = program.owners[each.owner].group, each.on_host
+        found[key] = found.get(key, 0) + each.nbytes
+    return found
+
+
+AXES: dict[str, tuple[str, ...]] = {
+    "offload": ("parallel.offload=cpu", "parallel.offload=optimizer"),
+    "strategy": ("", "parallel.strategy=zero1", "parallel.strategy=zero2", "parallel.strategy=ddp",
+                 "parallel.strategy=hsdp parallel.replicas=2"),
+    "layout": ("", "parallel.layout=ragged", "parallel.layout=element"),
+    "optimizer": ("", "optimizer.name=muon", "optimizer.name=adamw8bit",
+                  "optimizer.in_backward=true train.max_norm=0"),
+    "dtype": ("", "parallel.param_dtype=bfloat16"),
+    "accumulate": ("", "train.micro_batch=2"),
+    "memory": ("", "parallel.memory=arena"),
+}  # fmt: skip
+ROWS = [
+    " ".join(filter(None, row.values()))
+    for row in generate(
+        AXES, lambda one, a, other, b: {a, b} == {"parallel.layout=element", "optimizer.name=adamw8bit"}, 2
+    )
+]
+
+
+def check(words: str) -> None:
+    """The host and the device have together what the device has without offload, each in its place."""
+    config = config_of(f"train.global_batch=16 validation.every=0 {words}", ranks=4)
+    parallel = config.parallel.model_copy(update={"offload": "none"})
+    plain = kept(program_of(config.model_copy(update={"parallel": parallel}), 4))
+    found = kept(program_of(config, 4))
+    assert not any(on_host for _, on_host in plain)
+    moved = ["optimizer", "parameters"] if config.parallel.offload == "cpu" else ["optimizer"]
+    for group in ("parameters", "optimizer"):
+        here, there = found.get((group, False), 0), found.get((group, True), 0)
+        assert here + there == plain[group, False], group
+        # Tables of positions are buffers, which stay.
+        assert (there > 0.7 * plain[group, False]) == (group in moved), group
+        if group == "optimizer" and config.optimizer.name == "adamw":
+            # Beside parameters on the device are the counters of steps.
+            assert here < 5000 if config.parallel.offload == "optimizer" else not here
+
+
+def test_the_host_has_what_is_offloaded() -> None:
+    check("parallel.offload=cpu")
+
+
+@pytest.mark.extensive("each setting")
+@pytest.mark.parametrize("words", ROWS)
+def test_the_host_has_what_is_offloaded_with_each_setting(words: str) -> None:
+    check(words)
+
+
+def test_a_verdict_with_offload() -> None:
+    program = program_of(config_of("parallel.offload=cpu validation.every=0"), 2)
+    verdict = judge(program, known_devices()["h100"], 2)
+    assert (
+        verdict.exact["optimizer"] == 0 and verdict.host["optimizer"] == 2 * verdict.host["parameters"] + 156
+    )
+    assert verdict.host["gradients"] >= verdict.host["parameters"]
+    line = str(verdict).splitlines()[-1]
+    assert line.startswith("host") and "memory of the host" in line
+    steps = {each.stream for each in program.events if isinstance(each, Kernel) and "adamw" in each.name}
+    copies = {each.stream for each in program.events if isinstance(each, Kernel) and "copy" in each.name}
+    assert steps == {HOST} and {"upload", "download"} <= copies
+
+
+# -- beside real steps, in which the CPU has the device's memory and the host's
+
+
+def is_measured(words: str) -> bool:
+    """Whether rank 0 of two can make the steps alone: no all-to-all in which it sends nothing."""
+    return "replicas" not in words and not ("element" in words and "muon" in words)
+
+
+def compare_all(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of the host's memory and the device's together, with the kernels of the CPU."""
+    config = config_of(f"validation.every=0 {words}")
+    with use_streams(torch.device("cpu"), RecordedStreams(Recorder())):
+        real, _ = real_step(config)
+    monkeypatch.setattr(tracing, "kernels_of_cuda", nullcontext)
+    program = program_of(config, 2)
+    assert any(isinstance(each, Alloc) and each.on_host for each in program.events)
+    together = [each._replace(stream="") if isinstance(each, Alloc) else each for each in program.events]
+    planned, _ = planned_step(Program(together, program.owners))
+    assert abs(planned - real) <= 0.001 * real, f"{planned} bytes planned, {real} measured"
+
+
+def test_host_and_device_have_together_the_peak_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_all("parallel.offload=cpu", monkeypatch)
+
+
+@pytest.mark.extensive("each setting")
+@pytest.mark.parametrize("words", [row for row in ROWS if is_measured(row)])
+def test_host_and_device_have_together_the_peak_of_the_step_with_each_setting(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_all(words, monkeypatch)
