@@ -299,7 +299,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _inputs(node: Node) -> list[Node]:
-    """What an operation reads, without views."""
+    """The results that an operation reads, each without the views between."""
     return list(dict.fromkeys(map(base_of, nodes_in((node.args, node.kwargs)))))
 
 
