@@ -84,6 +84,7 @@ class _Kernels:
         self._reads: dict[Node, dict[Node, None]] = {}
         self._operations: dict[Node, int] = {}
         self._stored: set[Node] = set()
+        self._heavy: set[Node] = set()  # computed from a result of `_HEAVY` that is not stored
         for node in self._nodes:
             if node in self._fusable:
                 self._look_at(node)
@@ -107,7 +108,11 @@ class _Kernels:
                 reads[each] = None
         self._operations[node] = operations
         readers = _readers(node)
-        expensive = len(reads) > READS or operations > OPERATIONS or (self._on_cpu and self._is_heavy(node))
+        inside = [each for each in _inputs(node) if each in self._fusable and each not in self._stored]
+        if name_of(node) in _HEAVY or not self._heavy.isdisjoint(inside):
+            self._heavy.add(node)
+        heavy = self._on_cpu and node in self._heavy
+        expensive = len(reads) > READS or operations > OPERATIONS or heavy
         if (
             node in self._outputs
             or name_of(node) in _REDUCTIONS
@@ -115,12 +120,6 @@ class _Kernels:
             or any(each not in self._fusable for each in readers)
         ):
             self._stored.add(node)
-
-    def _is_heavy(self, node: Node) -> bool:
-        if name_of(node) in _HEAVY:
-            return True
-        inside = [each for each in _inputs(node) if each in self._fusable and each not in self._stored]
-        return any(map(self._is_heavy, inside))
 
     def kernels(self) -> list[Kernel]:
         groups: list[_Group] = []
@@ -205,13 +204,14 @@ class _Kernels:
     def _read_by(self, node: Node) -> set[Node]:
         """The stored results, and operations with kernels of their own, that are computed from a result."""
         found: set[Node] = set()
-        pending = list(_readers(node))
+        pending = [node]
+        seen: set[Node] = set()
         while pending:
-            each = pending.pop()
-            if each in self._fusable and each not in self._stored:
-                pending += _readers(each)
-            else:
-                found.add(each)
+            more = _readers(pending.pop()) - seen
+            seen |= more
+            inside = {each for each in more if each in self._fusable and each not in self._stored}
+            pending += inside
+            found |= more - inside
         return found
 
 
