@@ -308,6 +308,7 @@ def test_another_number_of_ranks_gets_seeds_of_its_own(rank: int, world_size: in
             warnings.simplefilter("always")
             sw.load_checkpoint(tmp_path / "c", plain, process_group=group)
         assert [str(each.message)[:44] for each in caught] == ["The checkpoint was saved by 2 ranks and is l"]
+        assert caught[0].filename == __file__
         draws.append((torch.rand(1).item(), random.random()))
     assert draws[0] == draws[1]
     assert all(torch.equal(expected[name], value) for name, value in plain.state_dict().items())

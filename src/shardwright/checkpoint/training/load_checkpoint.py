@@ -363,5 +363,5 @@ def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: R
         warnings.warn(
             f"The checkpoint was saved by {saved_ranks} ranks and is loaded by {ranks.size}, so random generators do "
             "not go on where they were: each rank has a seed derived from the checkpoint and its rank.",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -54,7 +54,8 @@ def inspect(
             f"inspect: expected the folder of a checkpoint or of a run, found a file at {path}; give the folder that "
             "it is in"
         )
-    run, checkpoints = RunFolder(path), path / "checkpoints"
+    run = RunFolder(path)
+    checkpoints = run.checkpoints
     if run.exists() and not checkpoints.is_dir():
         return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
