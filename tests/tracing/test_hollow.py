@@ -282,3 +282,34 @@ def test_a_row_for_many_ranks_has_no_values_of_freed_memory(monkeypatch: pytest.
         total = torch.empty(LARGE, 2 * LARGE).sum(dtype=torch.float64)
         row = torch.cat([total[None], torch.zeros(20000, dtype=torch.float64)])
     assert torch.equal(row, torch.zeros(20001, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("of_keys", [8, 2])
+def test_kernels_of_a_gpu_take_workspaces(of_keys: int) -> None:
+    """Flash attention's backward has sums for each query, and gradients of each head where keys are shared; cuBLAS
+    keeps its own memory from the first product on."""
+    query = torch.zeros(2, 8, 200, 48, dtype=torch.bfloat16, requires_grad=True)
+    keys = torch.zeros(2, of_keys, 200, 48, dtype=torch.bfloat16, requires_grad=True)
+    with trace(2, "cuda") as recorder:
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, keys, enable_gqa=of_keys != 8)
+        out.backward(torch.empty_like(out))
+        for _ in range(2):
+            torch.empty(128, 128) @ torch.empty(128, 128)
+        program = recorder.program()
+    blocks = [each for each in program.events if isinstance(each, Alloc)]
+    taken = {
+        program.owners[each.owner].what.partition(" in ")[0]: each.nbytes
+        for each in blocks
+        if " in _scaled_dot" in program.owners[each.owner].what
+    }
+    expected = {
+        "row sums of the gradient": 2 * 8 * 256 * 4,
+        "sums of gradients of queries": 2 * 256 * 8 * 64 * 4,
+    }
+    if of_keys != 8:
+        expected |= dict.fromkeys(("gradients of keys", "gradients of values"), 2 * 200 * 8 * 48 * 2)
+    assert taken == expected
+    freed = {event.block for event in program.events if isinstance(event, Free)}
+    kept = [each.nbytes for each in blocks if program.owners[each.owner].what == "workspace of cuBLAS"]
+    assert kept == [32 << 20]
+    assert all(each.block in freed for each in blocks if " in _scaled_dot" in program.owners[each.owner].what)

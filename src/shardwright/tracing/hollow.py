@@ -16,7 +16,8 @@ from torch import Tensor
 from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes
 from shardwright.planner.program import HOST
 from shardwright.tracing.kernels import META
-from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, Recorder, reader_of_value
+from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
+from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, workspaces
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
 #: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
@@ -106,13 +107,16 @@ class Hollow(TorchDispatchMode):
         recorder: gets the blocks and kernels.
         value: the number that a program reads from a tensor of one element whose value was not computed; None: an
             error.
+        on_gpu: whether kernels take the memory that those of a GPU take beside their results.
 
     Raises:
         UnknownValueError: inside the context, a program reads a value that was not computed.
     """
 
-    def __init__(self, recorder: Recorder, value: float | None = None) -> None:
+    def __init__(self, recorder: Recorder, value: float | None = None, on_gpu: bool = False) -> None:
         super().__init__()
+        self._on_gpu = on_gpu
+        self._products_on: set[str] = set()  # streams that had a product
         self._recorder, self._value = recorder, value
         self._forms = _FORMS
         self._results = _RESULTS
@@ -186,8 +190,23 @@ class Hollow(TorchDispatchMode):
         else:
             assert result is not None
             out = self._make(result, form, line)
+        if self._on_gpu:
+            self._take_workspaces(form.name, args, line)
         self._note(form, tensors, out)
         return out
+
+    def _take_workspaces(self, name: str, args: Any, noted: _Line | None) -> None:
+        """Take the memory that a kernel needs beside its results, and give it back."""
+        line = noted[0] if noted else self._recorder.note_line()[0]
+        if name in PRODUCTS and (stream := self._recorder.stream) not in self._products_on:
+            self._products_on.add(stream)
+            self._recorder.take(CUBLAS, "workspace of cuBLAS", OTHER)
+        taken = [
+            self._recorder.take(nbytes, f"{what} in {name}", BY_LIFE, line)
+            for what, nbytes in workspaces(name, args)
+        ]
+        for block in taken:
+            self._recorder.give_back(block)
 
     def _form_of(self, func: Any) -> _Form:
         schema = func._schema

@@ -32,6 +32,7 @@ COMPUTE = "compute"  #: the computation's stream
 BY_LIFE = ""
 #: The same, of blocks that the engine takes.
 OF_ENGINE = "engine"
+OTHER = "other"  #: the group of blocks of which nothing else is known
 
 
 class Recorder:
@@ -301,7 +302,7 @@ def _group(group: str, taken: str, freed: str | None) -> str:
         return "optimizer"
     if taken == "forward":
         return "activations"
-    return "other"
+    return OTHER
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -67,7 +67,7 @@ def trace(
             stack.enter_context(kernels_of_cuda())
         stack.enter_context(watch_resizes(recorder.resized))
         stack.enter_context(observe(_Slabs(recorder)))
-        hollow = Hollow(recorder, value)
+        hollow = Hollow(recorder, value, kind == "cuda")
         stack.enter_context(watch_reads(hollow.check_read))
         stack.enter_context(compiled_graphs(recorder, kind == "cpu"))
         stack.enter_context(hollow)
