@@ -175,3 +175,34 @@ def test_a_disk_that_fails_is_not_another_program(
     assert step_of(path) == 1
     save(path, 3)
     assert step_of(path) == 3 and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_came_in_the_meantime_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """Where the file system has links. Elsewhere the file is replaced, since nothing else is whole in one step."""
+    if not links:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "one.safetensors"
+
+    def write(stays: bool) -> None:
+        with publishing.publish(places.SingleFile(path), overwrite=False) as unfinished:
+            unfinished.path.write_text("mine")
+            if stays:
+                path.write_text("another's")
+
+    write(stays=False)
+    assert path.read_text() == "mine" and [each.name for each in tmp_path.iterdir()] == [path.name]
+    path.unlink()
+    if links:
+        monkeypatch.setattr(
+            places.SingleFile, "check_free", lambda *_: None
+        )  # the last look was before it came
+        with pytest.raises(FileExistsError, match="has just written it"):
+            write(stays=True)
+        assert path.read_text() == "another's" and [each.name for each in tmp_path.iterdir()] == [path.name]

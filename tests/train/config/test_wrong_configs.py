@@ -97,7 +97,10 @@ FILES: list[tuple[str, str]] = [
         "log.sinks: ... No module named 'sinks'. ... An import path has no .py: sinks:SINK",
     ),
     ("[log]\nsinks = ['tensorboard', 'tensorboard']", "log.sinks: found 'tensorboard' twice. ... Name each sink once"),
-    ("[log]\nsinks = ['own_models:Model']", "log.sinks: ... expected a NamedSink at own_models:Model, found type"),
+    (
+        "[log]\nsinks = ['own_models:Model']",
+        "log.sinks: ... expected a NamedSink at own_models:Model, found the class Model",
+    ),
     ("[log]\nevery = 0", "wrong.toml: log.every: expected an integer >= 1, found 0"),
     ("[log]\nsinks = ['wandbb']", "log.sinks: expected one of ... found 'wandbb'; did you mean 'wandb'?"),
     (

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from shardwright.checkpoint.save.saving import SavePlan
-from shardwright.checkpoint.training.save_load import SHARED, state_to_save
 from torch import Tensor
 
 from shardwright._torch import absent_ranks
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
+from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.places import store_of
+from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.collective import RankGroup
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import SAVE, VALIDATION, Program

@@ -368,5 +368,6 @@ def test_docs_explain_every_key_of_the_metrics_file() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reading_runs.md").read_text(encoding="utf-8")
     section = page.partition("## metrics.jsonl\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [
-        column.name for column in fields(records.StepRecord)
+        *(column.name for column in fields(records.StepRecord)),
+        "not_finite",
     ]

@@ -221,7 +221,7 @@ class LocalStore(LocalFiles):
         path = self.path
         if not overwrite or not os.path.lexists(path):
             try:
-                os.rename(written, path)  # no folder takes the name of one that has content
+                self._take_name(written)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -236,6 +236,9 @@ class LocalStore(LocalFiles):
         os.rename(path, old)
         os.rename(written, path)
         return old
+
+    def _take_name(self, written: Path) -> None:
+        os.rename(written, self.path)  # no folder takes the name of one that has content
 
     def _take_back(self, written: Path, identity: os.stat_result) -> None:
         """Give the names back that a failed commit may have changed, as far as that is possible."""
@@ -312,6 +315,16 @@ class SingleFile(LocalStore):
 
     def check_seen(self) -> None:
         pass  # only the process that creates it writes it
+
+    def _take_name(self, written: Path) -> None:
+        try:
+            os.link(written, self.path)  # a rename would replace a file that has come in the meantime
+        except OSError as error:
+            if error.errno == errno.EEXIST or not written.exists():
+                raise
+            os.rename(written, self.path)  # there are file systems without links
+        else:
+            written.unlink()
 
 
 def partial_folder(path: Path, attempt: str) -> Path:

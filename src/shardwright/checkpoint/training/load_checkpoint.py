@@ -106,7 +106,8 @@ def load_checkpoint(
         OSError: another program has replaced the checkpoint while it was read, or a store behind a URL does not answer.
             Nothing was changed, except when a store fails or a checkpoint behind a URL is deleted during the reads.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
-            message names the file or tensor. Nothing was changed.
+            message names the file or tensor. Nothing was changed, except when an object of ``extra`` whose tensors were
+            read in place refuses its state: model and optimizer have their stored values then.
     """
     ranks = RankGroup(process_group)
     known, location = (path, path.path) if isinstance(path, StoredCheckpoint) else (None, path)
@@ -201,7 +202,7 @@ class _CheckpointLoad:
             )
             self._set_model_and_optimizers(content)
         extra: dict[str, Any] = content.get(EXTRA, {})
-        self._restore_objects(extra, undo, late=True)
+        self.ranks.run_on_all(lambda: self._restore_objects(extra, undo, late=True))
         self.hooks.restore(content.get(HOOKS, {}), self.ranks)
         if self.saved_ranks:
             _restore_generators(content[GENERATORS][self.generators], self.saved_ranks, self.ranks)

@@ -83,7 +83,7 @@ class Bar:
     """A progress bar on a terminal, the newest figures below it."""
 
     def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:
-        self.every = every
+        self.steps, self.every = steps, every
         labels = len(f" {steps}/{steps} steps 0:00:00 elapsed 0:00:00 left")
         columns = (
             BarColumn(bar_width=max(1, min(40, console.width - labels))),
@@ -99,7 +99,7 @@ class Bar:
         self.progress.start()
 
     def step(self, record: StepRecord) -> None:
-        if record.step % self.every == 0:
+        if record.step % self.every == 0 or record.step == self.steps:
             self.progress.figures = Figures(figures_of(record))
         self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:

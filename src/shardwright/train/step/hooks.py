@@ -53,6 +53,7 @@ class Hooks:
         self.users = list(users)
         self.own: Sequence[TrainerHook] = ()
         self._job: JobOfHooks | None = None  # until `setup`
+        self._has_ended = False
         for hook, key in itertools.product(self.users, ("step_metrics", "validation_metrics")):
             if isinstance(name := getattr(hook, key), str):
                 raise UserError(
@@ -138,7 +139,10 @@ class Hooks:
         self._all("saved", step)
 
     def end(self, end: RunEnd) -> None:
-        """Every hook is called. After an error of the run, errors of hooks are not raised."""
+        """Every hook is called, once. After an error of the run, errors of hooks are not raised."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         for hook in (*self.own, *self.users):
             with suppress(*([Exception] if end.status == "failed" else [])):
                 self._call(hook, "end", end)

@@ -81,11 +81,11 @@ def _train(
             answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
             ended = _run_steps(trainer, run.folder, reports, stop, saved)
             answers.reach_end()
+            return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
             raise
-        return conclude(trainer, run.folder, reports, ended)
 
 
 def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Trainer:

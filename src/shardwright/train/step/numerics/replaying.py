@@ -1,5 +1,6 @@
-"""Does the work of a step without a trace: gradients, random generators and buffers are afterwards as if it had not
-been done. The reasons for a replay are elsewhere.
+"""Work of a step without a trace: gradients, random generators and buffers are afterwards as if it had not been done.
+
+The reasons for a replay are elsewhere.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def replay(trainer: ReplayedTrainer, moving: set[str] | None = None) -> Iterator
     """
     generators = generator_states()
     buffers = [(name, each, each.detach().clone()) for name, each in trainer.model.named_buffers()]
-    yield
-    trainer.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, buffer, values in buffers:
-            if not torch.equal(buffer, values):
-                buffer.copy_(values)
-                if moving is not None:
-                    moving.add(name)
-    set_generator_states(generators)
+    try:
+        yield
+    finally:
+        trainer.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+                    if moving is not None:
+                        moving.add(name)
+        set_generator_states(generators)

@@ -89,8 +89,14 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     results |= counts_of_incidents(trainer)
-    if best is not None and (found := best.among(saved_steps(checkpoints_of(folder, trainer.config)))):
-        results |= {"best": {"step": found.step, best.figure: found.value}}
+    if best is not None:
+        try:
+            found = best.among(saved_steps(checkpoints_of(folder, trainer.config)))
+        except OSError as error:  # the run is done and saved all the same
+            found = None
+            reporter.say(f"warning: the best checkpoint is not known: {error}")
+        if found is not None:
+            results |= {"best": {"step": found.step, best.figure: found.value}}
     if ended.early:
         results |= {"ended_early": ended.early}
     if reporter.failed_saves:

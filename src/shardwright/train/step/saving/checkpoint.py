@@ -54,7 +54,8 @@ def _silent(text: str) -> None:
 
 
 class SaveFailedError(UserError):
-    """A checkpoint cannot be written, so all earlier ones are as they were."""
+    """A checkpoint cannot be written, and all earlier ones are as they were; or earlier ones cannot be deleted, and the
+    new one is written."""
 
 
 def save(
