@@ -162,7 +162,7 @@ def compare_saves(words: str, pools: WorkerPools, folder: Path) -> None:
     program = program_of(config, 2, "cpu")
     plan = planned(program)
     live = sum(each.nbytes for each in program.live() if not each.on_host)
-    assert abs(plan[SAVE] - real[SAVE]) <= 0.005 * live, (plan, real, live)
+    assert abs(plan[SAVE] - real[SAVE]) <= 0.01 * live, (plan, real, live)
     assert plan.get("staging") == real.get("staging"), (plan, real)
 
 
