@@ -95,10 +95,11 @@ def _head(config: Config, ranks: int, device: Device) -> str:
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
     count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
+    compiled = "" if train.compile == "none" else f", blocks compiled by {train.compile}"
     return (
         f"{model_in_words(config.model.shape(), config.model.kind)} ({parameters:,} parameters)\n"
         f"{ranks} x {device.name}, {parallel.strategy}, {parallel.param_dtype}, {config.optimizer.name}, "
-        f"activations.checkpoint {config.activations.checkpoint!r}\n"
+        f"activations.checkpoint {config.activations.checkpoint!r}{compiled}\n"
         f"global batch {train.global_batch:,} in {counted(count, 'micro-batch', 'micro-batches')} of "
         f"{train.micro_batch} x {train.seq_len:,} tokens on each rank"
     )
