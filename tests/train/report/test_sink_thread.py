@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.train import deadlines
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedSink, RunEnd
@@ -201,7 +202,7 @@ def test_a_late_error_names_its_own_step() -> None:
 
 def test_a_sink_that_never_answers_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_thread, "MOST_CALLS", 20)
-    monkeypatch.setattr(sink_thread, "HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(deadlines, "HURRIED_SECONDS", 0.1)
     go_on = threading.Event()
     own, sink = Scripted(), Scripted(step=lambda record: go_on.wait())
     with Reporter([own], {"stuck": SinkThread("stuck", lambda: sink, 0.0)}) as reporter:

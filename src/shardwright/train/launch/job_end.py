@@ -41,8 +41,6 @@ STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN,
 """Exit statuses by the kind of a complaint; 1 for others."""
 SHARED = ("user", "passing", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
-SECONDS_FOR_FIRST = 2.0
-"""Seconds that other ranks leave to the first one, which reports: if they end, it loses contact."""
 
 
 @dataclass(frozen=True)

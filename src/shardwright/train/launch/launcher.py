@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 from shardwright.train.config import Config
+from shardwright.train.deadlines import GRACE_SECONDS
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
@@ -41,9 +42,6 @@ from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import session_after, sessions_of
 from shardwright.train.run.writing import writing
 from shardwright.watching.launched import Eyes, Hang
-
-GRACE_SECONDS = 4.0
-"""From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""
 
 
 class RankLogs(LogsSpecs):

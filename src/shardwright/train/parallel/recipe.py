@@ -1,6 +1,7 @@
 """The recipe that makes a model parallel, and the calls in which engines differ.
 
 The calls of a step that differ between engines are in this file, so that the loop reads as if there were one engine.
+Other files ask for the engine where they name what one alone has: its memory report, the rank of a wrong gradient.
 `checks` and `config.schema` refuse settings that an engine does not have.
 The recipe cuts a model into units, its blocks and its head; the model itself knows nothing of it.
 """

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwright.train.config import Config
+from shardwright.train.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST, SECONDS_TO_ASK
 from shardwright.train.launch.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -29,7 +30,7 @@ from shardwright.train.launch.environment import (
     collective_timeout,
     rank_and_size,
 )
-from shardwright.train.launch.job_end import SECONDS_FOR_FIRST, Complaint, JobEnd
+from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.relay import note_mistake
@@ -45,9 +46,6 @@ from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import share
 from shardwright.train.step.session import train
-
-SECONDS_FOR_CAUSE = 1.0
-"""Seconds that a rank which lost contact leaves to the rank that caused it, to record its error."""
 
 
 def train_alone(config: Config, run: OpenedRun) -> int:
@@ -209,7 +207,7 @@ class IndependentRank:
             where = f"rank {complaint.rank}: " if complaint.rank or not shared else ""
             print(f"error: {where}{complaint.in_line}{hint}", file=sys.stderr, flush=True)
         if complaint.rank == 0 and shared:
-            time.sleep(1.0)  # It may host the store, which the others ask whether this was said.
+            time.sleep(SECONDS_TO_ASK)
 
     def record_failure(self, complaint: Complaint) -> None:
         """Record the end of the job, if this rank is the one to do so: best one with an error of its own."""

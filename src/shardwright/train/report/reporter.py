@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from shardwright.extend.registry import in_words
+from shardwright.train import deadlines
 from shardwright.train.config.catalog.records import Incident, RunEnd, Sink, StepRecord
 from shardwright.train.report import sink_thread
 from shardwright.train.report.jsonl import JsonLines
@@ -99,7 +100,7 @@ class Reporter:
         if sink is None:
             return  # its error was met in a warning about another sink
         try:
-            sink.close(RunEnd("failed", self.last_step), sink_thread.HURRIED_SECONDS)
+            sink.close(RunEnd("failed", self.last_step), deadlines.HURRIED_SECONDS)
         except Exception:
             pass  # its first error is the one to report
         self._warn_stopped(name, sink, error)
@@ -121,7 +122,7 @@ class Reporter:
         for name in list(self.added):
             sink = self.added.pop(name)
             try:
-                sink.close(end, sink_thread.HURRIED_SECONDS if hurried else sink_thread.CLOSE_SECONDS)
+                sink.close(end, deadlines.HURRIED_SECONDS if hurried else sink_thread.CLOSE_SECONDS)
             except Exception as error:
                 if sink.failed_step is not None:
                     self._warn_stopped(name, sink, error)

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 30.0
 """The longest time that the end of a run waits for a sink: for the calls before, and for `close`."""
-HURRIED_SECONDS = 3.0
-"""The same for a run that failed, because the launcher ends its ranks 4 s after the first error; and for a sink that
-stops during a run."""
 MOST_CALLS = 10_000
 """Calls that may wait for a sink. More of them would fill the memory of a long run."""
 PREFIX = "sink "
