@@ -174,6 +174,12 @@ class RankGroup:
             raise_for(failures, self.size, error)
         return [outcome for outcome, _ in outcomes]
 
+    def run_own(self, action: Callable[[], T]) -> T:
+        """This rank's result of ``action``, which is not pickled. If it raises on one rank, all raise as above."""
+        results: list[T] = []
+        self.run_on_all(lambda: results.append(action()))
+        return results[0]
+
     def run_on_first(self, action: Callable[[], T]) -> T:
         """The result of ``action`` on the first rank, which alone runs it. If it raises, all ranks raise."""
         outcomes = self.run_on_all(action if self.is_first else lambda: None)

@@ -71,6 +71,5 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
     if path.is_dir() or path.name.endswith((".safetensors", ".json")):
         load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
         return
-    weights: list[Any] = []
-    RankGroup().run_on_all(lambda: weights.append(named_files.read_file(path, weights_only)))
-    model.load_state_dict(weights[0], strict=strict)
+    weights = RankGroup().run_own(lambda: named_files.read_file(path, weights_only))
+    model.load_state_dict(weights, strict=strict)

@@ -50,9 +50,7 @@ class SavePlan:
         Raises:
             ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         """
-        own: list[_StateOfRank] = []
-        ranks.run_on_all(lambda: own.append(_StateOfRank.of(state, shared)))
-        mine = own[0]
+        mine = ranks.run_own(lambda: _StateOfRank.of(state, shared))
         everyones = ranks.gather((mine.forms, list(mine.boxes), mine.of_first))
         agreed: list[tuple[dict[str, TensorForm], list[list[BoxKey]]]] = []
         ranks.run_on_first(lambda: agreed.append(_agreed(everyones or [])))

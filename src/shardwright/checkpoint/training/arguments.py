@@ -18,9 +18,7 @@ from shardwright.collective import RankGroup
 
 def place_of(path: Location, ranks: RankGroup) -> Store:
     """The place of a checkpoint. Every rank must call it. Raises TypeError or ValueError on every rank."""
-    found: list[Store] = []
-    ranks.run_on_all(lambda: found.append(store_of(path)))
-    return found[0]
+    return ranks.run_own(lambda: store_of(path))
 
 
 def check_model_and_extra(model: nn.Module, extra: Mapping[str, Any] | None) -> None:
