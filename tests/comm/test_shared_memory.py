@@ -463,7 +463,8 @@ for number in range(20):
     except Unreached as error:
         print(number, error, flush=True)
         os._exit(3)
-    assert value[0] == 3 and shared_by(comm) is not None or number < 2
+    assert value[0] == 3
+    assert number < 2 or (comm.meeting is not None and comm.meeting.shared_memory() is not None)
 """
 
 
