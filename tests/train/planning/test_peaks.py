@@ -58,7 +58,8 @@ MORE_HYBRID: dict[str, str] = {
     "tensor": "parallel.tensor=2",
     "spread and full": "parallel.expert=2 activations.checkpoint=full",
 }
-#: Blocks compiled by inductor, whose kernels the real step runs.
+#: Blocks compiled by inductor, whose kernels the real step runs. Without experts: the numbers of ranks that are not there
+#: would be indices in kernels that do not check them.
 COMPILED: dict[str, tuple[str, str]] = {
     "bf16": ("llama_debug", "model.n_layers=2 parallel.param_dtype=bfloat16"),
     "float32": ("llama_debug", "model.n_layers=8"),
@@ -73,8 +74,6 @@ COMPILED: dict[str, tuple[str, str]] = {
     "fsdp2": ("llama_debug", "parallel.engine=fsdp2"),
     "lora": ("llama_debug", "finetune.method=lora"),
     "hybrid": ("hybrid_debug", "model.pattern=M*M- model.mtp_pattern="),
-    "experts": ("hybrid_debug", "parallel.param_dtype=bfloat16"),
-    "experts, full": ("hybrid_debug", "parallel.param_dtype=bfloat16 activations.checkpoint=full"),
     "eager": ("llama_debug", "train.compile=eager"),
     "aot_eager": ("llama_debug", "train.compile=aot_eager"),
 }
