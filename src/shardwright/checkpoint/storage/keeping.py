@@ -13,7 +13,6 @@ from typing import IO
 
 from shardwright.checkpoint.format.names import is_of_checkpoint
 from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.stores import sync
 
 
@@ -98,6 +97,8 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     Raises:
         OSError: it cannot be written. The message names ``path``, and anything there is unchanged.
     """
+    from shardwright.checkpoint.storage.publishing import publish  # the launcher imports no torch
+
     try:
         with (
             publish(places.SingleFile(path), overwrite=True) as unfinished,
