@@ -1050,11 +1050,22 @@ def absent_ranks(size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("This process is a rank of a process group; a plan needs a process of its own.")
+    _forget_meshes()
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let DTensor forget the results of its operations. They have meshes, and meshes of other ranks can be equal to
+    these: their groups are gone, or their names belong to other groups now."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 @contextmanager

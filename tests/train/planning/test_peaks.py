@@ -58,7 +58,7 @@ MORE_HYBRID: dict[str, str] = {
     "tensor": "parallel.tensor=2",
     "spread and full": "parallel.expert=2 activations.checkpoint=full",
 }
-#: Blocks compiled by inductor, whose kernels the real step runs. Without experts: the numbers of ranks that are not there
+#: Blocks compiled by inductor, whose kernels the real step runs. Without experts: what ranks that are not there send
 #: would be indices in kernels that do not check them.
 COMPILED: dict[str, tuple[str, str]] = {
     "bf16": ("llama_debug", "model.n_layers=2 parallel.param_dtype=bfloat16"),
