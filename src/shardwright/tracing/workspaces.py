@@ -16,7 +16,7 @@ _FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 
 
 def workspaces(name: str, arguments: Sequence[Any]) -> list[tuple[str, int]]:
-    """What the kernel of an operation takes until it ends, in words, with the bytes of each."""
+    """The memory that the kernel of an operation takes until it ends: words and bytes of each piece."""
     if name != _FLASH_BACKWARD:
         return []
     _, query, key = arguments[:3]

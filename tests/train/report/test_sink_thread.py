@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.train import deadlines
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedSink, RunEnd
 from shardwright.train.report import sink_thread
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
+from shardwright.train.run import deadlines
 from tests.train.kit.jobs import TINY, config_file, finish, ranks, records, start, train_here
 
 SHORT = TINY.replace("steps = 8", "steps = 3")

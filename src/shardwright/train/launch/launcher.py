@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 from shardwright.train.config import Config
-from shardwright.train.deadlines import GRACE_SECONDS
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
@@ -36,6 +35,7 @@ from shardwright.train.launch.judgement import Evidence, announce, complaints_in
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import Signals
+from shardwright.train.run.deadlines import GRACE_SECONDS
 from shardwright.train.run.exits import DONE, STOPPED
 from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.metrics import recorded_step

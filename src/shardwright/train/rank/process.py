@@ -21,7 +21,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwright.train.config import Config
-from shardwright.train.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST, SECONDS_TO_ASK
 from shardwright.train.launch.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -42,6 +41,7 @@ from shardwright.train.rank.shared_folder import open_together
 from shardwright.train.rank.siblings import watch_start
 from shardwright.train.rank.start import read_data, start_together
 from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report
+from shardwright.train.run.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST, SECONDS_TO_ASK
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import share

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from shardwright.extend.registry import in_words
-from shardwright.train import deadlines
 from shardwright.train.config.catalog.records import Incident, RunEnd, Sink, StepRecord
 from shardwright.train.report import sink_thread
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.sink_thread import SinkThread
+from shardwright.train.run import deadlines
 
 
 class Reporter:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.train.config import Config
-from shardwright.train.deadlines import SECONDS_FOR_FIRST
 from shardwright.train.launch.job_end import JobEnd, stopped_by
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
+from shardwright.train.run.deadlines import SECONDS_FOR_FIRST
 from shardwright.train.run.exits import DONE, TRY_AGAIN, Outcome, is_saved
 from shardwright.train.run.record import is_finished
 
