@@ -620,6 +620,9 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+_InductorWrapper: Any = _probe(torch, "_TorchCompileInductorWrapper")
+
+
 @contextmanager
 def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], Any]]) -> Iterator[None]:
     """Inside the context torch.compile gives the graphs of its own backend to ``compiler``, forward and backward apart:
@@ -627,7 +630,7 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
 
     What was compiled before is forgotten, and so is afterwards what was compiled inside.
     """
-    wrapper = torch._TorchCompileInductorWrapper
+    wrapper = _InductorWrapper
     before = wrapper.__call__
     used = False
 

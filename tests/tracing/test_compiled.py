@@ -142,3 +142,18 @@ def test_blocks_name_their_lines() -> None:
     whats = {each.what: each.line for each in program.owners if "float32 [64, 64, 512]" in each.what}
     assert whats and all(line.startswith("test_compiled.py:") for line in whats.values()), whats
     del out
+
+
+def test_a_graph_for_several_shapes_has_the_sizes_of_each_call() -> None:
+    """torch makes such a graph when it sees a second length. A third length has another size again."""
+    function = torch.compile(lambda x: (x * 2).relu() + 1)
+    lengths = (300, 400, 500)
+    with trace(2) as recorder, torch.no_grad():
+        inputs = [torch.empty(length, 64) for length in lengths]
+        recorder.phase("calls")
+        kept = [function(each) for each in inputs]
+        program = recorder.program()
+    start = next(i for i, name in program.phase_starts() if name == "calls")
+    sizes = {event.nbytes for event in program.events[start:] if isinstance(event, Alloc)}
+    assert {length * 64 * 4 for length in lengths} <= sizes
+    assert [each.shape[0] for each in kept] == list(lengths)

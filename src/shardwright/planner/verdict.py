@@ -41,7 +41,7 @@ class Verdict:
         parts: by part of the run (``step``, ``validation``, ``save``) the most live bytes of the device, and of the
             host.
         host: bytes of the host's memory of one rank when most of them are live, by group: ``staging`` is the copy of an
-            asynchronous save. Only memory that stands for the device's, not that of the process.
+            asynchronous save. The process needs more: PyTorch itself, for example.
     """
 
     answer: Literal["yes", "barely", "no"]

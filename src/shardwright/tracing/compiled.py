@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from shardwright._torch import compile_by, donated_inputs, hide_from_dynamo, outside_dispatch_modes
 from shardwright.tracing import hollow, recorder
-from shardwright.tracing.fusion import Kernel, base_of, kernels_of, name_of, nodes_in
+from shardwright.tracing.fusion import Kernel, base_of, has_symbols, kernels_of, name_of, nodes_in
 from shardwright.tracing.recorder import BY_LIFE, Recorder
 
 #: Operations that run another one, which comes first, with the state of the generator that a recomputation needs; and
@@ -47,7 +47,11 @@ def compiled_graphs(events: Recorder, on_cpu: bool = False) -> Iterator[None]:
     """
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        made = _HollowGraph(graph, events, donated_inputs(graph), on_cpu)
+        made: Callable[[list[Any]], Any]
+        if has_symbols(graph):  # the sizes of one call are not those of the next
+            made = _OneByOne(graph)
+        else:
+            made = _HollowGraph(graph, events, donated_inputs(graph), on_cpu)
 
         def run(arguments: list[Any]) -> Any:
             return made(arguments)
@@ -65,6 +69,18 @@ def _hide_tracing() -> None:
     """Let torch.compile not compile what runs here at each operation. Functions of ``kernels``, and hooks of modules in
     ``training``, are part of graphs."""
     hide_from_dynamo(lambda: [__file__, *(file for file in (hollow.__file__, recorder.__file__) if file)])
+
+
+class _OneByOne:
+    """A graph whose operations run one after another, called with its inputs as a list, which is emptied."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self._graph = graph
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        inputs = list(arguments)
+        arguments.clear()
+        return torch.fx.Interpreter(self._graph).run(*inputs)
 
 
 class _HollowGraph:

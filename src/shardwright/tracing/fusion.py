@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from shardwright._torch import OpOverload
 
@@ -79,8 +79,8 @@ class _Kernels:
         self._nodes = [node for node in nodes if node.op not in ("placeholder", "output")]
         self._number = {node: number for number, node in enumerate(nodes)}
         self._fusable = {node for node in self._nodes if _is_fusable(node)}
-        #: Stored results and inputs that a result is computed from, in the order in which they are read, and the number
-        #: of operations on them.
+        #: Stored results and inputs that a result is computed from, in the order in which they are read. The number of
+        #: operations on them is in `_operations`.
         self._reads: dict[Node, dict[Node, None]] = {}
         self._operations: dict[Node, int] = {}
         self._stored: set[Node] = set()
@@ -254,6 +254,15 @@ def _in_order(groups: list[_Group]) -> list[_Group]:
         ordered.append(ready)
         left &= ~ready.bits
     return ordered
+
+
+def has_symbols(graph: GraphModule) -> bool:
+    """Whether sizes in a graph are symbols: it was made for several shapes."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    sizes = [
+        size for value in values if isinstance(value, Tensor) for size in (*value.shape, *value.stride())
+    ]
+    return any(isinstance(each, torch.SymInt) for each in (*values, *sizes))
 
 
 def base_of(node: Node) -> Node:

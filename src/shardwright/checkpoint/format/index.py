@@ -56,7 +56,7 @@ class Part(NamedTuple):
     length: int  #: bytes of the container
     data: int  #: the first byte of the box in the file; its elements are contiguous, little-endian
     sha256: str  #: of the container
-    #: Of elements that are not contiguous, in folders by torch's writer: the steps between them, and their number.
+    #: The steps between elements that are not contiguous, and their number; in folders by torch's writer.
     strides: tuple[tuple[int, ...], int] | None = None
 
     @property
