@@ -148,10 +148,10 @@ def planned(program: Program) -> dict[str, int]:
     return figures | verdict.host
 
 
-def compare_validations(words: str) -> None:
+def compare_validations(words: str, part: float = 0.005) -> None:
     config = config_of(words)
     real, plan = validation_in(config), planned(program_of(config, 2, "cpu"))[VALIDATION]
-    assert abs(plan - real) <= 0.005 * real, (plan, real)
+    assert abs(plan - real) <= part * real, (plan, real)
 
 
 def compare_saves(words: str, pools: WorkerPools, folder: Path) -> None:
@@ -219,3 +219,9 @@ def test_the_key_of_a_plan_has_validations_and_saves() -> None:
     assert None not in keys and len(set(keys)) == len(keys)
     assert plan_key(config_of(HOOK), 2, "cuda") is None
     assert plan_key(config_of(f"{HOOK} validation.every=0"), 2, "cuda") is not None
+
+
+@pytest.mark.extensive("each compiles its blocks")
+@pytest.mark.parametrize("words", ["", "parallel.param_dtype=bfloat16 parallel.layout=ragged"])
+def test_a_plan_has_the_peak_of_a_validation_with_compiled_blocks(words: str) -> None:
+    compare_validations(f"train.compile=inductor {words}", 0.03)
