@@ -107,6 +107,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.extensive("compiles for each", but=("blocks-*",))
 @pytest.mark.parametrize("engine", ["shardwright", "torch"])
 @pytest.mark.parametrize("what", ["blocks", "model"])
 def test_a_loop_of_ones_own_may_compile(engine: str, what: str) -> None:

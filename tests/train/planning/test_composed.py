@@ -60,6 +60,7 @@ def check(config: Config, ranks: int = 2, kind: Any = "cuda") -> None:
     assert plain(composed) == plain(traced_program(config, ranks, kind))
 
 
+@pytest.mark.extensive("two traces of each", but=("bf16, ragged, checkpoints",))
 @pytest.mark.parametrize("words", HANDFUL.values(), ids=HANDFUL)
 def test_a_composed_plan_is_the_traced_one(words: str) -> None:
     check(config_of(words))

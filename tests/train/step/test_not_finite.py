@@ -110,6 +110,7 @@ def read(run: Path) -> list[dict[str, Any]]:
     return [strict(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.extensive("a run on each number of ranks", but=("2",))
 @pytest.mark.parametrize("count", [1, 2])
 def test_metrics_that_are_not_finite(folder: Path, count: int, capfd: pytest.CaptureFixture[str]) -> None:
     best = ("--checkpoint.keep_best", "validation_last", "--checkpoint.keep", "1")
