@@ -177,6 +177,33 @@ def test_one_that_never_began_leaves_its_number_to_the_next(rank: int, world_siz
 
 
 @multirank(2)
+@pytest.mark.parametrize("with_collective", [(1,), (0, 1)])
+def test_a_collective_that_the_ranks_refused_never_begins(
+    rank: int, world_size: int, with_collective: tuple[int, ...]
+) -> None:
+    """Later they agree on a record without a collective, and ask whether they did."""
+    with fresh_meetings():
+        comm, made = ready()
+        assert comm.meeting is not None
+        everyone, mine = torch.zeros(2, dtype=torch.uint8), torch.full((1,), rank, dtype=torch.uint8)
+
+        def refused() -> None:
+            if comm.exchange((5, rank)) is not None:
+                raise ValueError
+
+        with pytest.raises(ValueError):
+            if rank in with_collective:
+                comm.all_gather([everyone], [mine], announce=refused)
+            else:
+                refused()
+        before = made.posts.mine.last
+        assert comm.exchange((6,)) is None
+        assert comm.meeting.agreed() and made.posts.mine.last == before
+        comm.all_gather([everyone], [mine], announce=announced(comm)).wait()
+        assert everyone.tolist() == [0, 1]
+
+
+@multirank(2)
 def test_interrupts_at_any_time_leave_the_ranks_together(rank: int, world_size: int) -> None:
     """In the beginning of a collective or in its wait, which is repeated."""
     with fresh_meetings():

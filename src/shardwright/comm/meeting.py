@@ -98,8 +98,8 @@ def new_failure() -> int:
 class _Promise:
     """A collective that this rank begins if the ranks agree in a round."""
 
-    def __init__(self, number: int, begun: Begun, steps: Callable[[], Iterable[Callable[[], Any]]]) -> None:
-        self.number = number  #: of the round
+    def __init__(self, begun: Begun, steps: Callable[[], Iterable[Callable[[], Any]]]) -> None:
+        self.round: Round | None = None  #: None: this rank has not sent its record
         self.begun = begun
         self.calls: list[Any] = []  #: not empty after the collective has begun
         self._steps = steps
@@ -134,6 +134,7 @@ class Meeting:
         self._way = Way(group, device)
         self._round: Round | None = None  #: the running round, or the last one if the ranks did not agree
         self._refused: Round | None = None  #: the last round in which the ranks did not agree
+        self._agreed: Round | None = None  #: the last round in which they did
         self._promise: _Promise | None = None
         self.number = 0
         self.agreement = 0, True
@@ -162,18 +163,19 @@ class Meeting:
             del self._way.unshown[0]
         self._next = self.number + 1
         mine = packed(record)
+        promise = self._promise if self._promise is not None and self._promise.round is None else None
         while True:
             current = self._way.new_round(mine)
             self._wait_for(current.make_room, limit)
             self._round = current
+            if promise is not None:
+                promise.round = current
             current.begin()
             self._wait_for(current.wait, limit)
             records = current.records()
             self._way.learn(current)
             if all(each == mine for each in records):
-                self.number = self._next
-                self.agreement = current.number, current.is_watched()
-                self._round = None
+                self._note_agreement(current)
                 return None
             rows = [unpacked(each) for each in records]
             failures = {row[_FAILURE] for row in rows if row[0] == LEFT}
@@ -181,6 +183,11 @@ class Meeting:
                 self._refused = current
                 self._note_failure(failures)
                 return rows
+
+    def _note_agreement(self, current: Round) -> None:
+        self.number = self._next
+        self.agreement = current.number, current.is_watched()
+        self._agreed, self._round = current, None
 
     def _leave_round(self, limit: timedelta | None) -> None:
         """End the last round, which was interrupted, or in which the ranks did not agree.
@@ -225,7 +232,7 @@ class Meeting:
         begin the collective. If a signal's handler raises on this rank, it does so later.
         """
         self.begun -= {each for each in self.begun if each.is_over()}
-        promise = self._promise = _Promise(self.number + 1, Begun(self), steps)
+        promise = self._promise = _Promise(Begun(self), steps)
         try:
             announce()
             self.begun.add(promise.begun)
@@ -234,8 +241,8 @@ class Meeting:
             if not promise.calls and self.agreed() and promise.calls:
                 with suppress(Exception):
                     promise.begun.settle()
-            if self._round is None and not promise.calls:
-                self._promise = None  # the ranks never met for it
+            if promise.round is not self._round or self._round in (None, self._refused):
+                self._promise = None  # it has begun, or it never does
             raise
         self._promise = None
         return promise.begun
@@ -252,11 +259,15 @@ class Meeting:
             self._way.learn(current)
             if any(each != records[0] for each in records):
                 return False
-            self.number = self._next
-            self.agreement = current.number, current.is_watched()
+            self._note_agreement(current)
         self._round = None
         promise = self._promise
-        if promise is not None and promise.number == self.number and not promise.calls:
+        if (
+            promise is not None
+            and promise.round is not None
+            and promise.round is self._agreed
+            and not promise.calls
+        ):
             self.begun.add(promise.begun)
             with suppress(Exception):
                 promise.keep()
