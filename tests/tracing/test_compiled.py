@@ -171,7 +171,8 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("lengths", [(64,), (64, 96, 128)], ids=str)
+@pytest.mark.extensive("compiles for each", but=("one",))
+@pytest.mark.parametrize("lengths", [(64,), (64, 96, 128)], ids=["one", "several"])
 def test_a_recomputed_block_with_a_generators_state(lengths: tuple[int, ...]) -> None:
     """The state has a symbol for its size, and the graph is made for one shape for all that."""
     layer = Attention().bfloat16()
