@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from shardwright.planner.devices import Figures
 from shardwright.planner.program import Kernel
 from shardwright.planner.work import Work, work_of
 
 TILE = 128  #: rows and columns of a product that one part of the device computes at a time
 RAMP = 128  #: the length of the sums of a product whose beginning and end take as long as the rest
+OF_MEMORY = 0.2  #: the share of a device's power that its memory takes, and what else does not follow the clock
 ROWS_AT_HALF = 256  #: the length of a sequence at which attention reaches half of its share
 
 
@@ -60,39 +62,12 @@ class Shares:
 #: Sources. Products: measured cuBLAS rates of 600 to 750 TFLOP/s on an H100 with 700 W, of 230 to 270 on an A100.
 #: Attention: FlashAttention-2 (arXiv 2307.08691) reaches 50 to 73% on an A100, and 35% on an H100 (arXiv 2407.08608).
 #: Kernels beside collectives: pytorch/pytorch#179937 (matrix products 30 to 40% slower while they overlap).
-GENERATIONS = {
+_SHARES = {
     "ampere": Shares(Span(0.70, 0.80, 0.87), Span(0.48, 0.58, 0.66), Span(0.40, 0.50, 0.58)),
     "ada": Shares(Span(0.72, 0.85, 0.93), Span(0.50, 0.62, 0.72), Span(0.42, 0.54, 0.64)),
     "hopper": Shares(Span(0.60, 0.68, 0.76), Span(0.30, 0.35, 0.42), Span(0.24, 0.28, 0.34)),
     "blackwell": Shares(Span(0.58, 0.68, 0.78), Span(0.25, 0.33, 0.45), Span(0.18, 0.26, 0.38)),
 }
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a device.
-
-    Attributes:
-        generation: a key of ``GENERATIONS``.
-        flops: by dtype the peak of dense products, in operations a second.
-        bandwidth: bytes a second of the device's memory.
-        units: parts that compute a tile of a product at a time.
-        power: the share of its nominal power that the device may take.
-        node: devices that are joined by links.
-        within: bytes a second that a device sends over its links.
-        across: bytes a second that a device sends to other nodes.
-        source: the source of these figures.
-    """
-
-    generation: str
-    flops: dict[str, float]
-    bandwidth: float
-    units: int
-    power: float
-    node: int
-    within: float
-    across: float
-    source: str
 
 
 @dataclass(frozen=True)
@@ -110,7 +85,7 @@ class Rates:
     @classmethod
     def of(cls, figures: Figures) -> Rates:
         """The likely rates."""
-        shares = GENERATIONS[figures.generation]
+        shares = _SHARES[figures.generation]
         return cls(figures, {name: span.likely for name, span in spans(shares).items()})
 
     def with_share(self, name: str, value: float) -> Rates:
@@ -119,8 +94,9 @@ class Rates:
 
     @property
     def clock(self) -> float:
-        """The part of its nominal clock at which a device computes. Power grows with the square of the clock or more."""
-        return min(1.0, math.sqrt(self.figures.power))
+        """The part of its sustained clock at which a device computes that may take less power. What it takes beside its
+        memory grows with the square of the clock."""
+        return math.sqrt(max(self.figures.power - OF_MEMORY, 0.0) / (1 - OF_MEMORY))
 
     def seconds(self, kernel: Kernel) -> tuple[Work, float]:
         """The work of a kernel, and its time on the device where nothing else runs."""
