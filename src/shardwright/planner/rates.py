@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardwright.planner.devices import Figures
 from shardwright.planner.program import Kernel
-from shardwright.planner.work import Work, work_of
+from shardwright.planner.work import Work
 
 TILE = 128  #: rows and columns of a product that one part of the device computes at a time
 RAMP = 128  #: the length of the sums of a product whose beginning and end take as long as the rest
@@ -85,8 +85,7 @@ class Rates:
     @classmethod
     def of(cls, figures: Figures) -> Rates:
         """The likely rates."""
-        shares = _SHARES[figures.generation]
-        return cls(figures, {name: span.likely for name, span in spans(shares).items()})
+        return cls(figures, {name: span.likely for name, span in spans_of(figures).items()})
 
     def with_share(self, name: str, value: float) -> Rates:
         """The same with another share."""
@@ -98,25 +97,34 @@ class Rates:
         memory grows with the square of the clock."""
         return math.sqrt(max(self.figures.power - OF_MEMORY, 0.0) / (1 - OF_MEMORY))
 
-    def seconds(self, kernel: Kernel) -> tuple[Work, float]:
-        """The work of a kernel, and its time on the device where nothing else runs."""
-        work = work_of(kernel)
+    def seconds(self, kernel: Kernel, work: Work) -> float:
+        """The time of a kernel on the device where nothing else runs."""
         if work.kind == "communication":
-            return work, self.collective(kernel)
+            return self.collective(kernel)
         if work.kind == "nothing":
-            return work, 0.0
+            return 0.0
         shares, launch = self.shares, self.shares["launch"] * work.launches
         moved = work.nbytes / (self.figures.bandwidth * shares["memory"])
         if work.kind == "products":
             peak = self.peak(kernel.dtype) * self.clock * shares["products"]
-            return work, max(work.flops / (peak * self._filled(*work.sizes)), moved) + launch
+            return max(work.flops / (peak * self._filled(*work.sizes)), moved) + launch
         if work.kind == "attention":
             backward = kernel.name.endswith("backward")
             share = shares["attention_backward" if backward else "attention"]
             rows = work.sizes[1]
             share *= rows / (rows + ROWS_AT_HALF)
-            return work, max(work.flops / (self.peak(kernel.dtype) * self.clock * share), moved) + launch
-        return work, moved + launch
+            return max(work.flops / (self.peak(kernel.dtype) * self.clock * share), moved) + launch
+        return moved + launch
+
+    def ideal(self, kernel: Kernel, work: Work) -> float:
+        """The time of its products at the device's peak."""
+        return work.flops / self.peak(kernel.dtype) if work.kind in ("products", "attention") else 0.0
+
+    def host(self, kernel: Kernel, work: Work) -> float:
+        """The time of the host until it has queued a kernel."""
+        if work.kind == "communication":
+            return self.shares["host_collective"]
+        return self.shares["host_compiled" if kernel.name.startswith("fused_") else "host"]
 
     def peak(self, dtype: str) -> float:
         """Operations a second of dense products."""
@@ -147,9 +155,9 @@ class Rates:
         return seconds + rounds * max(across, within if members > 1 else 0.0)
 
 
-def spans(shares: Shares) -> dict[str, Span]:
-    """The spans of shares, by name."""
-    return dict(vars(shares))
+def spans_of(figures: Figures) -> dict[str, Span]:
+    """The shares of a device's generation, by name."""
+    return dict(vars(_SHARES[figures.generation]))
 
 
 def spread(ranks: int, stride: int, node: int) -> tuple[int, int]:
