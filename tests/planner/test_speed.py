@@ -152,7 +152,7 @@ def test_collectives() -> None:
 
 def test_a_gather_beside_the_computation_costs_what_it_slows_down() -> None:
     gather = GATHER._replace(nbytes=GATHER.nbytes // 20)
-    hidden = [gather, Mark(1, "gather"), *[PRODUCT] * 40, Wait("compute", 1), PRODUCT]
+    hidden: list[Event] = [gather, Mark(1, "gather"), *[PRODUCT] * 40, Wait("compute", 1), PRODUCT]
     found = replay(step_of(*hidden), ALONE)
     assert found.waits == 0 and found.seconds == pytest.approx(41 * seconds(PRODUCT) + found.beside)
     assert found.beside == pytest.approx(seconds(gather) * (RATES.shares["beside"] - 1), rel=0.01)
@@ -178,7 +178,7 @@ def test_the_host_is_waited_for() -> None:
     compiled = replay(step_of(*[small._replace(name="fused_add")] * 100), RATES)
     assert compiled.seconds < found.seconds
     # A host that waits queues nothing.
-    waiting = [PRODUCT, Mark(1, "compute"), HostWait(1), small]
+    waiting: list[Event] = [PRODUCT, Mark(1, "compute"), HostWait(1), small]
     assert replay(step_of(*waiting), RATES).seconds > seconds(PRODUCT) + 2 * RATES.shares["host"]
 
 
@@ -218,12 +218,18 @@ def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
 
 
 def test_the_last_step_counts() -> None:
-    first, second = (
-        [Phase("forward"), PRODUCT],
-        [Phase("forward"), PRODUCT, PRODUCT, Phase("backward"), PRODUCT],
-    )
-    trainers = [Phase("build"), Phase(STEP), *first, Phase(STEP), *second, Phase("validation"), PRODUCT]
-    loops = [
+    first: list[Event] = [Phase("forward"), PRODUCT]
+    second: list[Event] = [Phase("forward"), PRODUCT, PRODUCT, Phase("backward"), PRODUCT]
+    trainers: list[Event] = [
+        Phase("build"),
+        Phase(STEP),
+        *first,
+        Phase(STEP),
+        *second,
+        Phase("validation"),
+        PRODUCT,
+    ]
+    loops: list[Event] = [
         Phase("build"),
         *first,
         Phase("optimizer"),
@@ -232,7 +238,7 @@ def test_the_last_step_counts() -> None:
         Phase("after the optimizer"),
     ]
     for events in (trainers, loops):
-        kernels = [event for event in Step.of(Program(events)).events]
+        kernels = Step.of(Program(events)).events
         assert len(kernels) == 3, events
     with pytest.raises(ValueError, match="no second step"):
         Step.of(Program([Phase("build"), *first, Phase("optimizer")]))

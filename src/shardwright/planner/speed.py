@@ -94,13 +94,15 @@ class Speed:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Rows of a plan: a head and a text."""
         low, likely, high = self.tokens_per_second
-        rate = f"{likely:,.0f} tokens/s on each device, between {low:,.0f} and {high:,.0f}; " if likely else ""
+        rate = (
+            f"{likely:,.0f} tokens/s on each device, between {low:,.0f} and {high:,.0f}; " if likely else ""
+        )
         share = f"MFU {self.mfu:.1%}; " if self.model_flops else ""
         yield "speed", f"{rate}{share}{in_time(self.seconds[1])} a step; not measured here"
-        for i, loss in enumerate(self.losses()):
-            if abs(loss.seconds) >= LEAST * self.seconds[1]:
-                setting = f" ({loss.setting})" if loss.setting else ""
-                yield "time" if not i else "", f"{loss.seconds / self.seconds[1]:>7.1%}  {loss.text}{setting}"
+        shown = [loss for loss in self.losses() if abs(loss.seconds) >= LEAST * self.seconds[1]]
+        for i, loss in enumerate(shown):
+            setting = f" ({loss.setting})" if loss.setting else ""
+            yield "time" if not i else "", f"{loss.seconds / self.seconds[1]:>7.1%}  {loss.text}{setting}"
 
 
 def in_time(seconds: float) -> str:

@@ -114,7 +114,9 @@ def replay(step: Step, rates: Rates, replays_graph: bool = False) -> Timeline:
     ideal_of = [rates.ideal(kernel, work) for kernel, work in step.kernels]
     host_of = [0.0 if replays_graph else rates.host(kernel, work) for kernel, work in step.kernels]
     ready: dict[str, float] = defaultdict(float)
-    links: dict[bool, float] = defaultdict(float)  #: until when collectives use them, by whether they cross nodes
+    links: dict[bool, float] = defaultdict(
+        float
+    )  #: until when collectives use them, by whether they cross nodes
     marks: dict[int, float] = {}
     recent: list[tuple[float, float]] = []  #: the times of the last collectives
     now = 0.0  #: of the host

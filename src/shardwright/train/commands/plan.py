@@ -87,7 +87,9 @@ def _run(config: Config, verdict: Verdict) -> Iterator[str]:
         steps = config.train.steps
         seconds = steps * verdict.speed.seconds[1]
         hours = seconds / 3600 * verdict.ranks
-        words = f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} GPU-hours, without validations and saves"
+        words = (
+            f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} GPU-hours, without validations and saves"
+        )
         yield f"{'run':8} {words}"
 
 
