@@ -1,7 +1,7 @@
 """How fast a device works: times of kernels and collectives, by figures of the device and by shares of them.
 
-Figures of a device are in its file. Shares of them, which programs reach, are here, each with a range. None is fitted to
-a published step (``docs/planning.md``).
+Figures of a device are in its file. Shares of them, which programs reach, are here, each with a range. None is fitted
+to a published step (``docs/planning.md``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROWS_AT_HALF = 256  #: the length of a sequence at which attention reaches half 
 
 
 class Span(NamedTuple):
-    """A number that is not known well: a value with which programs are slow, the likely one, and one with which they are
-    fast."""
+    """A number that is not known well: a value with which programs are slow, the likely one, and one with which they
+    are fast."""
 
     low: float
     likely: float

@@ -1,4 +1,6 @@
-"""Functions that run otherwise on a GPU than on the CPU, mostly by another kernel. Traces save for backward what the GPU's kernel saves.
+"""Functions that run otherwise on a GPU than on the CPU, mostly by another kernel.
+
+Traces save for backward what the GPU's kernel saves.
 
 Sources: ``sdp_utils.cpp``, ``attention.cpp``, ``layer_norm.cpp`` and
 ``GroupedMMUtils.h`` in ``aten/src/ATen/native`` of PyTorch 2.13.

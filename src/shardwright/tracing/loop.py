@@ -50,7 +50,8 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
     Returns:
         The verdict. ``fits`` is True or False; ``exact`` and ``traced`` have bytes by group, ``usage`` those of
         PyTorch's allocator with the settings in PYTORCH_ALLOC_CONF, ``peak`` the moment with most live bytes,
-        ``speed.seconds`` the least, the likely and the largest time of the last step. ``str()`` gives the lines that ``shardwright plan`` prints.
+        ``speed.seconds`` the least, the likely and the largest time of the last step. ``str()`` gives the lines that
+        ``shardwright plan`` prints.
 
     Raises:
         ValueError: no such device, a setting of PYTORCH_ALLOC_CONF that no plan covers, or a loop that makes no step or
