@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +46,18 @@ def _run(call: Call) -> int:
     configured = assumed.assumed_job(job, call.overrides, ranks) if assumes else of_file
     check_planned(configured(()))  # mistakes are reported before PyTorch is imported
 
+    options = call.options
+    if options.fit:
+        from shardwright.planner.allocator import Rules
+        from shardwright.train.commands.fit import fit
+        from shardwright.train.errors import as_user_errors
+
+        with as_user_errors(ValueError):
+            rules = Rules.of(os.environ)
+        return fit(configured, ranks, device, rules, options.json, caches=not options.no_cache)
+
     from shardwright.train.commands.plan import plan
 
-    options = call.options
     unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
     return plan(
         configured,
@@ -68,7 +78,7 @@ def _local_device() -> Device:
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits] [--no-cache]\n"
+        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--fit] [--json] [--no-edits] [--no-cache]\n"
         "                        [--section.key value ...] [--debug]\n"
         "       shardwright plan --accuracy"
     )
@@ -86,6 +96,10 @@ def _add_options(parser: Parser) -> None:
         "--accuracy", action="store_true", help="say how far the plans of this user's runs on GPUs were from what they "
         "reserved",
     )  # fmt: skip
+    parser.add_argument(
+        "--fit", action="store_true", help="find the fastest settings that fit: strategy, micro-batch, activation "
+        "checkpointing and compilation",
+    )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")
     parser.add_argument(
@@ -96,7 +110,7 @@ def _add_options(parser: Parser) -> None:
 
 COMMAND = Command(
     "plan",
-    "say whether a job fits into the memory of its GPUs, without a GPU",
+    "say whether a job fits into the memory of its GPUs, and how fast it is, without a GPU",
     _add_options,
     _run,
     takes_keys=True,

@@ -1,0 +1,210 @@
+"""`shardwright plan --fit`: the fastest settings of a job whose memory fits. Nothing is started."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from shardwright.planner.allocator import Rules
+from shardwright.planner.devices import Device
+from shardwright.planner.search import Axis, Found, Keys, fastest, frontier, search
+from shardwright.planner.speed import Speed, in_time, speed_of
+from shardwright.planner.verdict import in_gib, judge
+from shardwright.strict_json import strict_json
+from shardwright.train.commands.plan import program_of
+from shardwright.train.config import Config
+from shardwright.train.config.assumed import value_at
+from shardwright.train.config.dims import ParallelDims
+from shardwright.train.errors import UserError, counted
+
+SHOWN = 5  #: plans beside the best one
+
+
+def fit(
+    configured: Callable[[Sequence[tuple[str, str]]], Config],
+    ranks: int,
+    device: Device,
+    rules: Rules,
+    json: bool,
+    caches: bool = True,
+) -> int:
+    """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
+
+    The settings change no number of the run, except for the order of sums.
+
+    Raises:
+        UserError: the device's speed is not known, or no plan covers the job.
+    """
+    if device.figures is None:
+        raise UserError(
+            f"--fit: expected a device whose speed is known, found {device.name!r}; its file needs a table [speed]"
+        )
+    config = configured(())
+    plans: dict[Keys, tuple[Found, Speed]] = {}
+    started = time.monotonic()
+
+    def plan(keys: Keys) -> Found | None:
+        try:
+            program = program_of(configured(keys), ranks, caches)
+        except UserError:  # they do not go together
+            return None
+        speed = speed_of(program, device, ranks, with_range=False)
+        assert speed is not None
+        verdict = judge(program, device, ranks, rules, speed)
+        found = Found(keys, verdict.fits, verdict.usage.reserved, speed.seconds[1])
+        plans[keys] = found, speed
+        if sys.stderr.isatty():
+            words = f"{in_gib(found.nbytes)} GiB, {in_time(found.seconds)} a step"
+            print(f"\r{len(plans)} plans, the last one {words}\033[K", end="", file=sys.stderr, flush=True)
+        return found
+
+    found = [each for axes in axes_of(config, ranks, device.figures.node) for each in search(axes, plan)]
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    if not found:
+        plan(())  # an error of the job itself
+        raise UserError("--fit: no plan covers any of its settings")
+    rows = list(_rows(config, device, found, plans, time.monotonic() - started))
+    best = fastest(found)
+    if json:
+        print(
+            strict_json(
+                {"best": None if best is None else _values(best), "plans": [*map(_values, found)]}, indent=2
+            )
+        )
+    else:
+        print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
+    return 0 if best is not None else 3
+
+
+def _values(each: Found) -> dict[str, object]:
+    return {
+        "keys": dict(each.keys),
+        "fits": each.fits,
+        "reserved_bytes": each.nbytes,
+        "step_seconds": each.seconds,
+    }
+
+
+def axes_of(config: Config, ranks: int, node: int) -> Iterator[list[Axis]]:
+    """The grids of settings: one for blocks that are compiled, and one without.
+
+    Args:
+        config: the job.
+        ranks: of the job.
+        node: devices of a node.
+    """
+    data = ParallelDims.of(config.parallel, ranks).data
+    axes = [
+        Axis("strategy", tuple(_strategies(config, data, node))),
+        Axis("micro-batch", tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data))),
+        Axis("checkpoint", tuple((("activations.checkpoint", way),) for way in ("none", "ops", "full"))),
+    ]
+    for way in dict.fromkeys((config.train.compile, "inductor", "none")):
+        yield [Axis("compile", ((("train.compile", way),),)), *axes]
+
+
+def _micro_batches(config: Config, data: int) -> list[int]:
+    """Sizes of micro-batches that divide a rank's samples of a step, each at least twice the one after it."""
+    whole = config.train.global_batch // data
+    sizes = [1]
+    for n in range(2, whole + 1):
+        if whole % n == 0 and n >= 2 * sizes[-1]:
+            sizes.append(n)
+    return sizes[::-1]
+
+
+def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
+    """Ways to divide the model over so many ranks, those that communicate least first."""
+    if config.parallel.engine != "shardwright" or data == 1:
+        yield ()
+        return
+
+    def keys(strategy: str, replicas: int, reshard: str) -> Keys:
+        return (
+            ("parallel.strategy", strategy),
+            ("parallel.replicas", str(replicas)),
+            ("parallel.reshard_after_forward", reshard),
+        )
+
+    node = max(1, node // config.parallel.tensor)
+    if data > node and data % node == 0:  # replicas of whole nodes
+        replicas = data // node
+        while replicas > 1:
+            yield keys("hsdp", replicas, "default")
+            replicas = next((n for n in range(replicas // 2, 0, -1) if data // node % n == 0), 1)
+    else:
+        yield keys("zero2", 1, "default")
+    yield keys("zero3", 1, "never")
+    yield keys("zero3", 1, "default")
+
+
+def _rows(
+    config: Config,
+    device: Device,
+    found: Sequence[Found],
+    plans: dict[Keys, tuple[Found, Speed]],
+    seconds: float,
+) -> Iterator[tuple[str, str]]:
+    """Heads and texts: the best plan and its file, then those that are slower and smaller, and why they are slower."""
+    fitting = sum(each.fits for each in found)
+    yield (
+        "fit",
+        f"{counted(len(found), 'plan', 'plans')} in {in_time(seconds)}, {fitting} of them fit {device.name}",
+    )
+    front = frontier(found)
+    if not front:
+        least = min(found, key=lambda each: each.nbytes)
+        yield (
+            "best",
+            f"none; the smallest one needs {in_gib(least.nbytes)} GiB: {_options(config, least.keys)}",
+        )
+        return
+    best, speed = plans[front[0].keys]
+    yield "best", f"{_figures(best, speed)}; as a file's lines:"
+    yield from (("", line) for line in _toml(config, best.keys))
+    for i, each in enumerate(front[1 : SHOWN + 1]):
+        _, other = plans[each.keys]
+        yield "smaller" if not i else "", f"{_figures(each, other)}: {_options(config, each.keys)}"
+        yield "", f"  {_why_slower(speed, other)}"
+
+
+def _figures(found: Found, speed: Speed) -> str:
+    return (
+        f"{speed.tokens_per_second[1]:,.0f} tokens/s on each device, MFU {speed.mfu:.1%}, "
+        f"{in_gib(found.nbytes)} GiB reserved"
+    )
+
+
+def _why_slower(best: Speed, other: Speed) -> str:
+    """The losses that grow most."""
+    before = {loss.name: loss.seconds for loss in best.losses()}
+    grown = sorted(
+        ((loss.seconds - before.get(loss.name, 0.0), loss.text) for loss in other.losses()), reverse=True
+    )
+    whole = other.seconds[1] - best.seconds[1]
+    words = [f"{text} +{in_time(more)}" for more, text in grown[:2] if more > 0.1 * whole]
+    return f"{in_time(whole)} a step more: {', '.join(words)}"
+
+
+def _changed(config: Config, keys: Keys) -> Keys:
+    """The keys whose values are not those of the job."""
+    return tuple((key, value) for key, value in keys if str(value_at(config, key)) != value)
+
+
+def _options(config: Config, keys: Keys) -> str:
+    return " ".join(f"--{key} {value}" for key, value in _changed(config, keys)) or "the job as it is"
+
+
+def _toml(config: Config, keys: Keys) -> Iterator[str]:
+    sections: dict[str, list[str]] = {}
+    for key, value in _changed(config, keys):
+        section, _, name = key.partition(".")
+        text = value if value.isdigit() else f'"{value}"'
+        sections.setdefault(section, []).append(f"{name} = {text}")
+    if not sections:
+        yield "the job as it is"
+    for section, lines in sections.items():
+        yield f"[{section}]"
+        yield from lines
