@@ -71,7 +71,7 @@ class _Save:
 
     @property
     def path(self) -> Path | str:
-        return self.place.path or self.place.address()
+        return self.place.path or str(self.place)
 
     @property
     def is_over(self) -> bool:

@@ -17,7 +17,7 @@ from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, s
 from shardwright.checkpoint.format.names import file_of_rank, note_of_rank
 from shardwright.checkpoint.save.collective_save import commit_parts, read_back
 from shardwright.checkpoint.save.writing import WrittenFile, write_parts
-from shardwright.checkpoint.storage.publishing import unless_removed
+from shardwright.checkpoint.storage.stores import unless_removed
 from shardwright.collective import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
