@@ -16,12 +16,21 @@ from typing import IO
 NEW = ".new"  #: the end of the names of files that :func:`replace_file` has not finished
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let the system's errors name this file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def sync(descriptor: int, path: Path) -> None:
     """Wait until a file is on disk. A failure names the file."""
-    try:
+    with named(path):
         os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -58,9 +67,10 @@ def replace_file(path: Path, content: bytes) -> None:
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(3)}{NEW}")
     try:
-        with new_file(unfinished) as stream:
-            stream.write(content)
-        os.replace(unfinished, path)
+        with named(path):
+            with new_file(unfinished) as stream:
+                stream.write(content)
+            os.replace(unfinished, path)
     except BaseException:
         with suppress(OSError):
             unfinished.unlink()

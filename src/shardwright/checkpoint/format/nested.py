@@ -151,16 +151,6 @@ def nested(leaves: Mapping[Keys, Any]) -> Any:
     return {step[0] if isinstance(step, tuple) else step: nested(each) for step, each in inner.items()}
 
 
-def merged(tensors: Any, values: Any) -> Any:
-    """Two nested states in one: tensors that were read, and values; where both have a value, the second's."""
-    if isinstance(tensors, Mapping) and isinstance(values, Mapping):
-        in_both = {key: merged(tensors[key], values[key]) for key in tensors.keys() & values.keys()}
-        return {key: in_both.get(key, each) for key, each in {**values, **tensors}.items()}
-    if isinstance(tensors, list) and isinstance(values, list) and len(tensors) == len(values):
-        return [merged(*pair) for pair in zip(tensors, values, strict=True)]
-    return tensors if isinstance(tensors, Tensor) else values
-
-
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:
     """Boxes of at most :data:`PART_BYTES`, cut along the first dimensions. A box without elements has no part."""
     nbytes = prod(box.sizes) * itemsize

@@ -59,11 +59,11 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """
     store = places.store_of(path)
     if store.path is not None:
-        _check_is_checkpoint(store.path)
+        _check_removable(store.path)
     store.clear()
 
 
-def _check_is_checkpoint(path: Path) -> None:
+def _check_removable(path: Path) -> None:
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing")
     if path.is_dir() and not path.is_symlink():

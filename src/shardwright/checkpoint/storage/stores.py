@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
 from shardwright.checkpoint.format.digests import open_regular, read_regular, size_of
-from shardwright.durable import NEW, sync
+from shardwright.durable import NEW, named, sync
 from shardwright.errors import Damaged
 
 _MISSING = (None, errno.ENOENT, errno.ESTALE)  #: of errors for files that are gone; None: an error of ours
@@ -185,16 +185,16 @@ class LocalFiles:
         return LocalWriter(self.path / name)
 
     def write(self, name: str, content: bytes) -> None:
-        writer = self.create(f"{name}{NEW}")
-        try:
-            writer.write(content, 0)
-            writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
-        os.rename(
-            self.path / f"{name}{NEW}", self.path / name
-        )  # on disk with the folder, when that is committed
+        unfinished = f"{name}{NEW}"
+        with named(self.path / name):
+            writer = self.create(unfinished)
+            try:
+                writer.write(content, 0)
+                writer.finish()
+            except BaseException:
+                writer.discard()
+                raise
+            os.rename(self.path / unfinished, self.path / name)  # on disk when a commit syncs the folder
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink()
@@ -221,10 +221,8 @@ class LocalWriter:
     def write(self, piece: bytes | memoryview, position: int) -> None:
         rest = memoryview(piece)
         while rest:  # one call writes 2 GiB at most
-            try:
+            with named(self._path):
                 count = os.pwrite(self._descriptor, rest[: 1 << 30], position)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._path)) from None
             rest, position = rest[count:], position + count
 
     def finish(self) -> None:
