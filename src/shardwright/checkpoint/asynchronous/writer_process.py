@@ -19,7 +19,6 @@ from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 
 PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it
-
 _END = 5.0  #: seconds that the end of the process may take
 
 
