@@ -14,6 +14,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.comm import GradientHook
+from shardwright.train.run.position import Position
+from shardwright.train.step.saving import checkpoint
 from tests.checkpoint.kit.resharding import assert_equal, whole
 from tests.support import multirank, world_mesh
 
@@ -181,3 +183,28 @@ def assert_same(found: Any, expected: Any) -> None:
             assert_same(found[key], expected[key])
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["float rate", "tensor rate"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_resumes_whatever_the_state_of_its_optimizer_holds(
+    tmp_path: Path, kind: str, is_tensor: bool
+) -> None:
+    def run(seed: int) -> tuple[nn.Module, Numbers]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        return model, Numbers(model.parameters(), kind, torch.tensor(0.1) if is_tensor else 0.1)
+
+    model, optimizer = run(0)
+    for _ in range(2):
+        model(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, Any] = {"mine": {"counts": [3, 4], "means": [torch.ones(2), 5]}}
+    checkpoint.save(tmp_path, model, optimizer, Position(2, 2), hooks=state)
+    other, its = run(1)
+    loaded = checkpoint.load_newest(tmp_path, other, its, checkpoint.shapes_of(model))
+    assert loaded.position == Position(2, 2)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_same(checkpoint.hook_states(loaded, {"mine": {}, "new": {}}), state)

@@ -88,7 +88,7 @@ class Store(Files, Protocol):
     A save is made in three steps: :meth:`begin`, writes into the :meth:`unfinished` store, :meth:`commit`.
     """
 
-    # -- a place --
+    # -- a place, or the parent of places --
 
     def children(self, recovers: bool) -> list[str]:
         """The names of what is here and may be a checkpoint, whole or not, in no order.

@@ -41,13 +41,14 @@ def room_below(checkpoint: Checkpoint, name: str, own: Mapping[str, Tensor]) -> 
         ValueError: there is no memory for a new one.
     """
     return {
-        rest: own[form.name] if form.name in own else _room(checkpoint, form)
+        rest: own[form.name] if form.name in own else new_room(checkpoint, form)
         for rest, form in below(checkpoint, name).items()
         if isinstance(form, StoredForm)
     }
 
 
-def _room(checkpoint: Checkpoint, form: StoredForm) -> Tensor:
+def new_room(checkpoint: Checkpoint, form: StoredForm) -> Tensor:
+    """A new tensor on the host to read into. Raises ValueError: there is no memory for it."""
     try:
         return torch.empty(form.shape, dtype=form.dtype)
     except (RuntimeError, MemoryError, OverflowError):

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from shardwright.checkpoint.format.index import Keys
 from shardwright.checkpoint.format.nested import ignore, nested
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
+from shardwright.checkpoint.training.entries import new_room, room_below
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
 
@@ -93,13 +93,23 @@ class StoredCheckpoint:
         if not found:
             return copy.deepcopy(self.value(*keys))
         targets = {
-            path: _room(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
+            path: self._room(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
             for path, each in found.items()
         }
         tensors = {form.name: targets[path] for path, form in found.items() if isinstance(form, StoredForm)}
         if tensors:
             self.read(tensors)
         return nested(targets)
+
+    def _room(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
+        """A tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
+        for step in path:
+            try:
+                own = own[step[0] if isinstance(step, tuple) else step]
+            except (LookupError, TypeError):
+                own = None
+        fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
+        return own.detach() if fits else new_room(self._opened, form)
 
     def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
         """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
@@ -129,12 +139,11 @@ class StoredCheckpoint:
         They are this rank's at the stored number of ranks, else the first rank's. Collective. Raises as :meth:`read`.
         """
         saved, key = stored_by(self.tensors, RankGroup(self._group))
-        start = f"{GENERATORS}.{key}."
-        forms = {name: form for name, form in self.tensors.items() if name.startswith(start)}
-        states = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
+        start = f"{GENERATORS}.{key}"
+        states = room_below(self._opened, start, {})
         if states:
-            self.read(states)
-        return saved, {name.removeprefix(start): state for name, state in states.items()}
+            self.read({f"{start}.{name}": state for name, state in states.items()})
+        return saved, states
 
     def read(self, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = ignore) -> None:
         """Read single tensors, by name, in place. Collective. Digests are not compared: call :meth:`verify` before.
@@ -182,14 +191,3 @@ def open_checkpoint(
         opened,
         process_group,
     )
-
-
-def _room(form: StoredForm, own: Any, path: Keys) -> Tensor:
-    """A tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
-    for step in path:
-        try:
-            own = own[step[0] if isinstance(step, tuple) else step]
-        except (LookupError, TypeError):
-            own = None
-    fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
-    return own.detach() if fits else torch.empty(form.shape, dtype=form.dtype)
