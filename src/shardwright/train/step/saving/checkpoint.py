@@ -392,20 +392,18 @@ def verified_checkpoint(
 
 def check_fits(stored: RunCheckpoint, shapes: Shapes) -> None:
     """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
-    folder, tensors = stored.folder, stored.checkpoint.tensors
-    start = "model."
-    parameters = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
-    for name, shape in shapes.items():
-        if name not in parameters:
-            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found no such parameter; this is a "
-                             "checkpoint of another model")  # fmt: skip
-        if parameters[name] != shape:
-            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found {list(parameters[name])}; this "
-                             "is a checkpoint of another model")  # fmt: skip
-    for name, shape in parameters.items():
-        if name not in shapes:
-            raise ValueError(f"{folder}: expected no parameter {name}, found one of shape {list(shape)}; this is a "
-                             "checkpoint of another model")  # fmt: skip
+    start, tensors = "model.", stored.checkpoint.tensors
+    there = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
+    for name in (*shapes, *there):
+        expected, found = shapes.get(name), there.get(name)
+        if expected == found:
+            continue
+        if expected is None:
+            text = f"no parameter {name}, found one of shape {list(found or ())}"
+        else:
+            found_shape = "no such parameter" if found is None else list(found)
+            text = f"{name} of shape {list(expected)}, found {found_shape}"
+        raise ValueError(f"{stored.folder}: expected {text}; this is a checkpoint of another model")
 
 
 def check_optimizer_fits(stored: RunCheckpoint, state: Mapping[str, Mapping[str, Any]]) -> None:
