@@ -52,14 +52,12 @@ def write_state(
     plan = SavePlan.of(state, ranks, notes, shared)
     place, attempt, names = store_of(path), plan.contents.attempt, files_of_save(ranks.size)
     with publish(place, plan.contents.nbytes, overwrite, attempt=attempt, names=names, ranks=ranks) as folder:
-        own: list[WrittenFile] = []
 
-        def write() -> None:
+        def write() -> WrittenFile:
             with unless_removed(place, folder):
-                own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress))
+                return write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)
 
-        ranks.run_on_all(write)
-        writes = ranks.gather(own[0])
+        writes = ranks.gather(ranks.run_own(write))
 
         def describe() -> None:
             with unless_removed(place, folder):
