@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
 
     for form, name in zip((*FORMS, "safetensors"), ("a", "b", "c", "d.pt", "e.safetensors"), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr("shardwright.checkpoint.save.torch_file.os.fsync", full)
+            patched.setattr("shardwright.durable.os.fsync", full)
             patched.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
             patched.setattr("zipfile._ZipWriteFile.write", full)
             with pytest.raises(OSError, match="No space left"):

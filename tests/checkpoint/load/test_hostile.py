@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -236,6 +237,16 @@ def test_indices_that_no_save_writes(tmp_path: Path) -> None:
         parse_index(sealed_index(sound, "utf-16-be"))
     with pytest.raises(ValueError, match=r"more than 100 values deep"):
         write_state(tmp_path / "d", {"extra": {"deep": deep}}, RankGroup(alone=True))
+
+
+def test_a_state_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    ranks = RankGroup(alone=True)
+    write_state(tmp_path / "c", {"a": 1}, ranks)
+    index = parse_index((tmp_path / "c" / INDEX).read_bytes())
+    values = {"0": StoredValue((0,), 1)}
+    (tmp_path / "c" / INDEX).write_text(index_text(dataclasses.replace(index, values=values)))
+    with pytest.raises(Damaged, match="expected the state as dict, found list"):
+        load_state(tmp_path / "c", {}, ranks)
 
 
 def test_memory_is_taken_only_for_what_is_on_disk(tmp_path: Path) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.pretrained.files import DTYPES, SafetensorsFile, open_stored
+from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES, SafetensorsFile, open_stored
 
 
 def tensors() -> dict[str, torch.Tensor]:
     """Every dtype, odd sizes, none and no dimension, and names that are no identifiers."""
     generator = torch.Generator().manual_seed(0)
-    made = {f"a.{name}": torch.rand(3, 5, generator=generator).mul(9).to(d) for name, d in DTYPES.items()}
+    made = {
+        f"a.{name}": torch.rand(3, 5, generator=generator).mul(9).to(d)
+        for name, d in SAFETENSORS_DTYPES.items()
+    }
     return {**made, "empty": torch.empty(0, 4), "scalar": torch.tensor(2.5), "ünï/code": torch.ones(1)}
 
 

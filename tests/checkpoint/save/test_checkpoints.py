@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint.format.archive import ALIGNMENT, container
+from shardwright.checkpoint.format.archive import ALIGNMENT, container, host_bytes
 from shardwright.checkpoint.format.boxes import check_coverage
 from shardwright.checkpoint.format.index import UnknownVersion, parse_index
 from shardwright.checkpoint.format.names import INDEX
@@ -28,7 +28,6 @@ from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.support.pool import multirank, world_mesh
@@ -52,7 +51,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 def test_torch_reads_the_container(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     raw = torch.randint(0, 2, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
-    data, _held = bytes_of(tensor)
+    data, _held = host_bytes(tensor)
     head, tail = container(dtype, shape, data)
     whole = head + bytes(data) + tail
     assert len(head) % ALIGNMENT == len(whole) % ALIGNMENT == 0

@@ -138,7 +138,7 @@ def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch:
         os.close(descriptor)
 
     monkeypatch.setattr("shutil.rmtree", rmtree)
-    LocalStore(path).remove_leftovers(new_attempt())
+    LocalStore(path)._remove_leftovers()
     check_holds(path, 1)
 
 
@@ -148,9 +148,9 @@ def test_two_first_saves_end_together(tmp_path: Path) -> None:
     for value in (1, 2):
         save(tmp_path / f"new-{value}", value)
     new = [LocalStore(tmp_path / f"new-{value}") for value in (1, 2)]
-    LocalStore(path).commit(new[0], overwrite=False)
+    LocalStore(path)._give_name(new[0], overwrite=False)
     with pytest.raises(FileExistsError, match="another save has just written it"):
-        LocalStore(path).commit(new[1], overwrite=False)
+        LocalStore(path)._give_name(new[1], overwrite=False)
     check_holds(path, 1)
     LocalStore(path).commit(new[1], overwrite=True)
     check_holds(path, 2)

@@ -147,8 +147,8 @@ def test_another_program_removes_what_is_written(
         unfinished.clear()
         commit(place, unfinished, *rest)
 
-    commit = publishing.commit
-    monkeypatch.setattr(publishing, "commit", removed)
+    commit = places.LocalStore.commit
+    monkeypatch.setattr(places.LocalStore, "commit", removed)
     with pytest.raises(OSError, match=f"{name}: what this save had written was removed, by another program"):
         save(path, 2)
     assert step_of(path) == (1 if replaces else None)

@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwright as sw
 from shardwright import cli
+from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save import collective_save
-from shardwright.checkpoint.save.writing import bytes_of
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
@@ -137,7 +137,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     before = (tmp_path / "step-1" / "index.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(
-            places.LocalStore,
+            collective_save,
             "drop_from_cache",
             lambda folder, file: flipped(folder.path / file, folder.path),
         )
@@ -336,7 +336,7 @@ def _digests(folder: Path) -> dict[str, str]:
     }
     load_state(folder, nested(tensors), RankGroup(alone=True))
     return {
-        name_of(path): hashlib.sha256(bytes(bytes_of(tensor)[0])).hexdigest()
+        name_of(path): hashlib.sha256(bytes(host_bytes(tensor)[0])).hexdigest()
         for path, tensor in tensors.items()
     }
 

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,16 +53,32 @@ class Outcome:
     seconds: float  #: that this rank's writer took; on the first rank with the commit
 
 
+class _State(Enum):
+    """The state of a save, as this rank's writer process has reported it."""
+
+    WRITING = auto()
+    WRITTEN = auto()  #: this rank's file is on disk; on the first rank the commit follows
+    COMMITTED = auto()  #: only the first rank knows
+    NOT_WRITTEN = auto()
+    NOT_COMMITTED = auto()
+
+
+#: The states that may follow; none follows the others. A writer that dies after its work has reported nothing of it.
+_MOVES: dict[_State, set[_State]] = {
+    _State.WRITING: {_State.WRITTEN, _State.COMMITTED, _State.NOT_WRITTEN},
+    _State.WRITTEN: {_State.COMMITTED, _State.NOT_COMMITTED},
+}
+
+
 @dataclass
 class _Save:
-    """A save under way, and what its writer process has reported."""
+    """A save under way."""
 
     place: Store
     attempt: str
     ranks: RankGroup
-    is_written: bool = False
-    is_committed: bool = False
-    failure: Failure | None = None
+    state: _State = _State.WRITING
+    failure: Failure | None = None  #: of the states NOT_WRITTEN and NOT_COMMITTED
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -71,20 +88,32 @@ class _Save:
 
     @property
     def path(self) -> Path | str:
-        return self.place.path or self.place.address()
+        return self.place.path or str(self.place)
+
+    @property
+    def is_committed(self) -> bool:
+        return self.state is _State.COMMITTED
 
     @property
     def is_over(self) -> bool:
-        return self.failure is not None or (self.is_committed if self.is_first else self.is_written)
+        return self.state not in _MOVES or (self.state is _State.WRITTEN and not self.is_first)
+
+    def move(self, state: _State) -> None:
+        assert state in _MOVES.get(self.state, ()), (self.state, state)
+        self.state = state
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self.move(_State.NOT_WRITTEN if self.state is _State.WRITING else _State.NOT_COMMITTED)
 
     def note(self, message: Mapping[str, Any]) -> None:
+        """Take a message of the writer."""
         if message["attempt"] != self.attempt:
             return
         if message["is"] == "failed":
-            self.failure = (message["kind"], message["text"])
+            self.fail((message["kind"], message["text"]))
             return
-        self.is_written = True
-        self.is_committed = message["is"] == "committed"
+        self.move(_State.COMMITTED if message["is"] == "committed" else _State.WRITTEN)
         self.nbytes, self.seconds = message["nbytes"], message["seconds"]
 
     def abandon(self) -> None:
@@ -189,6 +218,9 @@ class AsyncCheckpoint:
     def wait(self) -> None:
         """Wait until the save under way is committed: on disk, whole, and under its name. Collective.
 
+        The wait has no limit of its own, since a large save takes long: a writer reports its end or dies, and a rank
+        that is gone ends the wait by the timeout of the process group.
+
         Raises:
             OSError: on every rank. The message names rank, file and reason. Anything at the path is unchanged.
             RuntimeError: on every rank: a writer process has died.
@@ -197,11 +229,11 @@ class AsyncCheckpoint:
         save, ranks = self._save, self._ranks
         if save is None:
             return
-        while not (save.is_written or save.failure):
+        while save.state is _State.WRITING:
             self._receive(save, wait=True)
         # A rank that is gone ends this exchange with an error of the process group. After it the first rank's writer
         # needs nobody any more.
-        own_part = None if save.is_written else save.failure
+        own_part = save.failure if save.state is _State.NOT_WRITTEN else None
         failures = [(rank, *each) for rank, each in enumerate(ranks.all_gather(own_part)) if each is not None]
         if save.is_first and failures and self._writer is not None:
             self._writer.send({"do": "abandon", "attempt": save.attempt})
@@ -275,10 +307,10 @@ class AsyncCheckpoint:
         if (message := writer.receive(wait=False)) is not None:  # its last words, of a moment ago
             save.note(message)
         elif save.is_first and _is_committed(save):
-            save.is_written = save.is_committed = True
+            save.move(_State.COMMITTED)
         else:
             text = f"{death}, so {save.path} was not saved. The next save starts another one"
-            save.failure = described(RuntimeError(text))
+            save.fail(described(RuntimeError(text)))
             writer.end()
             self._writer = None
         return True

@@ -17,7 +17,7 @@ from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, s
 from shardwright.checkpoint.format.names import file_of_rank, note_of_rank
 from shardwright.checkpoint.save.collective_save import commit_parts, read_back
 from shardwright.checkpoint.save.writing import WrittenFile, write_parts
-from shardwright.checkpoint.storage.publishing import unless_removed
+from shardwright.checkpoint.storage.stores import unless_removed
 from shardwright.collective import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
@@ -47,7 +47,7 @@ class BackgroundWriter:
     def run(self) -> None:
         """Until the trainer leaves."""
         while not self._is_leaving:
-            command = self._commands.next()
+            command = self._commands.next()  # without a limit: the pipe ends with the trainer
             if command is None or command["do"] == "leave":
                 return
             if command["do"] == "save":
@@ -85,6 +85,8 @@ class BackgroundWriter:
 
     def _all_written(self, job: SaveJob) -> list[WrittenFile]:
         """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
+
+        While the trainer lives there is no limit: it finds that another rank is gone, and sends "abandon".
 
         Raises:
             OSError and others: a rank has failed, or the trainer wants the save to end.

@@ -28,7 +28,7 @@ def leave_failure(folder: Store, rank: int, attempt: str, kind: int, text: str) 
 
 
 def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
-    folder.leave(folder.stored_name(note_of_rank(rank)), sealed(content).encode())
+    folder.write(folder.stored_name(note_of_rank(rank)), sealed(content).encode())
 
 
 def read(folder: Store, rank: int, attempt: str) -> WrittenFile | tuple[int, str]:

@@ -164,7 +164,7 @@ def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
     tensors = contents.tensors if job.is_first else {}
     values = contents.values if job.is_first else {}
     content = {
-        "place": job.place.address(),
+        "place": str(job.place.path.absolute() if job.place.path else job.place),
         "rank": job.rank,
         "overwrite": job.overwrite,
         "verified": job.verified,
@@ -188,15 +188,15 @@ def _contents(content: dict[str, Any]) -> Contents:
         content["attempt"],
         content["ranks"],
         {
-            name: TensorForm(_path(path), DTYPES[dtype], tuple(shape))
+            name: TensorForm(_keys(path), DTYPES[dtype], tuple(shape))
             for name, (path, dtype, shape) in content["tensors"].items()
         },
-        {name: StoredValue(_path(path), decoded(value)) for name, (path, value) in content["values"].items()},
+        {name: StoredValue(_keys(path), decoded(value)) for name, (path, value) in content["values"].items()},
         content["about"],
     )
 
 
-def _path(steps: list[Any]) -> tuple[Any, ...]:
+def _keys(steps: list[Any]) -> tuple[Any, ...]:
     return tuple(tuple(step) if isinstance(step, list) else step for step in steps)
 
 

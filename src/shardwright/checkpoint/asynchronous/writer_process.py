@@ -19,6 +19,7 @@ from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 
 PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it
+_END = 5.0  #: seconds that the end of the process may take
 
 
 class WriterProcess:
@@ -74,7 +75,10 @@ class WriterProcess:
             send(self._commands, message)
 
     def receive(self, wait: bool) -> dict[str, Any] | None:
-        """Its next message. None if there is none yet and ``wait`` is false, or if the process is dead."""
+        """Its next message. None if there is none yet and ``wait`` is false, or if the process is dead.
+
+        A wait ends when the process does: it looks for that twice a second.
+        """
         while (message := self._results.next(_LOOKS if wait else 0.0)) is None:
             if not wait:
                 return None
@@ -86,7 +90,7 @@ class WriterProcess:
         """The reason for which the process has died, in words; None while it lives."""
         if self._results.ended:  # which it is a moment before the process has ended
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
+                self._process.wait(_END)
         status = self._process.poll()
         if status is None:
             return None
@@ -94,11 +98,6 @@ class WriterProcess:
             with contextlib.suppress(ValueError):
                 return f"the writer process {self.pid} was ended by {signal.Signals(-status).name}"
         return f"the writer process {self.pid} has ended with status {status}"
-
-    def wait(self) -> None:
-        """Wait until it has ended, which it does after the command "leave"."""
-        self._process.wait()
-        self.end()
 
     def end(self) -> None:
         """End it at once."""
@@ -115,6 +114,7 @@ def _end(process: subprocess.Popen[bytes], trainer: int, descriptors: tuple[int,
     if os.getpid() != trainer:  # a child by fork has a copy of the handle, and its own descriptors
         return
     process.kill()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer keeps it in the system
+        process.wait(_END)
     for descriptor in descriptors:
         os.close(descriptor)

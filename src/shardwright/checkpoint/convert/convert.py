@@ -45,7 +45,7 @@ from shardwright.checkpoint.save.writing import (
 from shardwright.checkpoint.storage.places import SingleFile, store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.stores import Store, new_attempt
-from shardwright.checkpoint.training.save_checkpoint import MODEL
+from shardwright.checkpoint.training.model import MODEL
 
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 

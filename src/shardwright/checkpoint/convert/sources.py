@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.index import Path as Keys
-from shardwright.checkpoint.format.index import StoredValue, TensorForm
+from shardwright.checkpoint.format.index import Keys, StoredValue, TensorForm
 from shardwright.checkpoint.format.nested import NestedState, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
 from shardwright.checkpoint.pretrained.folder import open_model
-from shardwright.checkpoint.storage.places import is_checkpoint
+from shardwright.checkpoint.storage.places import has_description
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.errors import Damaged
 
@@ -75,7 +74,7 @@ def open_source(location: Path | Store) -> InputCheckpoint:
         OSError: the store behind a URL does not answer.
     """
     path = location if isinstance(location, Path) else location.path or location
-    if not isinstance(path, Path) or (path.is_dir() and is_checkpoint(path)):
+    if not isinstance(path, Path) or has_description(path):
         with _named(path):
             checkpoint = read_description(path)
             checkpoint.check_lengths()

@@ -61,7 +61,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
+def host_bytes(tensor: Tensor) -> tuple[memoryview, Tensor]:
     """The bytes of a tensor in its order, and what owns them on the host: a copy if the tensor is not contiguous."""
     held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return memory_of(held), held

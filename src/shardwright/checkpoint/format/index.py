@@ -38,10 +38,10 @@ class UnknownVersion(ValueError):
 
 #: Keys of a nested state: a string for a dict's key, an integer for a place in a list, and a tuple of one integer for a
 #: dict's key that is an integer.
-Path: TypeAlias = "tuple[str | int | tuple[int], ...]"
+Keys: TypeAlias = "tuple[str | int | tuple[int], ...]"
 
 
-def name_of(path: Path) -> str:
+def name_of(path: Keys) -> str:
     """The keys joined by dots, as torch's distributed checkpoint names them."""
     return ".".join(str(step[0]) if isinstance(step, tuple) else str(step) for step in path)
 
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 class TensorForm:
     """The keys, dtype and shape of a tensor in a nested state, without its values and their place."""
 
-    path: Path  #: its keys in the nested state
+    path: Keys  #: its keys in the nested state
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -96,7 +96,7 @@ class StoredFile:
 class StoredValue:
     """A value that is no tensor."""
 
-    path: Path
+    path: Keys
     value: Any
 
 
@@ -196,7 +196,7 @@ def _counts(value: Any, what: str) -> tuple[int, ...]:
     return tuple([count_of(each, what) for each in typed(value, list, what)])
 
 
-def _path(value: Any) -> Path:
+def _keys(value: Any) -> Keys:
     path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
     if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
         raise Damaged("expected keys that are names and numbers")
@@ -230,7 +230,7 @@ def _built(content: dict[str, Any]) -> Index:
     }
     values = {}
     for name, (path, value) in typed(content["values"], dict, "values").items():
-        values[name] = StoredValue(_path(path), decoded(value))
+        values[name] = StoredValue(_keys(path), decoded(value))
     _check_names(tensors, values)
     about = typed(content["about"], dict, "versions")
     index = Index(
@@ -250,7 +250,7 @@ def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
     if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
         raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
     tensor = StoredTensor(
-        _path(path),
+        _keys(path),
         DTYPES[f"torch.{dtype}"],
         _counts(shape, "a shape"),
         tuple(_part(each, files) for each in parts),

@@ -6,6 +6,7 @@ Behind a URL nothing is renamed, so a name also has the attempt of its save: ``_
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 INDEX = "index.json"
 METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
@@ -53,6 +54,11 @@ def is_of_checkpoint(name: str) -> bool:
     return (
         plain in (INDEX, METADATA, VALUES, VALUES_FOR_TORCH, MARK) or _NUMBERED.fullmatch(plain) is not None
     )
+
+
+def may_be_checkpoint(names: Collection[str]) -> bool:
+    """Whether a folder with these files may be a checkpoint: it has a file of one, or has lost all of them."""
+    return not names or any(map(is_of_checkpoint, names))
 
 
 def is_of_save_at_url(name: str) -> bool:

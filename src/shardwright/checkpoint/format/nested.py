@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.format.boxes import Box
-from shardwright.checkpoint.format.index import Path, StoredValue, name_of
+from shardwright.checkpoint.format.index import Keys, StoredValue, name_of
 from shardwright.checkpoint.format.values import DEEPEST
 
 #: A part holds at most so many bytes. Each thread of a save and of a load copies one at a time.
@@ -30,7 +30,7 @@ class StateTensor:
     """A tensor of a state in memory, whole, sharded or of FSDP1, under its name."""
 
     name: str
-    path: Path
+    path: Keys
     tensor: Tensor
 
     @property
@@ -103,7 +103,7 @@ class NestedState:
         return cls(tensors, values)
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
     """Tensors, and the largest parts without tensors. The keys of the state itself are always separate."""
     if len(path) > DEEPEST:
         raise _too_deep(path)
@@ -123,7 +123,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, number), each)
 
 
-def _has_tensors(value: Any, path: Path, depth: int = 0) -> bool:
+def _has_tensors(value: Any, path: Keys, depth: int = 0) -> bool:
     if depth > DEEPEST:
         raise _too_deep(path)
     if isinstance(value, Mapping):
@@ -133,32 +133,22 @@ def _has_tensors(value: Any, path: Path, depth: int = 0) -> bool:
     return isinstance(value, Tensor)
 
 
-def _too_deep(path: Path) -> ValueError:
+def _too_deep(path: Keys) -> ValueError:
     return ValueError(
         f"{name_of(path)[:200]} holds itself, or is more than {DEEPEST} values deep, which a checkpoint cannot hold"
     )
 
 
-def nested(leaves: Mapping[Path, Any]) -> Any:
+def nested(leaves: Mapping[Keys, Any]) -> Any:
     """The nested state of these leaves: the inverse of taking it apart. Tuples that held tensors become lists."""
     if () in leaves:
         return leaves[()]
-    inner: dict[Any, dict[Path, Any]] = {}
+    inner: dict[Any, dict[Keys, Any]] = {}
     for path, value in leaves.items():
         inner.setdefault(path[0], {})[path[1:]] = value
     if inner and all(isinstance(step, int) for step in inner):
         return [nested(inner[step]) for step in sorted(inner)]
     return {step[0] if isinstance(step, tuple) else step: nested(each) for step, each in inner.items()}
-
-
-def merged(tensors: Any, values: Any) -> Any:
-    """Two nested states in one: tensors that were read, and values; where both have a value, the second's."""
-    if isinstance(tensors, Mapping) and isinstance(values, Mapping):
-        in_both = {key: merged(tensors[key], values[key]) for key in tensors.keys() & values.keys()}
-        return {key: in_both.get(key, each) for key, each in {**values, **tensors}.items()}
-    if isinstance(tensors, list) and isinstance(values, list) and len(tensors) == len(values):
-        return [merged(*pair) for pair in zip(tensors, values, strict=True)]
-    return tensors if isinstance(tensors, Tensor) else values
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:

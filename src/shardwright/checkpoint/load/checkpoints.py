@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +23,7 @@ from shardwright.checkpoint.dcp import folders, foreign
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.digests import share
-from shardwright.checkpoint.format.index import LARGEST, Index, StoredTensor, parse_index
-from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, parse_index
 from shardwright.checkpoint.format.names import METADATA
 from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
@@ -86,6 +85,15 @@ class Checkpoint(ABC):
     def values(self) -> dict[str, Any]:
         """Each plain value by its name; None for pickled ones, which :meth:`values_below` reads."""
 
+    @cached_property
+    def leaves(self) -> dict[str, Any]:
+        """Each tensor and value by its name, with dicts of values opened.
+
+        A part of a state without tensors is one value in files, and a part with tensors is not. Here both are alike.
+        """
+        values = {leaf: each for name, value in self.values.items() for leaf, each in _opened(name, value)}
+        return values | self.tensors
+
     @abstractmethod
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
@@ -117,6 +125,14 @@ class Checkpoint(ABC):
             Damaged: names the first file that differs.
         """
         self.check_lengths()
+
+
+def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _opened(f"{name}.{key}", each)
+    else:
+        yield name, value
 
 
 @dataclass(frozen=True)

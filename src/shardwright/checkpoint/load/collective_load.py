@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright import board as boards
+from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
 from shardwright.checkpoint.format.nested import NestedState, Progress, StateTensor, ignore, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
@@ -178,17 +179,15 @@ def read_state(
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
     mine = NestedState.of(state)
-    stored: dict[str, StoredTensor] = {}
-    content: dict[str, Any] = {}
 
-    def prepare() -> None:
-        stored.update(checkpoint.parts_of(mine.tensors))
+    def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
+        stored = checkpoint.parts_of(mine.tensors)
         values = checkpoint.values_below(state.keys(), weights_only)
         leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
             raise Damaged("the description has a value inside another value")
-        content.update(nested(leaves))
         files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
+        return stored, typed(nested(leaves), dict, "the state")
 
     def read(early: bool) -> None:
         tensors = [each for each in mine.tensors.values() if first(each) == early]
@@ -197,7 +196,7 @@ def read_state(
             accept(content)
 
     with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
-        ranks.run_on_all(prepare)
+        stored, content = ranks.run_own(prepare)
         ranks.run_on_all(lambda: read(True))
         ranks.run_on_all(lambda: read(False))
     return content

@@ -9,6 +9,7 @@ Behind a URL the names of objects tell saves apart, so a load cannot mix two; it
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -24,16 +25,18 @@ class DescriptionFile(NamedTuple):
 
     files: Files
     name: str
-    identity: Hashable | None  #: cheap to compare; None where files of two saves never have the same name
+    identity: (
+        Hashable | None
+    )  #: changes when another file gets its name; None where two saves never use the same
 
     @classmethod
     def of(cls, files: Files, name: str) -> DescriptionFile:
-        return cls(files, name, files.identity(name))
+        return cls(files, name, _identity(files, name))
 
     def is_replaced(self, fingerprint: str | None) -> bool:
         """Whether another file has its name now. Without a fingerprint of the content the identity decides."""
         try:
-            if self.identity is not None and self.files.identity(self.name) == self.identity:
+            if self.identity is not None and _identity(self.files, self.name) == self.identity:
                 return False
             # Some file systems of other machines give a file another number whenever it is looked up.
             content = None if fingerprint is None else self.files.read(self.name)
@@ -46,6 +49,13 @@ class DescriptionFile(NamedTuple):
         if content is None:
             return self.identity is not None
         return hashlib.sha256(content).hexdigest() != fingerprint
+
+
+def _identity(files: Files, name: str) -> Hashable | None:
+    if files.path is None:
+        return None  # no save writes an object of another one, except for what the digests in index.json tell apart
+    found = os.stat(files.path / name)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 @contextmanager

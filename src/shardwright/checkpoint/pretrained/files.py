@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.archive import bytes_of
+from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.storage.stores import LocalWriter
+from shardwright.durable import replace_file
 from shardwright.errors import Damaged
 
 #: The format's names of dtypes.
-DTYPES: dict[str, torch.dtype] = {
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -46,7 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 LONGEST_HEADER = 100_000_000  #: bytes; the format's own limit
 INDEX = "model.safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -203,15 +204,15 @@ def _open_safetensors(file: Path) -> dict[str, FileTensor]:
 
 def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.dtype, int, int]:
     name = value["dtype"]
-    if name not in DTYPES:
+    if name not in SAFETENSORS_DTYPES:
         raise ValueError(f"dtype {name!r} is not supported")
     shape, (begin, end) = list(value["shape"]), value["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {shape} and bytes {begin} to {end} are not all whole numbers from 0")
     # Not with torch.Size.numel, which overflows.
-    if not begin <= end <= available or end - begin != math.prod(shape) * DTYPES[name].itemsize:
+    if not begin <= end <= available or end - begin != math.prod(shape) * SAFETENSORS_DTYPES[name].itemsize:
         raise ValueError(f"{tuple(shape)} of {name} at bytes {begin} to {end} of {available:,}")
-    return torch.Size(shape), DTYPES[name], begin, end
+    return torch.Size(shape), SAFETENSORS_DTYPES[name], begin, end
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -244,7 +245,11 @@ class SafetensorsFile:
         for key, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
             self._places[key] = end
             begin, end = end, end + shape.numel() * dtype.itemsize
-            header[key] = {"dtype": name_of(dtype, key), "shape": list(shape), "data_offsets": [begin, end]}
+            header[key] = {
+                "dtype": dtype_name(dtype, key),
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
@@ -254,7 +259,7 @@ class SafetensorsFile:
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the tensor of this key, with the shape and dtype from the constructor."""
-        data, _held = bytes_of(tensor)
+        data, _held = host_bytes(tensor)
         self._writer.write(data, self._data + self._places[key])
 
     def close(self) -> None:
@@ -270,7 +275,7 @@ class SafetensorsFile:
         self._writer.discard()
 
 
-def name_of(dtype: torch.dtype, key: str) -> str:
+def dtype_name(dtype: torch.dtype, key: str) -> str:
     """The format's name of a dtype. If there is none, raises a ValueError that names the tensor."""
     if dtype not in _NAMES:
         raise ValueError(
@@ -326,11 +331,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    with open(file, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    replace_file(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def shard_names(count: int) -> Iterable[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.pretrained.conversions import stored_key_map
-from shardwright.checkpoint.pretrained.files import abbreviated, name_of
+from shardwright.checkpoint.pretrained.files import abbreviated, dtype_name
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap, Piece, pieces_of, source_of
 
@@ -148,7 +148,7 @@ def stored_form(
             _join(form.groups, entry, [other for piece in own for other, _ in pieces[piece.key]])
     form.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
     for key, (_, stored_dtype) in form.keys.items():
-        name_of(stored_dtype, key)
+        dtype_name(stored_dtype, key)
     return form
 
 

@@ -6,6 +6,7 @@ A failure on any rank removes the unfinished files and is raised on every rank.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -18,8 +19,8 @@ from shardwright.checkpoint.load.reading import check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
 from shardwright.checkpoint.storage.places import Location, store_of
-from shardwright.checkpoint.storage.publishing import commit, publish, unless_removed
-from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.stores import Store, unless_removed
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -51,14 +52,12 @@ def write_state(
     plan = SavePlan.of(state, ranks, notes, shared)
     place, attempt, names = store_of(path), plan.contents.attempt, files_of_save(ranks.size)
     with publish(place, plan.contents.nbytes, overwrite, attempt=attempt, names=names, ranks=ranks) as folder:
-        own: list[WrittenFile] = []
 
-        def write() -> None:
+        def write() -> WrittenFile:
             with unless_removed(place, folder):
-                own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress))
+                return write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)
 
-        ranks.run_on_all(write)
-        writes = ranks.gather(own[0])
+        writes = ranks.gather(ranks.run_own(write))
 
         def describe() -> None:
             with unless_removed(place, folder):
@@ -112,7 +111,7 @@ def commit_parts(
                 opened = read_description(folder)
                 assert isinstance(opened, OwnCheckpoint)
                 opened.verify_descriptions()
-    commit(place, folder, contents.attempt, overwrite)
+    place.commit(folder, overwrite)
 
 
 def read_back(folder: Store, written: WrittenFile) -> None:
@@ -121,7 +120,7 @@ def read_back(folder: Store, written: WrittenFile) -> None:
     Raises:
         OSError: it holds other bytes.
     """
-    folder.drop_from_cache(written.file)
+    drop_from_cache(folder, written.file)
     with _other_bytes(folder):
         if written.parts:
             check_ranges(folder, written.file, [part.range for _, part in written.parts])
@@ -129,9 +128,20 @@ def read_back(folder: Store, written: WrittenFile) -> None:
 
 def _read_back_together(folder: Store, ranks: RankGroup, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
-    ranks.run_on_all(lambda: folder.drop_from_cache(file_of_rank(ranks.rank)))
+    ranks.run_on_all(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
     with _other_bytes(folder):
         open_together(folder, ranks, lambda checkpoint: None, progress)
+
+
+def drop_from_cache(folder: Store, name: str) -> None:
+    """Let the next read of a file come from the disk, as far as that is possible. Objects have no such cache."""
+    if folder.path is None or not hasattr(os, "posix_fadvise") or not (folder.path / name).exists():
+        return
+    descriptor = os.open(folder.path / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

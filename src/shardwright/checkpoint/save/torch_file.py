@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -11,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.checkpoint.format.archive import ALIGNMENT, bytes_of, described, pickled
-from shardwright.checkpoint.format.index import Path as Keys
-from shardwright.checkpoint.format.index import TensorForm
+from shardwright.checkpoint.format.archive import ALIGNMENT, described, host_bytes, pickled
+from shardwright.checkpoint.format.index import Keys, TensorForm
 from shardwright.checkpoint.format.nested import nested
+from shardwright.durable import new_file
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 
@@ -42,16 +41,13 @@ def write_torch_file(
     }
     content = pickled(nested({**leaves, **values}))
     numbers = {name: number for number, name in enumerate(forms)}
-    with open(file, "xb") as stream:
-        with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as records:
-            for name, small in (("data.pkl", content), ("byteorder", b"little"), ("version", b"3\n")):
-                _add(records, name, memoryview(small))
-            for name, tensor in tensors:
-                data, held = bytes_of(tensor)
-                _add(records, f"data/{numbers[name]}", data)
-                del data, held, tensor  # so that the next tensor is not read while this one is in memory
-        stream.flush()
-        os.fsync(stream.fileno())
+    with new_file(file) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as records:
+        for name, small in (("data.pkl", content), ("byteorder", b"little"), ("version", b"3\n")):
+            _add(records, name, memoryview(small))
+        for name, tensor in tensors:
+            data, held = host_bytes(tensor)
+            _add(records, f"data/{numbers[name]}", data)
+            del data, held, tensor  # so that the next tensor is not read while this one is in memory
 
 
 def _add(records: zipfile.ZipFile, name: str, data: memoryview) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from shardwright._torch import flatten_state_dict, storage_info
 from shardwright._version import __version__
-from shardwright.checkpoint.format.archive import bytes_of, container, lengths
+from shardwright.checkpoint.format.archive import container, host_bytes, lengths
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import (
     Index,
@@ -121,7 +121,7 @@ def _written_in_order(
 def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tuple[str, Part]:
     """Write a part at its place, and digest it."""
     name, box = part
-    data, _held = bytes_of(box.local)
+    data, _held = host_bytes(box.local)
     head, tail = container(box.local.dtype, box.sizes, data)
     sha256, position = hashlib.sha256(), start
     for piece in (head, data, tail):

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from shardwright.checkpoint.format.names import is_of_checkpoint
+from shardwright.checkpoint.format.names import may_be_checkpoint
 from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.stores import sync
+from shardwright.durable import new_file
 
 
 def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
@@ -23,7 +23,7 @@ def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
         ValueError: a URL that names no place.
     """
     place = places.store_of(location)
-    return place.path or place.address()
+    return place.path or str(place)
 
 
 def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -> list[str]:
@@ -59,16 +59,16 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """
     store = places.store_of(path)
     if store.path is not None:
-        _check_is_checkpoint(store.path)
+        _check_removable(store.path)
     store.clear()
 
 
-def _check_is_checkpoint(path: Path) -> None:
+def _check_removable(path: Path) -> None:
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing")
     if path.is_dir() and not path.is_symlink():
         names = sorted(os.listdir(path))
-        if names and not any(map(is_of_checkpoint, names)):
+        if not may_be_checkpoint(names):
             inside = "" if len(names) == 1 else f" and {len(names) - 1} more"
             raise FileExistsError(
                 f"{path}: expected a checkpoint, found a folder with {names[0]}{inside}; it stays. Remove it by hand"
@@ -86,7 +86,7 @@ def is_checkpoint(path: Path) -> bool:
     """Whether the folder of a checkpoint is there, which may be damaged. One that was being replaced when a process
     ended gets its name back before."""
     places.LocalStore(path).recover()
-    return path.is_dir() and places.is_checkpoint(path)
+    return places.has_description(path)
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -102,11 +102,9 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     try:
         with (
             publish(places.SingleFile(path), overwrite=True) as unfinished,
-            open(unfinished.path, "xb") as stream,
+            new_file(unfinished.path) as stream,
         ):
             write(stream)
-            stream.flush()
-            sync(stream.fileno(), path)
     except BaseException as error:
         reason = (
             error.__context__ if isinstance(error, RuntimeError) else error

@@ -27,7 +27,7 @@ from shardwright.checkpoint.storage.file_systems import (
     promptly,
     write_new,
 )
-from shardwright.checkpoint.storage.stores import Store, new_attempt
+from shardwright.checkpoint.storage.stores import Store, new_attempt, unless_removed
 from shardwright.errors import Damaged
 
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
@@ -100,16 +100,7 @@ class ObjectStore:
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self._objects, name)
 
-    def identity(self, name: str) -> None:
-        return None  # no save writes an object of another one, except for what the digests in index.json tell apart
-
-    def drop_from_cache(self, name: str) -> None:
-        pass
-
     # -- the place of one checkpoint --
-
-    def address(self) -> str:
-        return self._url
 
     def description(self) -> str:
         name = INDEX if self._attempt is None else self.stored_name(INDEX)
@@ -145,12 +136,6 @@ class ObjectStore:
     def unfinished(self, attempt: str) -> Self:
         return type(self)(self._url, attempt)
 
-    def check_free(self, overwrite: bool) -> None:
-        pass  # the commit writes only where nothing is
-
-    def leave(self, name: str, content: bytes) -> None:
-        self.write(name, content)
-
     def check_seen(self) -> None:
         mark = self.stored_name(MARK)
         if not promptly(lambda: self.has(mark), self._url):
@@ -160,7 +145,12 @@ class ObjectStore:
             )
 
     def commit(self, unfinished: Store, overwrite: bool) -> None:
+        """Write ``index.json``. Only where none is: nothing is overwritten, and a save begins only where nothing is."""
         assert isinstance(unfinished, ObjectStore)
+        with unless_removed(self, unfinished):
+            self._write_index(unfinished)
+
+    def _write_index(self, unfinished: ObjectStore) -> None:
         unfinished.check_seen()  # a save that begins later with overwrite=True removes it, and our files
         try:
             text = unfinished.read(unfinished.stored_name(INDEX))
@@ -214,9 +204,6 @@ class ObjectStore:
             return f"{self._attempt}".encode() in self.read(name)
         except Damaged:  # it is not there
             return False
-
-    def remove_leftovers(self, attempt: str) -> None:
-        pass  # a save begins only where nothing is
 
     def sizes(self) -> dict[str, int]:
         return self._objects.sizes()

@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, is_of_checkpoint
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, may_be_checkpoint
 from shardwright.checkpoint.storage.objects import ObjectStore
-from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, sync_folder
+from shardwright.checkpoint.storage.stores import LocalFiles, Store, new_attempt, unless_removed
+from shardwright.durable import make_folder, sync_folder
 from shardwright.errors import Damaged
 
 _AT_FDCWD, _EXCHANGE = -100, 2
@@ -63,9 +64,6 @@ class LocalStore(LocalFiles):
 
     A subclass is a place of something else: it decides what may be replaced, and what a save begins with.
     """
-
-    def address(self) -> str:
-        return str(self.path.absolute())
 
     def children(self, recovers: bool) -> list[str]:
         for old in self.path.glob(".*.old") if recovers else ():
@@ -127,7 +125,7 @@ class LocalStore(LocalFiles):
         names = sorted(os.listdir(self.path))
         if any(name.endswith(".distcp") for name in names):
             return
-        inside = next((name for name in reversed(names) if is_checkpoint(self.path / name)), None)
+        inside = next((name for name in reversed(names) if has_description(self.path / name)), None)
         hint = (
             ""
             if inside is None
@@ -143,6 +141,7 @@ class LocalStore(LocalFiles):
         return type(self)(partial_folder(self.path, attempt))
 
     def check_free(self, overwrite: bool) -> None:
+        """Raise FileExistsError if something is here that is not to be overwritten."""
         path = self.path
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
             if not overwrite:
@@ -154,13 +153,13 @@ class LocalStore(LocalFiles):
     def may_be_replaced(self, path: Path) -> bool:
         """Whether a checkpoint is at a path: a folder, or a file of ``torch.save``. A link is none."""
         return not path.is_symlink() and (
-            is_checkpoint(path) or (path.is_file() and zipfile.is_zipfile(path))
+            has_description(path) or (path.is_file() and zipfile.is_zipfile(path))
         )
 
     def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
         self.recover()
         self.check_free(overwrite)
-        make_durable(self.path.parent)
+        make_folder(self.path.parent)
         free = shutil.disk_usage(self.path.parent).free
         if free < nbytes:
             reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
@@ -177,11 +176,6 @@ class LocalStore(LocalFiles):
                 "that they share"
             )
 
-    def leave(self, name: str, content: bytes) -> None:
-        unnamed = self.path / f"{name}.new"
-        unnamed.write_bytes(content)
-        os.rename(unnamed, self.path / name)
-
     def sizes(self) -> dict[str, int]:
         found = {}
         with os.scandir(self.path) as entries:  # unlike a look at one name, never answered from an old cache
@@ -191,13 +185,14 @@ class LocalStore(LocalFiles):
         return found
 
     def commit(self, unfinished: Store, overwrite: bool) -> None:
-        """Give a written folder or file its name. The earlier owner of the name is deleted after that.
-
-        Raises:
-            FileExistsError: a folder with content has this name, and ``overwrite`` is false.
-            OSError: it cannot be renamed, or the names cannot be written to disk. Anything there is still there.
-        """
+        """Give a written folder or file its name. The earlier owner of the name is deleted after that."""
         assert isinstance(unfinished, LocalStore)
+        self.check_free(overwrite)
+        with unless_removed(self, unfinished):
+            self._give_name(unfinished, overwrite)
+        self._remove_leftovers()
+
+    def _give_name(self, unfinished: LocalStore, overwrite: bool) -> None:
         written = unfinished.path
         if written.is_dir():
             sync_folder(written)
@@ -279,11 +274,11 @@ class LocalStore(LocalFiles):
         with contextlib.suppress(OSError):
             self.clear()
 
-    def remove_leftovers(self, attempt: str) -> None:
+    def _remove_leftovers(self) -> None:
         # Exactly such names: a save to ``NAME.more`` may be under way.
         name = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.partial")
         for left in self.path.parent.iterdir():
-            if name.fullmatch(left.name) and left != partial_folder(self.path, attempt):
+            if name.fullmatch(left.name):
                 self._discard(left)
         if os.path.lexists(self.path):
             self._discard(_old(self.path))
@@ -337,27 +332,19 @@ def _old(path: Path) -> Path:
 
 
 def _may_be(path: Path) -> bool:
-    """Whether a folder may be a checkpoint: it has a file of one, or has lost all. Unfinished saves are hidden."""
+    """Whether a path may be a checkpoint. Unfinished saves are hidden."""
     if path.name.startswith(".") or not path.is_dir():
         return False
     try:
         names = os.listdir(path)
     except OSError:
         return True
-    return not names or any(map(is_of_checkpoint, names))
+    return may_be_checkpoint(names)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder has what marks one, by us or by torch. It may be damaged."""
+def has_description(path: Path) -> bool:
+    """Whether this is a folder with a file that describes a checkpoint, by us or by torch. It may be damaged."""
     return any((path / name).is_file() for name in (INDEX, METADATA))
-
-
-def make_durable(folder: Path) -> None:
-    """Make a folder and those above it, so that a crash does not lose their names."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_folder(each.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:

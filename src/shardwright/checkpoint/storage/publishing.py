@@ -7,21 +7,14 @@ written.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.collective import RankGroup
-from shardwright.errors import Damaged
 
 S = TypeVar("S", bound=Store)
-_MISSING = (
-    None,
-    errno.ENOENT,
-    errno.ESTALE,
-)  #: numbers of errors for files that are gone; None: an error of ours
 
 
 @contextmanager
@@ -51,7 +44,7 @@ def publish(
     attempt, ranks = attempt or new_attempt(), ranks or RankGroup(alone=True)
     with begun(place, nbytes, overwrite, attempt, names, ranks) as unfinished:
         yield unfinished
-        ranks.run_on_first(lambda: commit(place, unfinished, attempt, overwrite))
+        ranks.run_on_first(lambda: place.commit(unfinished, overwrite))
 
 
 @contextmanager
@@ -60,7 +53,7 @@ def begun(
 ) -> Iterator[S]:
     """The unfinished store of a save that has begun, which every rank sees. It is removed if anything fails.
 
-    :func:`commit` makes it the place's content, also in another process. Arguments and errors as for :func:`publish`.
+    :meth:`Store.commit` makes it the place's content, also in another process. Arguments and errors: :func:`publish`.
     """
     unfinished = place.unfinished(attempt)
     try:
@@ -83,25 +76,3 @@ def begun(
         if ranks.is_first:
             unfinished.abandon(names)
         raise
-
-
-def commit(place: Store, unfinished: Store, attempt: str, overwrite: bool) -> None:
-    """Make a written save the content of its place. Raises OSError; then the place is unchanged."""
-    place.check_free(overwrite)  # since the save began something may have come there
-    with unless_removed(place, unfinished):
-        place.commit(unfinished, overwrite)
-    place.remove_leftovers(attempt)
-
-
-@contextmanager
-def unless_removed(place: Store, unfinished: Store) -> Iterator[None]:
-    """Raise an OSError that explains it if the block fails because another save has removed what this one writes."""
-    try:
-        yield
-    except (OSError, Damaged) as error:
-        if getattr(error, "errno", None) not in _MISSING or not unfinished.is_removed():
-            raise
-        raise OSError(
-            f"{place}: what this save had written was removed, by another program that saves to the same path or "
-            "deletes files there. Let one program at a time save to a path"
-        ) from error

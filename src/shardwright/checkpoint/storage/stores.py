@@ -6,14 +6,19 @@ checkpoint, whole or none. Nothing here communicates, and nothing here knows wha
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
 from shardwright.checkpoint.format.digests import open_regular, read_regular, size_of
+from shardwright.durable import NEW, named, sync
 from shardwright.errors import Damaged
+
+_MISSING = (None, errno.ENOENT, errno.ESTALE)  #: of errors for files that are gone; None: an error of ours
 
 
 class Writer(Protocol):
@@ -61,7 +66,7 @@ class Files(Protocol):
         """Begin a file, under exactly this name. Raises OSError; FileExistsError if it is there."""
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, under exactly this name. Raises as :meth:`create` and the writer do."""
+        """Write a small file, under exactly this name. It appears when it is complete. Raises OSError."""
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises OSError."""
@@ -75,22 +80,15 @@ class Files(Protocol):
     def open(self, name: str) -> Reader:
         """Open a file for reading. Raises as :meth:`size`."""
 
-    def identity(self, name: str) -> Hashable | None:
-        """A value that changes when another file gets this name; None where two saves never use the same name.
-
-        Raises OSError.
-        """
-
-    def drop_from_cache(self, name: str) -> None:
-        """Let the next read of a file come from the store itself, as far as that is possible."""
-
 
 @runtime_checkable
 class Store(Files, Protocol):
-    """A place that holds one checkpoint, whole or none, or the parent of such places."""
+    """A place that holds one checkpoint, whole or none, or the parent of such places.
 
-    def address(self) -> str:
-        """A path or URL of which :func:`store_of` makes this store again, also in another process of this machine."""
+    A save is made in three steps: :meth:`begin`, writes into the :meth:`unfinished` store, :meth:`commit`.
+    """
+
+    # -- a place, or the parent of places --
 
     def children(self, recovers: bool) -> list[str]:
         """The names of what is here and may be a checkpoint, whole or not, in no order.
@@ -113,6 +111,8 @@ class Store(Files, Protocol):
             OSError: the store does not answer.
         """
 
+    # -- a save to this place --
+
     def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
         """Prepare a save of ``nbytes``; ``attempt`` is its identity.
 
@@ -124,11 +124,15 @@ class Store(Files, Protocol):
     def unfinished(self, attempt: str) -> Self:
         """The store into which the save writes. It can be read before it is committed."""
 
-    def check_free(self, overwrite: bool) -> None:
-        """Raise FileExistsError if something has appeared here, after :meth:`begin`, that is not to be overwritten."""
+    def commit(self, unfinished: Store, overwrite: bool) -> None:
+        """Make a written save the checkpoint of this place, in one step. Then remove what killed saves have left.
 
-    def leave(self, name: str, content: bytes) -> None:
-        """Write a small file that appears when it is complete. It need not be durable. Raises OSError."""
+        Raises:
+            FileExistsError: something has come here since :meth:`begin` that is not to be overwritten.
+            OSError: it cannot be done, and nothing has changed.
+        """
+
+    # -- of an unfinished save --
 
     def sizes(self) -> dict[str, int]:
         """The bytes of the files that are here, by name. A file may be missing until it is complete. Raises OSError."""
@@ -136,20 +140,25 @@ class Store(Files, Protocol):
     def check_seen(self) -> None:
         """Raise OSError if this process does not see the unfinished save that another one has begun."""
 
-    def commit(self, unfinished: Store, overwrite: bool) -> None:
-        """Make a written save the checkpoint of this place, in one step. Raises OSError; then nothing has changed.
-
-        Without ``overwrite`` it is a FileExistsError if another save has just done it.
-        """
-
     def is_removed(self) -> bool:
         """Whether this unfinished save is not there any more. Another save to the same place may remove it."""
 
     def abandon(self, names: Iterable[str]) -> None:
         """Remove this unfinished save, as far as that is possible. ``names`` are files that it may have."""
 
-    def remove_leftovers(self, attempt: str) -> None:
-        """Remove what killed saves to this place have left, except for ``attempt``'s."""
+
+@contextmanager
+def unless_removed(place: Store, unfinished: Store) -> Iterator[None]:
+    """Raise an OSError that explains it if the block fails because another save has removed what this one writes."""
+    try:
+        yield
+    except (OSError, Damaged) as error:
+        if getattr(error, "errno", None) not in _MISSING or not unfinished.is_removed():
+            raise
+        raise OSError(
+            f"{place}: what this save had written was removed, by another program that saves to the same path or "
+            "deletes files there. Let one program at a time save to a path"
+        ) from error
 
 
 def new_attempt() -> str:
@@ -176,13 +185,16 @@ class LocalFiles:
         return LocalWriter(self.path / name)
 
     def write(self, name: str, content: bytes) -> None:
-        writer = self.create(name)
-        try:
-            writer.write(content, 0)
-            writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
+        unfinished = f"{name}{NEW}"
+        with named(self.path / name):
+            writer = self.create(unfinished)
+            try:
+                writer.write(content, 0)
+                writer.finish()
+            except BaseException:
+                writer.discard()
+                raise
+            os.rename(self.path / unfinished, self.path / name)  # on disk when a commit syncs the folder
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink()
@@ -195,20 +207,6 @@ class LocalFiles:
 
     def open(self, name: str) -> LocalReader:
         return LocalReader(self.path / name, self._links)
-
-    def identity(self, name: str) -> Hashable:
-        found = os.stat(self.path / name)
-        return found.st_dev, found.st_ino, found.st_mtime_ns
-
-    def drop_from_cache(self, name: str) -> None:
-        path = self.path / name
-        if not hasattr(os, "posix_fadvise") or not path.exists():
-            return
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 class LocalWriter:
@@ -223,10 +221,8 @@ class LocalWriter:
     def write(self, piece: bytes | memoryview, position: int) -> None:
         rest = memoryview(piece)
         while rest:  # one call writes 2 GiB at most
-            try:
+            with named(self._path):
                 count = os.pwrite(self._descriptor, rest[: 1 << 30], position)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._path)) from None
             rest, position = rest[count:], position + count
 
     def finish(self) -> None:
@@ -259,20 +255,3 @@ class LocalReader:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def sync(descriptor: int, path: Path) -> None:
-    """Wait until a file is on disk. A failure names the file."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync(descriptor, folder)
-    finally:
-        os.close(descriptor)

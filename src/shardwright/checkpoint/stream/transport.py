@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.pretrained.files import DTYPES, name_of
+from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES, dtype_name
 from shardwright.comm.noted import noted
 
 ALIGNMENT = 64  #: bytes, of each tensor in shared memory
@@ -54,13 +54,13 @@ class Header:
         return self.number == self.count and not self.stopped
 
     def to_bytes(self) -> bytes:
-        tensors = [[key, name_of(dtype, key), list(shape)] for key, dtype, shape in self.tensors]
+        tensors = [[key, dtype_name(dtype, key), list(shape)] for key, dtype, shape in self.tensors]
         return json.dumps([self.number, self.count, tensors, self.stopped]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Header:
         number, count, tensors, stopped = json.loads(data)
-        own = tuple((key, DTYPES[dtype], tuple(shape)) for key, dtype, shape in tensors)
+        own = tuple((key, SAFETENSORS_DTYPES[dtype], tuple(shape)) for key, dtype, shape in tensors)
         return cls(number, count, own, stopped)
 
     def places(self) -> tuple[list[int], int]:

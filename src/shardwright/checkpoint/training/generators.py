@@ -10,12 +10,17 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.training.entries import room_below
+from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -122,3 +127,50 @@ def _from_integers(tensor: Tensor) -> tuple[list[int], float | None]:
     if not has_gauss:
         return numbers, None
     return numbers[1:], torch.tensor(numbers[0]).view(torch.float64).item()
+
+
+@dataclass(frozen=True)
+class GeneratorsToLoad(PartToLoad):
+    """The stored generators that this rank takes.
+
+    Attributes:
+        ranks: of the load.
+        saved_ranks: number of ranks that have stored their generators.
+        name: the key of those that this rank takes.
+        tensors: to read into, below that key.
+    """
+
+    key = GENERATORS
+    ranks: RankGroup
+    saved_ranks: int
+    name: str
+    tensors: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, ranks: RankGroup) -> Self | None:
+        """None: the checkpoint has no generators. Raises ValueError: there is no memory for their states."""
+        saved, name = stored_by(checkpoint.tensors, ranks)
+        if not saved:
+            return None
+        return cls(ranks, saved, name, {name: room_below(checkpoint, f"{GENERATORS}.{name}", {})})
+
+    def is_new(self, name: str) -> bool:
+        return True
+
+    def accept(self, content: Mapping[str, Any]) -> None:
+        check_generator_states(content[self.name])
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Let the generators go on. At another number of ranks each rank gets a new seed, and the first rank warns."""
+        ranks, states = self.ranks, content[self.name]
+        if self.saved_ranks == ranks.size:
+            set_generator_states(states)
+            return
+        seed_generators(bytes(states["torch"].tolist()) + f"{ranks.rank} of {ranks.size}".encode())
+        if ranks.is_first:
+            warnings.warn(
+                f"The checkpoint was saved by {self.saved_ranks} ranks and is loaded by {ranks.size}, so random "
+                "generators do not go on where they were: each rank has a seed derived from the checkpoint and its "
+                "rank.",
+                stacklevel=4,
+            )

@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
-from shardwright.checkpoint.training.wanted_state import StoredNames
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.training.entries import has
+from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.collective import RankGroup
 from shardwright.comm import GradientHook
 from shardwright.engine.unit.owning import units_of
@@ -21,7 +24,7 @@ from shardwright.engine.unit.unit import Unit
 HOOKS = "gradient_hooks"
 
 
-def hook_states(model: nn.Module) -> dict[str, dict[str, Any]]:
+def gradient_hook_states(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The state of each gradient hook of the model that has some, by a number, with a digest of its place."""
     states = {}
     for number, (hook, units) in enumerate(_hooks(model)):
@@ -51,41 +54,45 @@ def _digest(hook: GradientHook, units: list[Unit]) -> str:
     return sha256.hexdigest()
 
 
-class HooksToLoad:
-    """The hooks of a model, and the states that a checkpoint has for them on the same ranks and in the same layout."""
+@dataclass(frozen=True)
+class HooksToLoad(PartToLoad):
+    """The hooks of a model, and the states that a checkpoint has for them on the same ranks and in the same layout.
 
-    def __init__(self, model: nn.Module, stored: StoredNames) -> None:
-        self._hooks = [hook for hook, _ in _hooks(model)]
-        self.state: dict[str, Any] = {}  #: to read into, by number
-        self._folder = stored.folder
-        self._lost: list[str] = []
-        for number, own in hook_states(model).items():
-            prefix = f"{HOOKS}.{number}"
-            names = {f"{prefix}.state.{name}" for name in own["state"]}
-            if names <= stored.tensors.keys() and stored.value(prefix, "place") == own["place"]:
-                self.state[number] = own["state"]
-            elif any(name.startswith(f"{HOOKS}.") for name in stored.tensors):
-                self._lost.append(own["hook"])
+    Attributes:
+        checkpoint, ranks: of the load.
+        hooks: of the model; those that are restored have an entry in ``tensors``, by their numbers.
+        lost: names of the hooks that have a state for other ranks or another layout in the checkpoint.
+    """
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors to read into, by the names in the checkpoint without their first key."""
-        return {
-            f"{number}.state.{name}": tensor
-            for number, state in self.state.items()
-            for name, tensor in state.items()
-            if isinstance(tensor, Tensor)
-        }
+    key = HOOKS
+    checkpoint: Checkpoint
+    ranks: RankGroup
+    hooks: list[GradientHook]
+    tensors: Mapping[str, Any]
+    lost: list[str]
 
-    def restore(self, content: Mapping[str, Any], ranks: RankGroup) -> None:
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, ranks: RankGroup, model: nn.Module) -> Self:
+        tensors, lost = {}, []
+        for number, own in gradient_hook_states(model).items():
+            place = f"{HOOKS}.{number}"
+            stored = [has(checkpoint, f"{place}.state.{name}") for name in own["state"]]
+            if all(stored) and checkpoint.leaves.get(f"{place}.place") == own["place"]:
+                tensors[number] = {"state": own["state"]}
+            elif has(checkpoint, HOOKS):
+                lost.append(own["hook"])
+        return cls(checkpoint, ranks, [hook for hook, _ in _hooks(model)], tensors, lost)
+
+    def restore(self, content: Mapping[str, Any]) -> None:
         """Give hooks the state that was read. Others start without state, and the first rank warns."""
-        for number, hook in enumerate(self._hooks):
-            if str(number) in self.state:
-                hook.load_state_dict({**content[str(number)]["state"], **self.state[str(number)]})
+        for number, hook in enumerate(self.hooks):
+            if str(number) in self.tensors:
+                hook.load_state_dict(content[str(number)]["state"])
             else:
                 hook.reset()
-        if self._lost and ranks.is_first:
+        if self.lost and self.ranks.is_first:
             warnings.warn(
-                f"{self._folder} has the state of gradient hooks of other ranks, units or layouts, so "
-                f"{', '.join(self._lost)} starts without the errors of earlier steps.",
+                f"{self.checkpoint.place} has the state of gradient hooks of other ranks, units or layouts, so "
+                f"{', '.join(self.lost)} starts without the errors of earlier steps.",
                 stacklevel=4,
             )

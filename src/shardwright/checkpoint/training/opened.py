@@ -7,20 +7,21 @@ extra = sw.load_checkpoint(stored, model, optimizer)  # the one that was looked 
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.checkpoint.format.index import Path as Keys
+from shardwright.checkpoint.format.index import Keys
 from shardwright.checkpoint.format.nested import ignore, nested
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
+from shardwright.checkpoint.training.entries import new_room, room_below
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
 
@@ -32,28 +33,25 @@ class StoredCheckpoint:
     Attributes:
         path: the folder or URL.
         fingerprint: SHA-256 of the description; equal on ranks that have opened the same checkpoint.
+        has_digests: whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``.
+        tensors: each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``.
+        values: each plain value by its name. The largest part of a state without tensors is one value, such as
+            ``extra``. Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None.
+        files: the bytes of each file but the description; of torch's folders the least there can be.
+        ranks: number of ranks that have saved it; None for torch's folders.
+        about: the versions of libraries that wrote it, and the notes of the save.
     """
 
     path: str
     fingerprint: str
+    has_digests: bool
+    tensors: Mapping[str, StoredForm] = field(repr=False)
+    values: Mapping[str, Any] = field(repr=False)
+    files: Mapping[str, int] = field(repr=False)
+    ranks: int | None
+    about: Mapping[str, str]
     _opened: Checkpoint = field(repr=False)
     _group: dist.ProcessGroup | None = field(default=None, repr=False)
-
-    @property
-    def has_digests(self) -> bool:
-        """Whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``."""
-        return self._opened.has_digests
-
-    @property
-    def tensors(self) -> dict[str, StoredForm]:
-        """Each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``."""
-        return self._opened.tensors
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Each plain value by its name. The largest part of a state without tensors is one value, such as ``extra``.
-        Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None."""
-        return self._opened.values
 
     @cached_property
     def entries(self) -> dict[Keys, Any]:
@@ -63,10 +61,55 @@ class StoredCheckpoint:
             path: self.tensors.get(name, self.values.get(name)) for name, path in self._opened.keys.items()
         }
 
-    def value(self, part: str) -> Any:
-        """The plain values below one key of the saved state, nested as they were saved; None if there are none."""
-        paths = {keys: each for keys, each in self.entries.items() if not isinstance(each, StoredForm)}
-        return nested(paths).get(part) if self.has_digests and paths and () not in paths else None
+    @cached_property
+    def _values(self) -> Any:
+        paths = {path: each for path, each in self.entries.items() if not isinstance(each, StoredForm)}
+        return nested(paths) if self.has_digests and () not in paths else None
+
+    def value(self, *keys: str) -> Any:
+        """The plain values below these keys of the saved state, nested as they were saved; None if there are none."""
+        content = self._values
+        for key in keys:
+            content = content.get(key) if isinstance(content, Mapping) else None
+        return content
+
+    def state(self, *keys: str, own: Any = None) -> Any:
+        """Read the state below these keys, nested as it was saved: tensors and copies of values. Collective.
+
+        Values of ``torch.distributed.checkpoint`` are None.
+
+        Args:
+            keys: from the outermost one, such as ``"extra", "metrics"``.
+            own: a state of the same form, such as the present one. Where it has a tensor of the stored shape, sharded
+                or not, values are read into that. Other tensors are made whole on the host.
+
+        Returns:
+            None: there is nothing below these keys.
+
+        Raises:
+            Damaged, ValueError: as :meth:`read`.
+        """
+        found = {path[len(keys) :]: each for path, each in self.entries.items() if path[: len(keys)] == keys}
+        if not found:
+            return copy.deepcopy(self.value(*keys))
+        targets = {
+            path: self._room(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
+            for path, each in found.items()
+        }
+        tensors = {form.name: targets[path] for path, form in found.items() if isinstance(form, StoredForm)}
+        if tensors:
+            self.read(tensors)
+        return nested(targets)
+
+    def _room(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
+        """A tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
+        for step in path:
+            try:
+                own = own[step[0] if isinstance(step, tuple) else step]
+            except (LookupError, TypeError):
+                own = None
+        fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
+        return own.detach() if fits else new_room(self._opened, form)
 
     def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
         """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
@@ -76,21 +119,6 @@ class StoredCheckpoint:
                 ``weights_only=False`` a value may run any code.
         """
         return {} if self.has_digests else self._opened.values_below(parts, weights_only)
-
-    @property
-    def files(self) -> dict[str, int]:
-        """The bytes of each file but the description; of torch's folders the least there can be."""
-        return self._opened.files()
-
-    @property
-    def ranks(self) -> int | None:
-        """Number of ranks that have saved it; None for torch's folders."""
-        return self._opened.ranks
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        """The versions of libraries that wrote it, and the notes of the save."""
-        return self._opened.about
 
     def check_lengths(self) -> None:
         """Compare the lengths of all files. Not collective. Raises :class:`Damaged` for the first that differs."""
@@ -111,12 +139,11 @@ class StoredCheckpoint:
         They are this rank's at the stored number of ranks, else the first rank's. Collective. Raises as :meth:`read`.
         """
         saved, key = stored_by(self.tensors, RankGroup(self._group))
-        start = f"{GENERATORS}.{key}."
-        forms = {name: form for name, form in self.tensors.items() if name.startswith(start)}
-        states = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
+        start = f"{GENERATORS}.{key}"
+        states = room_below(self._opened, start, {})
         if states:
-            self.read(states)
-        return saved, {name.removeprefix(start): state for name, state in states.items()}
+            self.read({f"{start}.{name}": state for name, state in states.items()})
+        return saved, states
 
     def read(self, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = ignore) -> None:
         """Read single tensors, by name, in place. Collective. Digests are not compared: call :meth:`verify` before.
@@ -152,5 +179,15 @@ def open_checkpoint(
         OSError: the store behind a URL does not answer.
     """
     opened = read_description(path, links=links)
-    place = opened.place
-    return StoredCheckpoint(str(place), opened.fingerprint, opened, process_group)
+    return StoredCheckpoint(
+        str(opened.place),
+        opened.fingerprint,
+        opened.has_digests,
+        opened.tensors,
+        opened.values,
+        opened.files(),
+        opened.ranks,
+        opened.about,
+        opened,
+        process_group,
+    )

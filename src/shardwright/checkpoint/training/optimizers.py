@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.training.optimizer_settings import check_settings
-from shardwright.checkpoint.training.wanted_state import StoredNames
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.training.entries import below, check_names, fitting, room_below
+from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
+from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
 from shardwright.errors import Damaged
 
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "state", "param_groups"
+_STORED_GROUPS = f"{OPTIMIZER}.{_GROUPS}"
 
 
 def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
@@ -100,23 +104,16 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def room_for_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], stored: StoredNames
+    model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint
 ) -> Iterator[dict[str, Any]]:
     """The optimizers' state and groups, with tensors for all state that a checkpoint has and for no other.
 
     If the context is left by an exception, the optimizers have the state from before.
     """
-    if not optimizers:
-        yield {}
-        return
     state = state_of_optimizers(model, optimizers)
     names = {name for group in state[_GROUPS] for name in group["params"]}
-    prefix = f"{OPTIMIZER}.{_STATE}."
-    rest = [name.removeprefix(prefix) for name in stored.names if name.startswith(prefix)]
-    having = {owner for name in rest if (owner := _owner(name, names)) not in (None, name)}
-    having |= {name for name in names & set(rest) if stored.values.get(prefix + name)}
-    whole = stored.values.get(prefix[:-1])
-    having |= names & set(whole if isinstance(whole, Mapping) else ())
+    stored = below(checkpoint, f"{OPTIMIZER}.{_STATE}")
+    having = {owner for name in stored if (owner := _owner(name, names)) not in (None, name)}
     before = None
     if not having <= state[_STATE].keys():
         before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
@@ -156,6 +153,74 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
     finally:
         for p, gradient in gradients:
             p.grad = gradient
+
+
+# -- of a load ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def optimizers_to_load(
+    model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, settings: bool
+) -> Iterator[list[OptimizersToLoad]]:
+    """The optimizers as one part of a load; no part without optimizers. Undone as :func:`room_for_state` is."""
+    if not optimizers:
+        yield []
+        return
+    with room_for_state(model, optimizers, checkpoint) as room:
+        own = group_tensors(room[_GROUPS]) if settings else {}
+        of_groups = room_below(checkpoint, _STORED_GROUPS, fitting(checkpoint, own))
+        tensors = {_STATE: room[_STATE], _GROUPS: of_groups}
+        yield [OptimizersToLoad(model, optimizers, checkpoint, settings, room, tensors)]
+
+
+@dataclass(frozen=True)
+class OptimizersToLoad(PartToLoad):
+    """The optimizers of a load, with tensors to read into.
+
+    Attributes:
+        model, optimizers, checkpoint: of the load.
+        settings: False: the groups keep their own settings.
+        room: as from :func:`room_for_state`.
+    """
+
+    key = OPTIMIZER
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    checkpoint: Checkpoint
+    settings: bool
+    room: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+    def check(self) -> None:
+        check_names(self.checkpoint, OPTIMIZER, self.tensors)
+        stored = self.checkpoint.leaves.get(_STORED_GROUPS)
+        if self.settings and stored is not None:
+            check_groups(self.room[_GROUPS], stored)
+
+    def accept(self, content: Mapping[str, Any]) -> None:
+        groups = self.room[_GROUPS]
+        if self.settings:
+            check_groups(groups, stored_groups(content, groups))
+        check_states(content.get(_STATE, {}), self.room)
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Give the optimizers the state that was read, and the settings of its groups."""
+        groups = list(self.room[_GROUPS])
+        if self.settings:
+            stored = stored_groups(content, groups)
+            groups = [{**_stored_group(mine, groups, stored), "params": mine["params"]} for mine in groups]
+        state = _with_values(self.room[_STATE], content.get(_STATE, {}))
+        for optimizer in self.optimizers:
+            own = [groups.pop(0) for _ in optimizer.param_groups]
+            names = {name for group in own for name in group["params"]}
+            loaded: Any = {
+                _STATE: {name: each for name, each in state.items() if name in names},
+                _GROUPS: own,
+            }
+            with _without_first_step([optimizer]):
+                set_optimizer_state_dict(
+                    self.model, optimizer, loaded, options=StateDictOptions(strict=False)
+                )
 
 
 # -- what a checkpoint has ---------------------------------------------------------------------------------------------
@@ -208,36 +273,6 @@ def stored_groups(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
             found = {key.removeprefix(start): each for key, each in content.items() if key.startswith(start)}
         flat.append({**mine, **found})
     return flat
-
-
-def set_optimizers(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    room: Mapping[str, Any],
-    content: Mapping[str, Any],
-    settings: bool,
-) -> None:
-    """Give the optimizers the state of a checkpoint, and the settings of its groups.
-
-    Args:
-        room: as from :func:`room_for_state`.
-        content: what was read: its tensors are those of ``room``.
-        settings: False: the groups keep their own settings.
-    """
-    groups = list(room[_GROUPS])
-    if settings:
-        stored = stored_groups(content, groups)
-        groups = [{**_stored_group(mine, groups, stored), "params": mine["params"]} for mine in groups]
-    state = _with_values(room[_STATE], content.get(_STATE, {}))
-    for optimizer in optimizers:
-        own = [groups.pop(0) for _ in optimizer.param_groups]
-        names = {name for group in own for name in group["params"]}
-        loaded: Any = {
-            _STATE: {name: each for name, each in state.items() if name in names},
-            _GROUPS: own,
-        }
-        with _without_first_step([optimizer]):
-            set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(strict=False))
 
 
 def _with_values(room: Any, content: Any) -> Any:

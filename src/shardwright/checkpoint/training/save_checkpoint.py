@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.save.collective_save import write_state
@@ -25,15 +24,14 @@ from shardwright.checkpoint.training.arguments import (
     summary,
     with_states,
 )
+from shardwright.checkpoint.training.extra import EXTRA
 from shardwright.checkpoint.training.generators import GENERATORS, generator_states
-from shardwright.checkpoint.training.gradient_hooks import HOOKS, hook_states
+from shardwright.checkpoint.training.gradient_hooks import HOOKS, gradient_hook_states
+from shardwright.checkpoint.training.model import MODEL, model_state, without_values
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, as_optimizers, state_of_optimizers
 from shardwright.collective import RankGroup
-from shardwright.engine.base.names import plain_name
-from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
-MODEL, EXTRA = "model", "extra"
 SHARED = (MODEL, OPTIMIZER)  #: large plain tensors below these keys are equal on all ranks
 
 
@@ -132,12 +130,12 @@ def state_to_save(
             unset = unit.without_values()
             for p in unit.parameters:
                 if p.sharded in unset and p.local.numel():
-                    raise ValueError(_without_values(f"{unit.name}.{p.name}".lstrip("."), "to save"))
+                    raise ValueError(without_values(f"{unit.name}.{p.name}".lstrip("."), "to save"))
         state[MODEL] = model_state(model, frozen)
         if optimizers:
             state[OPTIMIZER] = state_of_optimizers(model, optimizers)
         state[EXTRA] = with_states(more)
-        if hooks := hook_states(model):
+        if hooks := gradient_hook_states(model):
             state[HOOKS] = hooks
         if generators:
             state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
@@ -145,29 +143,3 @@ def state_to_save(
 
     check_same(ranks.run_on_all(take), ranks)
     return state
-
-
-def model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
-    """The state dict of a model, without parameters that need no gradient unless ``frozen``.
-
-    Raises:
-        ValueError: a tensor has no values.
-    """
-    state: dict[str, Any] = get_model_state_dict(model)
-    if not frozen:
-        for name in _frozen_names(model):
-            state.pop(name, None)
-    for name, value in state.items():
-        if isinstance(value, Tensor) and has_no_values(value):
-            raise ValueError(_without_values(name, "and no memory"))
-    return state
-
-
-def _frozen_names(model: nn.Module) -> set[str]:
-    """Every name of each parameter that needs no gradient, as in the plain model. Tied parameters have several."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {plain_name(name, model) for name, p in named if not p.requires_grad}
-
-
-def _without_values(name: str, what: str) -> str:
-    return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"

@@ -53,8 +53,7 @@ def examine(folder: FolderOrUrl) -> RunCheckpoint:
 
 def position_in(checkpoint: StoredCheckpoint) -> Position:
     """The position of the run. Raises Damaged for a checkpoint that no run has saved."""
-    extra = checkpoint.value("extra")
-    content = extra.get("position") if isinstance(extra, Mapping) else None
+    content = checkpoint.value("extra", "position")
     if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
         raise Damaged(f"{DESCRIPTION} has no position of a run")
     step, samples = content["step"], content["samples"]

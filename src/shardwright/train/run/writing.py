@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from shardwright.durable import NEW, replace_file
 from shardwright.strict_json import strict_json
 from shardwright.train.errors import UserError
-
-_NEW = ".new"
 
 
 @contextmanager
@@ -68,22 +66,12 @@ def write_text(path: Path, text: str) -> None:
     Several processes may do so at the same time, as ranks whose job fails. The last one's text stays.
     """
     with writing(path):
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(3)}{_NEW}")
-        try:
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())  # else a power cut may leave an empty file under the name
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        replace_file(path, text.encode())
 
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what processes have left here that were killed inside :func:`write_text`. Nobody else may write."""
-    for temporary in folder.glob(f"*.??????{_NEW}"):
+    for temporary in folder.glob(f"*.??????{NEW}"):
         with suppress(OSError):
             temporary.unlink()
 

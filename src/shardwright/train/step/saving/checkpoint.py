@@ -7,7 +7,6 @@ parameters are neither saved nor loaded. Which checkpoints stay is decided in `s
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,6 @@ import shardwright as sw
 from shardwright.checkpoint import (
     Damaged,
     StoredCheckpoint,
-    StoredForm,
     UnknownVersion,
     seed_generators,
     set_generator_states,
@@ -176,33 +174,10 @@ def hook_states(loaded: LoadedRun, own: Mapping[str, Mapping[str, Any]]) -> dict
     A tensor is read into the one of the same shape at the same place there, whose sharding it has then, or else whole
     into a new one. Called by all ranks together.
     """
-    plain = loaded.checkpoint.value("extra")
-    stored = {
-        name: copy.deepcopy(plain[key])
-        for name in own
-        if isinstance(plain, Mapping) and (key := f"{HOOK}{name}") in plain
+    states = {
+        name: loaded.checkpoint.state("extra", f"{HOOK}{name}", own=present) for name, present in own.items()
     }
-    targets: dict[str, Tensor] = {}
-    for keys, form in loaded.checkpoint.entries.items():
-        if not isinstance(form, StoredForm) or keys[0] != "extra" or not str(keys[1]).startswith(HOOK):
-            continue
-        if (name := str(keys[1]).removeprefix(HOOK)) not in own:
-            continue
-        place: Any = stored.setdefault(name, {})
-        there: Any = own[name]
-        *path, last = (
-            each[0] if isinstance(each, tuple) else each for each in keys[2:]
-        )  # integers are tuples
-        for step in path:
-            place = place.setdefault(step, {})
-            there = there.get(step) if isinstance(there, Mapping) else None
-        target = there.get(last) if isinstance(there, Mapping) else None
-        if not isinstance(target, Tensor) or tuple(target.shape) != form.shape:
-            target = torch.empty(form.shape, dtype=form.dtype)
-        place[last] = targets[form.name] = target.detach()
-    if targets:
-        loaded.checkpoint.read(targets)
-    return stored
+    return {name: state for name, state in states.items() if state is not None}
 
 
 def continue_generators(loaded: LoadedRun, seed: int, ranks: RankGroup) -> str | None:
@@ -417,31 +392,27 @@ def verified_checkpoint(
 
 def check_fits(stored: RunCheckpoint, shapes: Shapes) -> None:
     """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
-    folder, tensors = stored.folder, stored.checkpoint.tensors
-    start = "model."
-    parameters = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
-    for name, shape in shapes.items():
-        if name not in parameters:
-            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found no such parameter; this is a "
-                             "checkpoint of another model")  # fmt: skip
-        if parameters[name] != shape:
-            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found {list(parameters[name])}; this "
-                             "is a checkpoint of another model")  # fmt: skip
-    for name, shape in parameters.items():
-        if name not in shapes:
-            raise ValueError(f"{folder}: expected no parameter {name}, found one of shape {list(shape)}; this is a "
-                             "checkpoint of another model")  # fmt: skip
+    start, tensors = "model.", stored.checkpoint.tensors
+    there = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
+    for name in (*shapes, *there):
+        expected, found = shapes.get(name), there.get(name)
+        if expected == found:
+            continue
+        if expected is None:
+            text = f"no parameter {name}, found one of shape {list(found or ())}"
+        else:
+            found_shape = "no such parameter" if found is None else list(found)
+            text = f"{name} of shape {list(expected)}, found {found_shape}"
+        raise ValueError(f"{stored.folder}: expected {text}; this is a checkpoint of another model")
 
 
 def check_optimizer_fits(stored: RunCheckpoint, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError for a checkpoint of another optimizer. Names the first value that it does not hold."""
-    tensors, values = stored.checkpoint.tensors, stored.checkpoint.values
     for name, own in state.items():
-        start = f"optimizer.state.{name}"
-        whole = values.get(start)  # of a parameter whose state has no tensors
+        plain = stored.checkpoint.value("optimizer", "state", name)
         for key, value in own.items():
-            form = tensors.get(f"{start}.{key}")
-            there = form or f"{start}.{key}" in values or (isinstance(whole, Mapping) and key in whole)
+            form = stored.checkpoint.tensors.get(f"optimizer.state.{name}.{key}")
+            there = form or (isinstance(plain, Mapping) and key in plain)
             shape = list(value.shape) if isinstance(value, Tensor) else None
             stored_shape = None if form is None else list(form.shape)
             if there and shape == stored_shape:

@@ -1,0 +1,99 @@
+"""``extra`` of a load: tensors that are read in place, and objects that get their stored state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from shardwright.checkpoint.format.nested import NestedState
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.training.arguments import is_stateful, reason_of, with_states
+from shardwright.checkpoint.training.entries import below, fitting, has, room_below
+from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.collective import RankGroup
+from shardwright.errors import Damaged
+
+EXTRA = "extra"
+
+
+@dataclass(frozen=True)
+class ExtraToLoad(PartToLoad):
+    """All of the stored ``extra``, and the objects and tensors of the run that are restored from it.
+
+    An object whose sharded tensors are read in place is late: it gets its state when these have their values, after
+    everything that can be refused. The other objects get theirs before any value of the run changes.
+
+    Attributes:
+        checkpoint, ranks: of the load.
+        given: the objects and tensors, as the user passes them.
+        in_place: names of the tensors that are read in place.
+        undo: gets what gives objects their present states back.
+    """
+
+    key = EXTRA
+    checkpoint: Checkpoint
+    ranks: RankGroup
+    given: Mapping[str, Any]
+    in_place: frozenset[str]
+    tensors: Mapping[str, Tensor]
+    undo: ExitStack
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any], undo: ExitStack) -> Self:
+        """Raises ValueError: an object cannot give its state, or there is no memory for a stored tensor."""
+        own = _tensors_in_place(checkpoint, given)
+        tensors = room_below(checkpoint, EXTRA, own)
+        return cls(checkpoint, ranks, given, frozenset(own), tensors, undo)
+
+    def check(self) -> None:
+        for key, value in self.given.items():
+            wanted = is_stateful(value) or NestedState.of({EXTRA: {key: value}}).tensors
+            if wanted and not has(self.checkpoint, f"{EXTRA}.{key}"):
+                keys = sorted({repr(name.partition(".")[0]) for name in below(self.checkpoint, EXTRA)})
+                there = ", ".join(keys)[:200] or "none"
+                raise ValueError(f"{self.checkpoint.place} has no extra {key!r}; it has {there}")
+
+    def is_new(self, name: str) -> bool:
+        return name not in self.in_place
+
+    def accept(self, content: Mapping[str, Any]) -> None:
+        self._restore_objects(content, late=False)
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        self.ranks.run_on_all(lambda: self._restore_objects(content, late=True))
+
+    def _restore_objects(self, content: Mapping[str, Any], *, late: bool) -> None:
+        for key, value in self.given.items():
+            is_late = any(name.startswith(f"{EXTRA}.{key}.") for name in self.in_place)
+            if not is_stateful(value) or is_late != late:
+                continue
+            if key not in content:
+                raise Damaged(f"extra {key!r} is stored in an unknown form")
+            self.undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
+            try:
+                value.load_state_dict(content[key])
+            except Exception as error:
+                raise ValueError(
+                    f"{self.checkpoint.place}: extra {key!r} cannot be restored by its {type(value).__name__} "
+                    f"({reason_of(error)})"
+                ) from error
+
+
+def _tensors_in_place(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of ``extra`` to read into, by name: given ones, and of objects the sharded ones that fit."""
+    own: dict[str, Tensor] = {}
+    for key, value in with_states(given).items():
+        tensors = {name: each.tensor for name, each in NestedState.of({EXTRA: {key: value}}).tensors.items()}
+        if is_stateful(given[key]):
+            tensors = {
+                name: each
+                for name, each in fitting(checkpoint, tensors).items()
+                if hasattr(each, "full_tensor")
+            }
+        own |= tensors
+    return own

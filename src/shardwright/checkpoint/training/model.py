@@ -1,0 +1,87 @@
+"""The model of a checkpoint: its state dict, and the part of a load that restores it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from shardwright.checkpoint.format.nested import NestedState
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.load.collective_load import check_tensors
+from shardwright.checkpoint.training.entries import check_names, check_values
+from shardwright.checkpoint.training.optimizers import OPTIMIZER
+from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.engine.base.names import plain_name
+from shardwright.engine.tensors.parameter import has_no_values
+
+MODEL = "model"
+
+
+def model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
+    """The state dict of a model, without parameters that need no gradient unless ``frozen``.
+
+    Raises:
+        ValueError: a tensor has no values.
+    """
+    state: dict[str, Any] = get_model_state_dict(model)
+    if not frozen:
+        for name in _frozen_names(model):
+            state.pop(name, None)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and has_no_values(value):
+            raise ValueError(without_values(name, "and no memory"))
+    return state
+
+
+def _frozen_names(model: nn.Module) -> set[str]:
+    """Every name of each parameter that needs no gradient, as in the plain model. Tied parameters have several."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name, model) for name, p in named if not p.requires_grad}
+
+
+def without_values(name: str, what: str) -> str:
+    return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"
+
+
+@dataclass(frozen=True)
+class ModelToLoad(PartToLoad):
+    """The model of a load.
+
+    Attributes:
+        checkpoint, model, frozen, convert: of the load.
+        tensors: the state of the model.
+    """
+
+    key = MODEL
+    checkpoint: Checkpoint
+    model: nn.Module
+    tensors: Mapping[str, Any]
+    frozen: bool
+    convert: bool
+
+    def check(self) -> None:
+        # First, since a tensor that differs explains the rest.
+        tensors = NestedState.of({MODEL: self.tensors}).tensors
+        check_tensors(str(self.checkpoint.place), self.checkpoint, tensors, self.convert, dtype_advice)
+        check_names(self.checkpoint, MODEL, self.tensors)
+        check_values(self.checkpoint, MODEL, self.tensors)
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        values = {name: content.get(name, value) for name, value in self.tensors.items()}
+        set_model_state_dict(self.model, values, options=StateDictOptions(strict=self.frozen))
+
+
+def dtype_advice(name: str, dtype: torch.dtype) -> str:
+    """Advice for a tensor of a run that is stored in another dtype."""
+    if name.startswith(f"{OPTIMIZER}."):  # which torch makes in the gradients' dtype
+        return "Use the precision policy of the save (grad_dtype), or load the model alone"
+    return f"Make the model in {dtype}"

@@ -1,0 +1,36 @@
+"""The parts of a run that a load restores: one interface of the model, its optimizers, ``extra``, hooks and generators.
+
+A part is complete when it is made. A load calls its methods in their order here, on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class PartToLoad(ABC):
+    """A part of a run, with the tensors to read into.
+
+    Attributes:
+        key: the first key of the part in a checkpoint.
+        tensors: nested as in the checkpoint. Other values in it do not count.
+    """
+
+    key: ClassVar[str]
+    tensors: Mapping[str, Any]
+
+    def check(self) -> None:  # noqa: B027  most parts fit any checkpoint
+        """Raise ValueError if the checkpoint does not fit the run. Nothing was read yet."""
+
+    def is_new(self, name: str) -> bool:
+        """Whether the tensor of this name was made for the load. Such tensors are read before those of the run."""
+        return False
+
+    def accept(self, content: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raise if the stored values do not fit the run. New tensors are read, and no tensor of the run."""
+
+    @abstractmethod
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Give the run what was read."""
