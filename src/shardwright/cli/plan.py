@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
 
 
 def _run(call: Call) -> int:
+    # What torch says of code that it only traces is for runs, and of collectives without other ranks for nobody.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _plan(call)
+
+
+def _plan(call: Call) -> int:
     if call.options.accuracy:
         from shardwright.planner.accuracy import in_words, read
 
