@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,26 +50,38 @@ def _plan(call: Call) -> int:
     from shardwright.train.config.planned import check_planned
     from shardwright.train.models.vocabulary import with_vocabulary
 
-    job, assumes = call.options.config, call.options.config.startswith(assumed.PREFIX)
+    def configured_of(job: str) -> Callable[[Keys], Config]:
+        def of_file(keys: Keys) -> Config:
+            return with_vocabulary(load_config(Path(job), [*call.overrides, *keys], ranks=ranks))
 
-    def of_file(keys: Keys) -> Config:
-        return with_vocabulary(load_config(Path(job), [*call.overrides, *keys], ranks=ranks))
+        assumes = job.startswith(assumed.PREFIX)
+        configured = assumed.assumed_job(job, call.overrides, ranks) if assumes else of_file
+        check_planned(configured(()))  # mistakes are reported before PyTorch is imported
+        return configured
 
-    configured = assumed.assumed_job(job, call.overrides, ranks) if assumes else of_file
-    check_planned(configured(()))  # mistakes are reported before PyTorch is imported
-
-    options = call.options
-    if options.fit:
+    options, job = call.options, call.options.config
+    configured = configured_of(job)
+    caches = not options.no_cache
+    if options.fit or options.other is not None:
         from shardwright.planner.allocator import Rules
-        from shardwright.train.commands.fit import fit
         from shardwright.train.errors import as_user_errors
 
+        if options.fit and options.other is not None:
+            raise UserError("plan: expected one job with --fit, found two")
         with as_user_errors(ValueError):
             rules = Rules.of(os.environ)
-        return fit(configured, ranks, device, rules, options.json, caches=not options.no_cache)
+        if options.fit:
+            from shardwright.train.commands.fit import fit
+
+            return fit(configured, ranks, device, rules, options.json, caches)
+        from shardwright.train.commands.plan_difference import plan_difference
+
+        jobs = [(job, configured), (options.other, configured_of(options.other))]
+        return plan_difference(jobs, ranks, device, rules, options.json, caches)
 
     from shardwright.train.commands.plan import plan
 
+    assumes = job.startswith(assumed.PREFIX)
     unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
     return plan(
         configured,
@@ -77,7 +90,7 @@ def _plan(call: Call) -> int:
         options.json,
         unset,
         names_edits=not options.no_edits,
-        caches=not options.no_cache,
+        caches=caches,
     )
 
 
@@ -91,6 +104,7 @@ def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--fit] [--json] [--no-edits] [--no-cache]\n"
         "                        [--section.key value ...] [--debug]\n"
+        "       shardwright plan CONFIG.toml OTHER.toml --on NxDEVICE [--json] [--no-cache] [--section.key value ...]\n"
         "       shardwright plan --accuracy"
     )
     parser.add_argument(
@@ -98,6 +112,12 @@ def _add_options(parser: Parser) -> None:
         help="the job, in TOML, which is not started; or hf: with the folder of a model of transformers, or its name "
         "on the hub: only its config.json is read, and the rest of the job is assumed",
     )  # fmt: skip
+    parser.add_argument(
+        "other",
+        metavar="OTHER.toml",
+        nargs="?",
+        help="another job: what makes the difference between the two plans",
+    )
     parser.add_argument(
         "--on", metavar="NxDEVICE",
         help="the devices, such as 8xh100 (h100: one): a name, a .toml file with the memory of a device as `gib`, or "
