@@ -62,5 +62,4 @@ def _number(text: str) -> int:
 
 def value_at(config: Config, key: str) -> object:
     """The value of a key, as SECTION.KEY."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    return config.value_at(key)

@@ -22,11 +22,6 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
             f"train.compile: expected 'none' with a model of type {settings.model_type!r}, found "
             f"{config.train.compile!r}; transformers says that its layers cannot be compiled as one graph"
         )
-    if config.train.cuda_graph:
-        raise UserError(
-            "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make masks "
-            "whose kind depends on values"
-        )
     if shape.weights == "pretrained":
         opened_files(shape)
 

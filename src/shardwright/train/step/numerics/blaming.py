@@ -50,9 +50,9 @@ def computed_by(trainer: RepeatedTrainer, work: Callable[[], Tensor], rank: int)
     """In words the rank whose own gradient is not finite, or is the largest; None if that cannot be seen.
 
     `work` does forward and backward of the step again. Called by all ranks together, with no gradient left that is
-    still needed. The engines fsdp1 and fsdp2 reduce gradients where no hook sees them, and a CUDA graph calls no hooks.
+    still needed. Some engines reduce gradients where no hook sees them, and a CUDA graph calls no hooks.
     """
-    if trainer.config.parallel.engine in ("fsdp1", "fsdp2") or trainer.config.train.cuda_graph:
+    if not trainer.config.parallel.facts.shows_gradients or trainer.config.train.cuda_graph:
         return None
     trainer.optimizer.zero_grad(set_to_none=True)
     with _own_gradients(trainer.model) as own, replay(trainer), torch.enable_grad():

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import RankGroup
@@ -125,7 +124,7 @@ def _where(
 ) -> tuple[str, set[str]]:
     """In words what is not finite, and the kinds of tensors that have such values."""
     kinds = ("weight", "optimizer", "buffer", "gradient")
-    scaled = isinstance(trainer.model, FSDP1)  # which makes all gradients nan
+    scaled = trainer.config.parallel.facts.clips_not_finite
     text, wrong = first_bad(
         trainer.model, trainer.optimizer, trainer.world.rank, kinds[:3] if scaled else kinds
     )

@@ -1,0 +1,556 @@
+"""Settings that do not go together: a table for each moment at which a job is checked. Nothing here imports torch.
+
+`WITHIN_SECTIONS` and `BETWEEN_SECTIONS` are about every configuration that is read, `STARTED` about a job that starts,
+`NEW` about a run that does not resume, `PLANNED` about a plan. `parallel/model_conflicts.py` has the rows that need the
+model. Elsewhere are checks of one thing: a section checks a key, the class of a shape the numbers of a model, and
+`parallel/checks.py` what ranks divide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from shardwright.extend import strategies
+from shardwright.train.config.catalog.kinds import kind_of
+from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.engines import OWN_KEYS, engines_that
+from shardwright.train.config.sections.all import Sections
+from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.errors import UserError
+
+Job = TypeVar("Job")
+
+
+@dataclass(frozen=True)
+class Conflict(Generic[Job]):
+    """A row of a table.
+
+    Attributes:
+        settings: keys, as SECTION.KEY. The first one has the value that is refused. The message names it and the second
+            one, by key or value.
+        applies: whether a job has these settings.
+        message: what was expected, what was found, why, and the way out; without the key, which comes before it. A
+            text is a template of the job's attributes.
+    """
+
+    settings: tuple[str, ...]
+    applies: Callable[[Job], bool]
+    message: str | Callable[[Job], str]
+
+    @property
+    def sections(self) -> set[str]:
+        return {key.partition(".")[0] for key in self.settings}
+
+    def text(self, job: Job) -> str:
+        """The error of a job to which the row applies, in a line."""
+        message = self.message.format_map(vars(job)) if isinstance(self.message, str) else self.message(job)
+        return f"{self.settings[0]}: {message}"
+
+
+class ConflictError(ValueError):
+    """A job has settings that do not go together.
+
+    Attributes:
+        sections: of these settings.
+        others: keys with refused values in other sections.
+    """
+
+    def __init__(self, message: str, sections: Set[str], others: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.sections, self.others = sections, others
+
+
+def conflict_in(rows: Sequence[Conflict[Job]], job: Job) -> ConflictError | None:
+    """The error for the first row that applies to the job; None if they all go together."""
+    wrong = [row for row in rows if row.applies(job)]
+    if not wrong:
+        return None
+    first, others = wrong[0], []
+    seen = set(first.sections)
+    for row in wrong[1:]:
+        if seen.isdisjoint(row.sections):
+            others.append(row.settings[0])
+            seen |= row.sections
+    return ConflictError(first.text(job), first.sections, others)
+
+
+def refuse(rows: Sequence[Conflict[Job]], job: Job) -> None:
+    """Raises UserError for the first row that applies to the job."""
+    if error := conflict_in(rows, job):
+        raise UserError(str(error))
+
+
+# -- when a configuration is read --------------------------------------------------------------------------------------
+
+
+def _beside_sources(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "data.sources"),
+        lambda c: bool(c.data.sources) and c.changes(key),
+        lambda c: (
+            f"expected it in each of data.sources, found {c.value_at(key)!r} beside them; move it there"
+        ),
+    )
+
+
+def _of_another_checkpointing(key: str, kind: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "activations.checkpoint"),
+        lambda c: c.changes(key) and c.activations.checkpoint != kind,
+        lambda c: (
+            f"only for checkpoint = {kind!r}; with {c.activations.checkpoint!r} expected {c.default_of(key)}, found "
+            f"{c.value_at(key)}"
+        ),
+    )
+
+
+def _of_adapters(name: str) -> Conflict[Sections]:
+    key = f"finetune.{name}"
+    return Conflict(
+        (key, "finetune.method"),
+        lambda c: c.finetune.method == "full" and c.changes(key),
+        lambda c: (
+            f"found {c.value_at(key)!r} with method 'full', which trains all parameters and has no adapters; set "
+            f"finetune.method to 'lora' or 'dora', or leave {name} out"
+        ),
+    )
+
+
+def _of_muon(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "optimizer.name"),
+        lambda c: c.optimizer.name != "muon" and c.changes(key),
+        lambda c: (
+            f"optimizer {c.optimizer.name!r} does not have this key; expected {c.default_of(key)}, found "
+            f"{c.value_at(key)}. Only muon has it"
+        ),
+    )
+
+
+def _of_our_engine(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "parallel.engine"),
+        lambda c: not c.parallel.facts.has_own_keys and c.changes(key),
+        lambda c: (
+            f"expected {c.default_of(key)!r} with engine {c.parallel.engine!r}, found {c.value_at(key)!r}; only the "
+            f"engine {engines_that(lambda engine: engine.has_own_keys)} supports other values"
+        ),
+    )
+
+
+WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
+    *(
+        _beside_sources(f"data.{name}")
+        for name in ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key")
+    ),
+    Conflict(
+        ("data.validation_source", "data.validation_sources"),
+        lambda c: bool(c.data.validation_source and c.data.validation_sources),
+        "expected it in one of data.validation_sources, found {data.validation_source!r} beside them; move it "
+        "there",
+    ),
+    Conflict(
+        ("data.document_mask", "data.packing"),
+        lambda c: c.data.packing == "none" and c.data.document_mask is True,
+        "expected 'auto' with packing 'none', which puts one document in a sample, found true",
+    ),
+    Conflict(
+        ("data.document_mask", "data.packing"),
+        lambda c: c.data.packing == "best_fit" and c.data.document_mask is False,
+        "expected 'auto' with packing 'best_fit', which puts whole documents that nothing else separates in a "
+        "sample, found false; or set data.packing to 'split'",
+    ),
+    Conflict(
+        ("train.epochs", "train.steps"),
+        lambda c: c.train.epochs > 0 and "steps" in c.train.model_fields_set,
+        "expected 0 with train.steps = {train.steps}, found {train.epochs:g}; set one of the two",
+    ),
+    _of_another_checkpointing("activations.every", "layers"),
+    _of_another_checkpointing("activations.budget", "budget"),
+    *(_of_adapters(name) for name in FinetuneConfig.model_fields if name != "method"),
+    Conflict(
+        ("finetune.dropout", "finetune.method"),
+        lambda c: c.finetune.method == "dora" and c.finetune.dropout > 0,
+        "expected 0 with method 'dora', found {finetune.dropout}; or set finetune.method to 'lora'",
+    ),
+    Conflict(
+        ("optimizer.in_backward", "optimizer.name"),
+        lambda c: c.optimizer.in_backward and not c.optimizer.entry.in_backward,
+        lambda c: (
+            f"expected false with optimizer {c.optimizer.name!r}"
+            + (f", which steps whole {c.optimizer.entry.whole}" if c.optimizer.entry.whole else "")
+            + ", found true"
+        ),
+    ),
+    _of_muon("optimizer.momentum"),
+    _of_muon("optimizer.ns_steps"),
+    *(_of_our_engine(f"parallel.{name}") for name in OWN_KEYS),
+    Conflict(
+        ("parallel.keep_float32", "parallel.param_dtype"),
+        lambda c: bool(c.parallel.keep_float32) and c.parallel.param_dtype == "float32",
+        "expected no patterns with param_dtype 'float32', since all parameters are then gathered in float32",
+    ),
+    Conflict(
+        ("parallel.grad_dtype", "parallel.accumulate_dtype"),
+        lambda c: (
+            "auto" not in (own := (c.parallel.grad_dtype, c.parallel.accumulate_dtype)) and len(set(own)) > 1
+        ),
+        "expected 'auto' or accumulate_dtype, {parallel.accumulate_dtype!r}, found {parallel.grad_dtype!r}; "
+        "reduced micro-batches add up in the gradients",
+    ),
+    Conflict(
+        ("parallel.tensor", "parallel.engine"),
+        lambda c: c.parallel.tensor > 1 and not c.parallel.facts.divides_layers,
+        "engine {parallel.engine!r} has no tensor parallelism; expected 1, found {parallel.tensor}",
+    ),
+    Conflict(
+        ("parallel.replicas", "parallel.strategy"),
+        lambda c: strategies.get(c.parallel.strategy).axes == 2 and c.parallel.replicas < 2,
+        "expected at least 2 with strategy {parallel.strategy!r}, found {parallel.replicas}; or set strategy = "
+        "'zero3', which has no replicas",
+    ),
+    Conflict(
+        ("parallel.replicas", "parallel.strategy"),
+        lambda c: strategies.get(c.parallel.strategy).axes is None and c.parallel.replicas > 1,
+        "expected 1 with strategy {parallel.strategy!r}, which treats all ranks alike, found {parallel.replicas}; "
+        "set strategy = 'hsdp' for groups of ranks that each hold a whole model",
+    ),
+    Conflict(
+        ("parallel.reshard_after_forward", "parallel.strategy"),
+        lambda c: (
+            c.parallel.strategy_keeps_parameters
+            and c.parallel.reshard_after_forward not in ("default", "never")
+        ),
+        "strategy {parallel.strategy!r} keeps parameters whole until the optimizer's step; expected 'default' or "
+        "'never', found {parallel.reshard_after_forward!r}",
+    ),
+    Conflict(
+        ("parallel.reshard_after_forward", "parallel.engine"),
+        lambda c: not c.parallel.facts.shards and c.parallel.reshard_after_forward != "default",
+        "expected 'default' with engine {parallel.engine}, which shards nothing, found "
+        "{parallel.reshard_after_forward!r}",
+    ),
+    Conflict(
+        ("parallel.reshard_after_forward", "parallel.engine"),
+        lambda c: (
+            not c.parallel.facts.reshards_to_groups and isinstance(c.parallel.reshard_after_forward, int)
+        ),
+        "engine {parallel.engine!r} does not support a number; expected 'default', 'always' or 'never', found "
+        "{parallel.reshard_after_forward}",
+    ),
+)
+"""Settings of one section, in any configuration."""
+
+
+def _rewinds(key: str) -> tuple[Conflict[Sections], ...]:
+    """`key`: says what a run does about a fault."""
+    return (
+        Conflict(
+            (key, "checkpoint.every"),
+            lambda c: c.value_at(key) == "rewind" and not c.checkpoint.every,
+            "expected another value than 'rewind' with checkpoint.every = 0; there is no checkpoint to go back to",
+        ),
+        Conflict(
+            ("fault.rewind_steps", key, "train.steps"),
+            lambda c: (
+                c.value_at(key) == "rewind" and c.fault.rewind_steps >= c.train.steps and not c.train.epochs
+            ),
+            lambda c: (
+                f"expected less than train.steps = {c.train.steps} with {key} = 'rewind', found "
+                f"{c.fault.rewind_steps}; no checkpoint would be old enough"
+            ),
+        ),
+        Conflict(
+            (key, "optimizer.in_backward"),
+            lambda c: c.value_at(key) == "skip" and c.optimizer.in_backward,
+            "expected 'rewind' or the default with optimizer.in_backward, found 'skip'; the weights are already "
+            "updated when the loss of all ranks is known",
+        ),
+    )
+
+
+def _with_float8(key: str, expected: object, gathered: bool = False) -> Conflict[Sections]:
+    """`gathered`: only if weights are gathered in float8."""
+    return Conflict(
+        (key, "train.float8"),
+        lambda c: (
+            (c.gathers_float8 if gathered else c.train.float8 != "none") and c.value_at(key) != expected
+        ),
+        lambda c: f"expected {expected!r} with train.float8 = {c.train.float8!r}, found {c.value_at(key)!r}",
+    )
+
+
+def _longest(config: Sections) -> int | None:
+    return config.model.shape().max_seq_len
+
+
+BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("train.seq_len", "model.max_seq_len"),
+        lambda c: (longest := _longest(c)) is not None and c.train.seq_len > longest,
+        lambda c: (
+            "expected at most "
+            + (
+                f"model.max_seq_len = {_longest(c)}"
+                if "max_seq_len" in kind_of(c.model.shape()).numbers
+                else f"{_longest(c)}, the positions that the model has"
+            )
+            + f", found {c.train.seq_len}"
+        ),
+    ),
+    Conflict(
+        ("train.seq_len", "model.mtp_pattern"),
+        lambda c: (
+            isinstance(shape := c.model.shape(), HybridConfig)
+            and bool(shape.mtp_pattern)
+            and c.train.seq_len < 2
+        ),
+        "expected at least 2 with a model.mtp_pattern, found 1",
+    ),
+    Conflict(
+        ("train.cuda_graph", "parallel.engine"),
+        lambda c: c.train.cuda_graph and not c.parallel.facts.captures_graphs,
+        "expected false with parallel.engine {parallel.engine!r}, found true; only steps of the engine "
+        f"{engines_that(lambda engine: engine.captures_graphs)} can be captured",
+    ),
+    *_rewinds("fault.on_non_finite"),
+    *_rewinds("fault.on_spike"),
+    Conflict(
+        ("checkpoint.keep_best", "validation.every", "checkpoint.every"),
+        lambda c: (
+            c.checkpoint.keep_best.startswith("validation_")
+            and bool(not c.validation.every or c.checkpoint.every % c.validation.every)
+        ),
+        "expected a validation at each checkpoint for {checkpoint.keep_best!r}, found validation.every = "
+        "{validation.every} and checkpoint.every = {checkpoint.every}; make checkpoint.every a multiple of "
+        "validation.every",
+    ),
+    Conflict(
+        ("optimizer.in_backward", "parallel.engine"),
+        lambda c: c.optimizer.in_backward and not c.parallel.facts.steps_in_backward,
+        "expected false with parallel.engine {parallel.engine!r}, found true; only the engine "
+        f"{engines_that(lambda engine: engine.steps_in_backward)} steps in backward",
+    ),
+    Conflict(
+        ("train.max_norm", "optimizer.in_backward"),
+        lambda c: c.optimizer.in_backward and c.train.max_norm > 0,
+        "expected 0 with optimizer.in_backward, found {train.max_norm}; the norm of all gradients is known only "
+        "when backward is over, and the first gradients are already used and freed then",
+    ),
+    Conflict(
+        ("train.cuda_graph", "optimizer.in_backward"),
+        lambda c: c.optimizer.in_backward and c.train.cuda_graph,
+        "expected false with optimizer.in_backward, found true; the optimizer steps outside the graph",
+    ),
+    Conflict(
+        ("parallel.tensor", "finetune.method"),
+        lambda c: c.finetune.method != "full" and c.parallel.tensor > 1,
+        "expected 1 with finetune.method = {finetune.method!r}, found {parallel.tensor}; adapters are not cut over "
+        "tensor-parallel ranks",
+    ),
+    Conflict(
+        ("parallel.engine", "finetune.method"),
+        lambda c: c.finetune.method != "full" and c.parallel.facts.flattens,
+        f"expected {engines_that(lambda engine: not engine.flattens, style=repr)} with "
+        "finetune.method = {finetune.method!r}, found {parallel.engine!r}; it keeps frozen and trained parameters in "
+        "one flat parameter",
+    ),
+    Conflict(
+        ("train.float8", "finetune.method"),
+        lambda c: c.finetune.method != "full" and c.train.float8 != "none",
+        "expected 'none' with finetune.method = {finetune.method!r}, found {train.float8!r}; layers in float8 have no "
+        "adapters",
+    ),
+    Conflict(
+        ("train.cuda_graph", "finetune.dropout"),
+        lambda c: c.finetune.dropout > 0 and c.train.cuda_graph,
+        "expected false with finetune.dropout, found true; the numbers of the samples change between "
+        "micro-batches of one graph",
+    ),
+    Conflict(
+        ("finetune.base_dtype", "parallel.engine"),
+        lambda c: c.finetune.base_dtype != "float32" and not c.parallel.facts.casts_weights,
+        "expected 'float32' with parallel.engine {parallel.engine!r}, found {finetune.base_dtype!r}; this engine "
+        "computes with weights in the precision in which they are stored",
+    ),
+    Conflict(
+        ("parallel.offload", "train.cuda_graph"),
+        lambda c: c.train.cuda_graph and c.parallel.offload != "none",
+        "expected 'none' with train.cuda_graph, found {parallel.offload!r}; the host takes part in a step with "
+        "offload",
+    ),
+    Conflict(
+        ("parallel.grad_dtype", "optimizer.name"),
+        lambda c: c.parallel.grad_dtype not in ("auto", "float32") and not c.optimizer.entry.any_gradients,
+        "expected 'auto' with optimizer.name {optimizer.name!r}, which takes only float32 gradients, found "
+        "{parallel.grad_dtype!r}; use adamw8bit for other dtypes",
+    ),
+    Conflict(
+        ("activations.checkpoint", "train.compile"),
+        lambda c: c.activations.checkpoint == "budget" and c.train.compile != "inductor",
+        "expected train.compile = 'inductor' with 'budget', found {train.compile!r}; only the compiler knows "
+        "which activations a block keeps. Or use 'ops'",
+    ),
+    Conflict(
+        ("train.compile", "parallel.engine"),
+        lambda c: c.train.compile != "none" and bool(c.parallel.facts.no_compile),
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {train.compile!r}; "
+        "{parallel.facts.no_compile}",
+    ),
+    Conflict(
+        ("train.compile", "parallel.engine", "parallel.tensor"),
+        lambda c: (
+            c.train.compile != "none"
+            and c.parallel.tensor > 1
+            and bool(c.parallel.facts.no_compile_with_tensor)
+        ),
+        "expected 'none' with parallel.engine {parallel.engine!r} and parallel.tensor = {parallel.tensor}, found "
+        "{train.compile!r}; {parallel.facts.no_compile_with_tensor}",
+    ),
+    Conflict(
+        ("train.float8", "train.micro_batch", "train.seq_len"),
+        lambda c: c.train.float8 != "none" and c.train.micro_batch_tokens % 16 > 0,
+        "expected 'none' with {train.micro_batch_tokens} tokens in a micro-batch, found {train.float8!r}; the number "
+        "of tokens must be a multiple of 16",
+    ),
+    _with_float8("parallel.param_dtype", "bfloat16"),
+    _with_float8("parallel.tensor", 1),
+    _with_float8("parallel.expert", 1),
+    _with_float8("train.cuda_graph", False),
+    _with_float8("optimizer.name", "adamw", gathered=True),
+    _with_float8("parallel.offload", "none", gathered=True),
+    _with_float8("parallel.full_precision_in_eval", False, gathered=True),
+    Conflict(
+        ("train.float8", "parallel.engine"),
+        lambda c: c.train.float8 != "none" and c.parallel.facts.flattens,
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {train.float8!r}; its weights are flat",
+    ),
+    Conflict(
+        ("optimizer.name", "parallel.engine"),
+        lambda c: bool(c.optimizer.entry.whole) and not c.parallel.facts.steps_whole,
+        "{optimizer.name} needs whole {optimizer.entry.whole}, and only the engine "
+        f"{engines_that(lambda engine: engine.shards and engine.steps_whole)} supports that on shards; expected "
+        "'adamw' with parallel.engine {parallel.engine!r}, found {optimizer.name!r}",
+    ),
+    Conflict(
+        ("validation.every", "data.validation_fraction"),
+        lambda c: c.validation.every > 0 and not c.data.validates,
+        "expected 0, since data.validation_fraction = 0 leaves no text to validate on, found {validation.every}; "
+        "or set data.validation_source",
+    ),
+)
+"""Settings of several sections, in any configuration."""
+
+
+# -- when a run starts or is planned -----------------------------------------------------------------------------------
+
+
+def _divided(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "model.kind"),
+        lambda c: c.value_at(key) > 1 and c.model.kind in ("hf", "python"),
+        lambda c: (
+            f"expected 1 with model.kind {c.model.kind!r}, found {c.value_at(key)}; only the kinds llama and hybrid "
+            "have a plan that divides layers"
+        ),
+    )
+
+
+def _with_experts(key: str, expected: object, why: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "parallel.expert"),
+        lambda c: c.parallel.expert > 1 and c.value_at(key) != expected,
+        lambda c: (
+            f"expected {expected!r} with parallel.expert = {c.parallel.expert}, found {c.value_at(key)!r}; {why}"
+        ),
+    )
+
+
+def _experts(config: Sections) -> str:
+    """The pattern of a model with experts; empty for other models."""
+    shape = config.model.shape()
+    pattern = shape.pattern + shape.mtp_pattern if isinstance(shape, HybridConfig) else ""
+    return pattern if "E" in pattern else ""
+
+
+STARTED: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("parallel.reduce_dtype", "parallel.engine"),
+        lambda c: c.parallel.reduce_dtype != "float32" and not c.parallel.facts.reduces_low,
+        "expected float32 with engine {parallel.engine}, found {parallel.reduce_dtype}",
+    ),
+    _divided("parallel.tensor"),
+    _divided("parallel.expert"),
+    Conflict(
+        ("parallel.tensor", "optimizer.name"),
+        lambda c: c.parallel.tensor > 1 and bool(c.optimizer.entry.whole),
+        "expected 1 with optimizer {optimizer.name!r}, which needs tensors or blocks that are not cut, found "
+        '{parallel.tensor}; or set optimizer.name = "adamw"',
+    ),
+    Conflict(
+        ("parallel.tensor", "train.cuda_graph"),
+        lambda c: c.parallel.tensor > 1 and c.train.cuda_graph,
+        "expected 1 with train.cuda_graph, found {parallel.tensor}; leave train.cuda_graph at its default",
+    ),
+    Conflict(
+        ("parallel.expert", "model.pattern"),
+        lambda c: c.parallel.expert > 1 and not _experts(c),
+        "expected 1 for a model without experts, found {parallel.expert}",
+    ),
+    _with_experts("train.cuda_graph", False, "sizes depend on the routing"),
+    _with_experts("train.compile", "none", "sizes depend on the routing"),
+    Conflict(
+        ("optimizer.name", "parallel.expert"),
+        lambda c: c.parallel.expert > 1 and bool(c.optimizer.entry.whole),
+        "expected 'adamw' with parallel.expert = {parallel.expert}, found {optimizer.name!r}; it needs tensors or "
+        "blocks that are not cut",
+    ),
+    Conflict(
+        ("train.compile", "parallel.param_dtype", "model.pattern"),
+        lambda c: c.train.compile != "none" and c.parallel.param_dtype == "float32" and bool(_experts(c)),
+        lambda c: (
+            f"expected none for a pattern with experts, {_experts(c)!r}, in float32, found {c.train.compile!r}; torch "
+            "compiles grouped matrix products only in bfloat16: set parallel.param_dtype to bfloat16"
+        ),
+    ),
+    Conflict(
+        ("train.cuda_graph", "model.kind"),
+        lambda c: c.train.cuda_graph and c.model.kind == "hf",
+        "expected false with model.kind 'hf', found true; models of transformers make masks whose kind depends on "
+        "values",
+    ),
+)
+"""Settings of a job that starts or is planned, checked on each rank, too. Commands that only read a run take them."""
+
+NEW: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("parallel.engine", "finetune.adapters"),
+        lambda c: bool(c.finetune.adapters) and not c.parallel.facts.reads_adapters,
+        f"expected {engines_that(lambda engine: engine.reads_adapters, style=repr)} with finetune.adapters, found "
+        "{parallel.engine!r}, into whose parameters no files of adapters are read; choose another engine",
+    ),
+)
+"""Settings of a run that does not resume. It begins with adapters from files."""
+
+PLANNED: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("train.float8",),
+        lambda c: c.train.float8 != "none" and importlib.util.find_spec("torchao") is None,
+        "a plan with {train.float8!r} needs torchao, found none; install the extra float8",
+    ),
+    Conflict(
+        ("train.cuda_graph",),
+        lambda c: c.train.cuda_graph,
+        "a plan covers false, found true; plan with --train.cuda_graph false",
+    ),
+    Conflict(
+        ("parallel.engine",),
+        lambda c: not c.parallel.facts.is_planned,
+        f"a plan covers {engines_that(lambda engine: engine.is_planned, 'and', repr)}, found "
+        "{parallel.engine!r}",
+    ),
+)
+"""Settings of a job that is planned."""
