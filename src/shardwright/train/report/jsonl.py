@@ -17,7 +17,7 @@ from shardwright.strict_json import not_finite, strict_json
 from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
-from shardwright.train.run.writing import writing
+from shardwright.train.run.writing import replace_text, writing
 
 MAPPINGS = ("extra_losses", "metrics", "validation_metrics")
 """The keys of a step whose values are objects of numbers."""
@@ -106,12 +106,7 @@ def drop_after(
             stream.write(gone if gone.endswith("\n") else gone + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    replace_text(path, kept)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -62,27 +62,32 @@ def _is_any(error: BaseException, *numbers: int) -> bool:
     )
 
 
-def write_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Replace the file at `path`. Readers see the old text or the new text, never a part, also after a power cut.
 
     Several processes may do so at the same time, as ranks whose job fails. The last one's text stays.
     """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(3)}{_NEW}")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())  # else a power cut may leave an empty file under the name
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `replace_text`, for a file in the folder of a run. Raises UserError if the write fails."""
     with writing(path):
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(3)}{_NEW}")
-        try:
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())  # else a power cut may leave an empty file under the name
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        replace_text(path, text)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes have left here that were killed inside :func:`write_text`. Nobody else may write."""
+    """Remove what processes have left here that were killed inside :func:`replace_text`. Nobody else may write."""
     for temporary in folder.glob(f"*.??????{_NEW}"):
         with suppress(OSError):
             temporary.unlink()

@@ -42,7 +42,7 @@ from shardwright.train.data.tokens.workers import encoded
 from shardwright.train.errors import UserError
 from shardwright.train.launch.progress import patience
 from shardwright.train.run.lock import UNSUPPORTED
-from shardwright.train.run.writing import writing
+from shardwright.train.run.writing import replace_text, writing
 
 FORMAT = 3  #: of the folders and of how tokens are made: older folders are then not used
 WORTH_A_PROCESS = 4 << 20  #: bytes of data: fewer do not pay for the start of a process
@@ -174,7 +174,7 @@ def content_digest(place: DataFile, cache: Path, advanced: Callable[[], None] = 
     if now - facts["mtime_ns"] > _RECENT:
         with writing(cache, "data.cache"):
             note.parent.mkdir(exist_ok=True)
-            _replace_json(note, {"path": place.path, "identity": facts, "sha256": digest})
+            replace_text(note, strict_json({"path": place.path, "identity": facts, "sha256": digest}))
     return digest
 
 
@@ -206,13 +206,6 @@ def _digest_of_pydoc() -> str:
     from pydoc_data.topics import topics
 
     return hashlib.sha256(json.dumps(topics).encode()).hexdigest()
-
-
-def _replace_json(path: Path, content: object) -> None:
-    """Like `write_json`, for a file that several processes may replace at once."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(strict_json(content), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # -- one process at a time ---------------------------------------------------------------------------------------------

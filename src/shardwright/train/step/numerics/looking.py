@@ -22,7 +22,7 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
-from shardwright.train.step.numerics.blaming import computed_by
+from shardwright.train.step.numerics.blaming import computed_by, hooks_see_gradients
 from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
 from shardwright.train.step.numerics.verifying import verify_copies
@@ -137,7 +137,10 @@ def _where(
         if trainer.world.size == 1:
             parts = [parts[0].removeprefix("reduced ")]
         else:
-            parts = _with_rank(parts[0], wrong, computed_by(trainer, work, trainer.world.rank))
+            computed = None
+            if hooks_see_gradients(trainer.config):
+                computed = computed_by(trainer.model, trainer.optimizer, work, trainer.world.rank)
+            parts = _with_rank(parts[0], wrong, computed)
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
 
 
