@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 
 from shardwright.extend import strategies
 from shardwright.train.config.catalog.kinds import kind_of
-from shardwright.train.config.catalog.presets import HybridConfig
 from shardwright.train.config.engines import OWN_KEYS, engines_that
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
 
 Job = TypeVar("Job")

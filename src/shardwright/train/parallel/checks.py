@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from shardwright.train.config import Config, TrainConfig
 from shardwright.train.config.catalog.kinds import offers_of, uneven
-from shardwright.train.config.catalog.presets import HybridConfig
 from shardwright.train.config.conflicts import STARTED, refuse
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
+from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.data.sources.places import locate
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.launch.environment import choose_device, under_launcher

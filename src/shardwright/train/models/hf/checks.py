@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.transformers_model import config_of, opened_files
 
