@@ -17,8 +17,8 @@ import pytest
 from pydantic import ValidationError
 
 from shardwright.train.config import Config, conflicts
-from shardwright.train.config.conflicts import Conflict, conflict_in
 from shardwright.train.config.keys import field_at
+from shardwright.train.config.refusals import Conflict, conflict_in
 from shardwright.train.config.registered import registry_of
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.errors import UserError

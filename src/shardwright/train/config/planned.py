@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.train.config.conflicts import PLANNED, refuse
+from shardwright.train.config.conflicts import PLANNED
+from shardwright.train.config.refusals import refuse
 from shardwright.train.config.schema import Config
 
 

@@ -54,9 +54,9 @@ class ShardwrightEngine(UnitEngine):
             raise UserError(f"parallel.memory: found {config.memory!r}. {error}") from error
 
     def spread(self, model: LanguageModel, ranks: Ranks) -> nn.Module:
-        spread = super().spread(model, ranks)
-        self._check_memory(cast(sw.FSDPModule, spread))
-        return spread
+        sharded = super().spread(model, ranks)
+        self._check_memory(cast(sw.FSDPModule, sharded))
+        return sharded
 
     def give_values(self, model: nn.Module, device: torch.device, reads: bool) -> None:
         """Read or draw the weights straight into their shards, tensor by tensor. Tables follow them to the device."""

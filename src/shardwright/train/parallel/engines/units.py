@@ -28,6 +28,7 @@ class UnitEngine(Engine):
         """Arguments of `fully_shard` for every unit."""
 
     def shard_root(self, model: LanguageModel, reshard: bool, options: dict[str, Any]) -> None:
+        """Make the last unit, of what the other ones leave."""
         self.shard(model, reshard, options)
 
     def spread(self, model: LanguageModel, ranks: Ranks) -> nn.Module:

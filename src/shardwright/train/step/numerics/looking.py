@@ -13,32 +13,26 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
-from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.world import World
-from shardwright.train.run.position import Position
 from shardwright.train.step.numerics.blaming import computed_by, hooks_see_gradients
 from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
-from shardwright.train.step.numerics.verifying import verify_copies
+from shardwright.train.step.numerics.verifying import VerifiedTrainer, verify_copies
 
 ADVICE = "try a lower optimizer.lr or a longer optimizer.warmup_steps"
 """Advice that may help against any fault."""
 
 
-class CheckedTrainer(Protocol):
+class CheckedTrainer(VerifiedTrainer, Protocol):
     """Attributes of a trainer that this module reads."""
 
-    config: Config
     world: World
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    position: Position
 
 
 def flag(norm: Tensor | None, device: torch.device) -> Tensor:
