@@ -16,9 +16,11 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
-from shardwright.train.config import Config, conflicts
+from shardwright.train.config import Config
+from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
+from shardwright.train.config.conflicts.jobs import NEW, PLANNED, STARTED
+from shardwright.train.config.conflicts.table import Conflict, conflict_in
 from shardwright.train.config.keys import field_at
-from shardwright.train.config.refusals import Conflict, conflict_in
 from shardwright.train.config.registered import registry_of
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.errors import UserError
@@ -42,7 +44,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"train.cuda_graph": True},
     {"model.kind": "hf", "model.weights": "random"},
 )
-READ = conflicts.WITHIN_SECTIONS + conflicts.BETWEEN_SECTIONS
+READ = WITHIN_SECTIONS + BETWEEN_SECTIONS
 
 
 def names(rows: Sequence[Conflict[Any]]) -> list[str]:
@@ -114,7 +116,7 @@ def is_named(key: str, job: Any, message: str) -> bool:
 
 @pytest.mark.parametrize("row", READ, ids=names(READ))
 def test_a_configuration_is_refused_when_it_is_read(row: Conflict[Sections], tmp_path: Path) -> None:
-    rows = conflicts.WITHIN_SECTIONS if row in conflicts.WITHIN_SECTIONS else READ
+    rows = WITHIN_SECTIONS if row in WITHIN_SECTIONS else READ
     tables, job, message = first_job(row, rows, tmp_path)
     assert len(row.settings) >= 2 and all(is_named(key, job, message) for key in row.settings[:2])
     with pytest.raises(ValidationError) as error:
@@ -122,16 +124,16 @@ def test_a_configuration_is_refused_when_it_is_read(row: Conflict[Sections], tmp
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("row", conflicts.STARTED, ids=names(conflicts.STARTED))
+@pytest.mark.parametrize("row", STARTED, ids=names(STARTED))
 def test_a_job_is_refused_before_it_starts(row: Conflict[Sections], tmp_path: Path) -> None:
-    _, job, message = first_job(row, conflicts.STARTED, tmp_path, Config)
+    _, job, message = first_job(row, STARTED, tmp_path, Config)
     assert len(row.settings) >= 2 and all(is_named(key, job, message) for key in row.settings[:2])
     with pytest.raises(UserError) as error:
         check_division(job, 2)
     assert str(error.value) == message
 
 
-OTHERS: tuple[Conflict[Sections], ...] = conflicts.NEW + conflicts.PLANNED
+OTHERS: tuple[Conflict[Sections], ...] = NEW + PLANNED
 
 
 @pytest.mark.parametrize("row", OTHERS, ids=names(OTHERS))
@@ -139,7 +141,7 @@ def test_a_new_run_or_a_plan_is_refused(
     row: Conflict[Sections], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no torchao
-    rows = conflicts.NEW if row in conflicts.NEW else conflicts.PLANNED
+    rows = NEW if row in NEW else PLANNED
     _, job, message = first_job(row, rows, tmp_path)
     assert all(is_named(key, job, message) for key in row.settings)
 
@@ -165,5 +167,5 @@ def test_a_model_is_refused_that_was_built(row: Conflict[BuiltJob], tmp_path: Pa
 
 
 def test_settings_of_rows_exist() -> None:
-    rows: tuple[Conflict[Any], ...] = (*READ, *conflicts.STARTED, *OTHERS, *BUILT)
+    rows: tuple[Conflict[Any], ...] = (*READ, *STARTED, *OTHERS, *BUILT)
     assert all(field_at(key.split(".")) is not None for row in rows for key in row.settings)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 from shardwright import train
-from shardwright.train.config.engines import ENGINES, EngineName, engines_that
+from shardwright.train.config.catalog.engines import ENGINES, EngineName, engines_that
 from shardwright.train.config.sections.parallel import ParallelConfig
 from shardwright.train.parallel.engines import CLASSES, engine_of
 
 TRAIN = Path(train.__file__).parent
-OWN = {"config/engines.py", "parallel/engines/__init__.py"}
+OWN = {"config/catalog/engines.py", "parallel/engines/__init__.py"}
 
 
 def test_each_name_has_a_row_and_a_class() -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.train.config import Config
-from shardwright.train.config.engines import ENGINES, engines_that
+from shardwright.train.config.catalog.engines import ENGINES, engines_that
 from shardwright.train.errors import UserError
 from shardwright.train.report import console, jsonl, plots
 from shardwright.train.run.folder import RunFolder, open_for_writing

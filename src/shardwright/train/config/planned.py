@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.train.config.conflicts import PLANNED
-from shardwright.train.config.refusals import refuse
+from shardwright.train.config.conflicts.jobs import PLANNED
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.schema import Config
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationInfo, model_validator
 
-from shardwright.train.config.conflicts import BETWEEN_SECTIONS, WITHIN_SECTIONS
+from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
+from shardwright.train.config.conflicts.table import ConflictError, conflict_in
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.refusals import ConflictError, conflict_in
 from shardwright.train.config.sections.all import Sections
 
 

@@ -11,8 +11,8 @@ from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
-from shardwright.train.config.conflicts import NEW
-from shardwright.train.config.refusals import refuse
+from shardwright.train.config.conflicts.jobs import NEW
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base

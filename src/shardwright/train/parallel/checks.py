@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from shardwright.train.config import Config, TrainConfig
 from shardwright.train.config.catalog.kinds import offers_of, uneven
-from shardwright.train.config.conflicts import STARTED
+from shardwright.train.config.conflicts.jobs import STARTED
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.refusals import refuse
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.data.sources.places import locate

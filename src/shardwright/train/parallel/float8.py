@@ -1,6 +1,6 @@
 """Matrix products of blocks in float8, by torchao: where they can be had, which layers, and what a step needs.
 
-torchao is imported only where `[train] float8` asks for it. `config/conflicts.py` has the settings that
+torchao is imported only where `[train] float8` asks for it. `config/conflicts` has the settings that
 do not go together with it.
 """
 

@@ -13,9 +13,9 @@ import psutil
 
 from shardwright.extend.strategies import resolve
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import kind_of, sizes_of
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.engines import engines_that
 from shardwright.train.errors import UserError
 
 STORED = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.train.config import Config
-from shardwright.train.config.refusals import Conflict, refuse
+from shardwright.train.config.conflicts.table import Conflict, refuse
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
 

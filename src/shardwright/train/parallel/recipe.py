@@ -1,6 +1,6 @@
 """The recipe that makes a model parallel: built, its layers divided, its parameters spread by an engine, its optimizer.
 
-No call differs between engines here: those are methods of `engines`. `checks` and `config/conflicts.py` refuse settings
+No call differs between engines here: those are methods of `engines`. `checks` and `config/conflicts` refuse settings
 that an engine does not have.
 """
 

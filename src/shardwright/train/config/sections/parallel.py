@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shardwright.extend import layouts, memories, strategies
-from shardwright.train.config.engines import ENGINES, EngineFacts, EngineName
+from shardwright.train.config.catalog.engines import ENGINES, EngineFacts, EngineName
 from shardwright.train.config.registered import OneOf, summaries
 from shardwright.train.config.sections.base import DType, Section
 

@@ -1,12 +1,12 @@
 """The engines: a class for each name of `[parallel] engine`, with the calls of a job in which engines differ.
 
-`engine_of` chooses one. `config/engines.py` has the facts that are known without importing an engine.
+`engine_of` chooses one. `config/catalog/engines.py` has the facts that are known without importing an engine.
 """
 
 from __future__ import annotations
 
 from shardwright.train.config import ParallelConfig
-from shardwright.train.config.engines import EngineName
+from shardwright.train.config.catalog.engines import EngineName
 from shardwright.train.parallel.engines.base import Engine
 from shardwright.train.parallel.engines.shardwright import ShardwrightEngine
 from shardwright.train.parallel.engines.torch_engines import DDPEngine, FSDP1Engine, FSDP2Engine, PlainEngine

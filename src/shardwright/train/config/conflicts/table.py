@@ -1,6 +1,6 @@
 """A table of settings that do not go together, and the error for the first row that a job meets.
 
-The tables are in `conflicts` and in `parallel/model_conflicts.py`. Nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
