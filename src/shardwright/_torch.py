@@ -738,6 +738,17 @@ def backend_for(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:
+    """The ranks of the group among the arguments of a collective, which is an object or a name. Empty: there is none."""
+    for each in arguments:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            each = dist.ProcessGroup.unbox(each).group_name
+        if isinstance(each, str):
+            with suppress(Exception):
+                return dist.get_process_group_ranks(_c10d._resolve_process_group(each))
+    return []
+
+
 def timeout_of(backend: Any) -> timedelta:
     """The timeout after which collectives of a backend stop waiting for other ranks."""
     options = getattr(backend, "options", None)

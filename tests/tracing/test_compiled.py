@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwright as sw
-from shardwright.planner.program import Alloc, Program
+from shardwright.planner.program import Alloc, Kernel, Program
 from shardwright.tracing.trace import trace
 from shardwright.tracing.training import watch_training
 
@@ -158,3 +158,30 @@ def test_a_graph_for_several_shapes_has_the_sizes_of_each_call() -> None:
     sizes = {event.nbytes for event in program.events[start:] if isinstance(event, Alloc)}
     assert {length * 64 * 4 for length in lengths} <= sizes
     assert [each.shape[0] for each in kept] == list(lengths)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x).view(*x.shape[:2], 3, 2, 64).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.extensive("compiles for each", but=("one",))
+@pytest.mark.parametrize("lengths", [(64,), (64, 96, 128)], ids=["one", "several"])
+def test_a_recomputed_block_with_a_generators_state(lengths: tuple[int, ...]) -> None:
+    """The state has a symbol for its size, and the graph is made for one shape for all that."""
+    layer = Attention().bfloat16()
+    function = torch.compile(partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False))
+    with trace(2) as recorder:
+        for length in lengths:
+            function(torch.empty(16, length, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        names = [event.name for event in recorder.program().events if isinstance(event, Kernel)]
+    assert any(name.startswith("fused_") for name in names)
+    assert names.count("_scaled_dot_product_flash_attention") == 2 * len(lengths)
+    if len(lengths) == 1:
+        assert not {"add", "mul", "convert_element_type"} & set(names)

@@ -6,6 +6,7 @@ Command line, help, errors, tables of the docs and matrices of the tests read th
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -192,7 +193,7 @@ class Registry(Generic[T]):
         return f"one of {', '.join(self.names())}, or an import path (package.module:NAME)"
 
     def _offered(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self.group)}
+        return _entry_points(self.group, tuple(sys.path))
 
     def _load(self, name: str, point: EntryPoint) -> Any:
         return _load(f"{self.what} {name!r}", point)
@@ -205,6 +206,12 @@ class Registry(Generic[T]):
                 f"{self.what} {name!r}: expected a {self.kind.__name__} at {point.value}, found {found}"
             )
         return value
+
+
+@functools.cache
+def _entry_points(group: str, folders: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Those of the packages in folders of ``sys.path``, whose files take a tenth of a second to read."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def import_value(what: str, path: str) -> Any:

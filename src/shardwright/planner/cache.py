@@ -27,7 +27,7 @@ from shardwright.planner.program import (
     Wait,
 )
 
-FORMAT = 1  #: changes with the content of the files
+FORMAT = 2  #: changes with the content of the files
 KEPT = 64  #: files; the oldest ones are removed
 
 
@@ -144,8 +144,8 @@ _LETTERS: dict[type, str] = {
 def _decoded(values: dict[str, Any]) -> Program:
     words: Sequence[str] = values["words"]
     kernels = [
-        Kernel(name, stream, nbytes, tuple(map(tuple, shapes)), dtype)
-        for name, stream, nbytes, shapes, dtype in values["kernels"]
+        Kernel(name, stream, nbytes, tuple(map(tuple, shapes)), dtype, tuple(group))
+        for name, stream, nbytes, shapes, dtype, group in values["kernels"]
     ]
     after = iter(values["numbers"])
     take = after.__next__

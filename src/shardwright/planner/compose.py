@@ -104,7 +104,7 @@ class _Read:
                 exact, kind = (1, self.exact[refers]), (1, self.kinds[refers])
             elif isinstance(event, Kernel):
                 exact = event
-                kind = 2, event.name, event.stream, event.dtype, tuple(map(len, event.shapes))
+                kind = 2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes))
                 values = event.nbytes, *(size for shape in event.shapes for size in shape)
             elif isinstance(event, Mark):
                 marked[event.number] = i

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 #: Phases between steps.
 VALIDATION, SAVE = "validation", "save"
+STEP = "step"  #: the phase in which each step of a trainer begins; another one follows at once
 HOST = "host"  #: in place of a stream: the block is in the host's memory
 
 
@@ -39,9 +40,11 @@ class Kernel(NamedTuple):
 
     name: str
     stream: str
-    nbytes: int  #: read and written
-    shapes: tuple[tuple[int, ...], ...]
+    nbytes: int  #: of its tensors
+    shapes: tuple[tuple[int, ...], ...]  #: of the first ones
     dtype: str
+    #: Of a collective the number of ranks, and how far apart neighbours are.
+    group: tuple[int, int] = (1, 1)
 
 
 class Mark(NamedTuple):

@@ -80,7 +80,13 @@ class _OneByOne:
     def __call__(self, arguments: list[Any]) -> Any:
         inputs = list(arguments)
         arguments.clear()
-        return torch.fx.Interpreter(self._graph).run(*inputs)
+        return _Interpreter(self._graph).run(*inputs)
+
+
+class _Interpreter(torch.fx.Interpreter):
+    def run_node(self, n: Node) -> Any:
+        plain = _PLAIN.get(name_of(n)) if n.op == "call_function" else None
+        return super().run_node(n) if plain is None else plain(*self.map_nodes_to_values(n.args, n))
 
 
 class _HollowGraph:

@@ -257,12 +257,19 @@ def _in_order(groups: list[_Group]) -> list[_Group]:
 
 
 def has_symbols(graph: GraphModule) -> bool:
-    """Whether sizes in a graph are symbols: it was made for several shapes."""
-    values = [node.meta.get("val") for node in graph.graph.nodes]
+    """Whether sizes in a graph are symbols: it was made for several shapes. A generator's state, which a recomputation
+    needs, has a symbol in each graph."""
+    values = [node.meta.get("val") for node in graph.graph.nodes if not _is_state_of_generator(node)]
     sizes = [
         size for value in values if isinstance(value, Tensor) for size in (*value.shape, *value.stride())
     ]
     return any(isinstance(each, torch.SymInt) for each in (*values, *sizes))
+
+
+def _is_state_of_generator(node: Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    saved = isinstance(source, Node) and name_of(source) == "run_and_save_rng_state" and node.args[1] == 0
+    return saved or any(name_of(each) == "run_with_rng_state" and each.args[0] is node for each in node.users)
 
 
 def base_of(node: Node) -> Node:

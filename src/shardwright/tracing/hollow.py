@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes
+from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes, ranks_of_collective
 from shardwright.planner.program import HOST
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
@@ -192,7 +192,10 @@ class Hollow(TorchDispatchMode):
             out = self._make(result, form, line)
         if self._on_gpu:
             self._take_workspaces(form.name, args, line)
-        self._note(form, tensors, out)
+        if form.namespace == "_c10d_functional":
+            self._note(form._replace(name=f"c10d.{form.name}"), tensors, out, _group_of(args, kwargs))
+        else:
+            self._note(form, tensors, out)
         return out
 
     def _take_workspaces(self, name: str, args: Any, noted: _Line | None) -> None:
@@ -323,7 +326,9 @@ class Hollow(TorchDispatchMode):
             elif not each.is_meta and each.untyped_storage().nbytes() > SMALL:
                 self._recorder.note_computed(each)
 
-    def _note(self, form: _Form, tensors: list[Tensor], out: Any) -> None:
+    def _note(
+        self, form: _Form, tensors: list[Tensor], out: Any, group: tuple[int, int] = (1, 1)
+    ) -> None:
         outs: list[Tensor] = []
         if not form.writes:
             _collect(out, outs)
@@ -334,11 +339,13 @@ class Hollow(TorchDispatchMode):
             nbytes,
             tuple(tuple(each.shape) for each in (*tensors[:4], *outs[:1])),
             str(first.dtype).removeprefix("torch.") if first is not None else "",
+            group,
         )
 
     def _communicate(self, func: Any, form: _Form, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """A collective of a group whose other ranks do not exist. Large tensors keep what they have."""
-        self._note(form._replace(writes=((0, "", False),), name=f"c10d.{form.name}"), tensors, None)
+        named = form._replace(writes=((0, "", False),), name=f"c10d.{form.name}")
+        self._note(named, tensors, None, _group_of(args, kwargs))
         divides = any(
             map(_are_sizes, args)
         )  # an all-to-all, which the group refuses if this rank sends nothing
@@ -350,6 +357,12 @@ class Hollow(TorchDispatchMode):
         if isinstance(out, (tuple, list)):
             return type(out)(args[0] if not isinstance(each, torch.ScriptObject) else each for each in out)
         return out if isinstance(out, torch.ScriptObject) else args[0]
+
+
+def _group_of(args: Any, kwargs: Any) -> tuple[int, int]:
+    """The number of ranks of a collective's group, and how far apart neighbours are."""
+    ranks = ranks_of_collective((*args, *kwargs.values())) or [0]
+    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 
 def _emptied(tensor: Tensor) -> Tensor:

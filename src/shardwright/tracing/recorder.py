@@ -204,8 +204,15 @@ class Recorder:
 
     # -- streams and kernels
 
-    def kernel(self, name: str, nbytes: int, shapes: tuple[tuple[int, ...], ...], dtype: str) -> None:
-        self._events.append(Kernel(name, self.stream, nbytes, shapes, dtype))
+    def kernel(
+        self,
+        name: str,
+        nbytes: int,
+        shapes: tuple[tuple[int, ...], ...],
+        dtype: str,
+        group: tuple[int, int] = (1, 1),
+    ) -> None:
+        self._events.append(Kernel(name, self.stream, nbytes, shapes, dtype, group))
 
     def mark(self, stream: str) -> int:
         self._marks += 1

@@ -210,7 +210,7 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     assert re.fullmatch(reason, content["reason"])
 
 
-@pytest.mark.extensive("each way of failing", but=("True-exit",))
+@pytest.mark.extensive("a job of two attempts for each way of failing")
 @pytest.mark.parametrize("kind", ["error", "exit", "SIGSEGV"])
 @pytest.mark.parametrize("later", [False, True])
 def test_the_step_of_the_failed_rank_decides(tmp_path: Path, kind: str, later: bool) -> None:

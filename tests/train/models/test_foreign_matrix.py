@@ -213,6 +213,7 @@ def test_what_is_refused_is_one_line_before_anything_is_allocated(
 
 
 @multirank(RANKS)
+@pytest.mark.extensive("each kind", but=("max_pool-2ranks",))
 @pytest.mark.parametrize("memory", ["double_buffer", "max_pool"])
 def test_kinds_of_memory_that_do_not_fit(rank: int, world_size: int, memory: str, tmp_path: Path) -> None:
     """Slots of one size, or slots that never become free. No parameter has memory yet."""

@@ -92,6 +92,7 @@ def test_the_command_prints_what_it_assumes(tmp_path: Path, capsys: pytest.Captu
     assert again.splitlines() == [model, job, batch, *lines[: len(again.splitlines()) - 3]]
 
 
+@pytest.mark.extensive("a plan for each edit")
 def test_edits_of_an_assumed_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of("llama", tmp_path / "model")
     (tmp_path / "small.toml").write_text("gib = 3.1")

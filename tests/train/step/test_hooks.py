@@ -302,6 +302,7 @@ def test_any_rank_may_skip_a_step(folder: Path) -> None:
     assert [each["step"] for each in lines if "incident" not in each] == list(range(1, 9))
 
 
+@pytest.mark.extensive("test_a_rewind_takes_hooks_along has a vote to rewind")
 def test_any_rank_may_stop_and_rewind(folder: Path) -> None:
     found = train(folder, 2, hooks=["own:Stops"], run="stops")
     assert [status for status, _ in found] == [1, 1]
@@ -368,6 +369,7 @@ def test_two_hooks_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureF
     assert "run.hooks: expected each name once, found the hook 'Ranks' twice" in capsys.readouterr().err
 
 
+@pytest.mark.extensive("a run for each", but=("zeros-*",))
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

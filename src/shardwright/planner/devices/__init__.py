@@ -1,4 +1,4 @@
-"""Devices and their memory: a file for each, ``NAME.toml``, with a source for its figure."""
+"""Devices: a file for each, ``NAME.toml``, with its memory, its speed, and sources for these figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 GIB = 1 << 30
 
 
 class DeviceError(ValueError):
     """A text names no device."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The speed of a device, as its maker states it.
+
+    Attributes:
+        generation: a key of ``rates.GENERATIONS``.
+        flops: by dtype the peak of dense products, in operations a second.
+        bandwidth: bytes a second of the device's memory.
+        units: parts that compute a tile of a product at a time.
+        power: the share of its nominal power that the device may take.
+        node: devices of a node, which are joined by links.
+        within: bytes a second that a device sends to the others of its node.
+        across: bytes a second that a device sends to other nodes.
+        source: the source of these figures.
+    """
+
+    generation: str
+    flops: dict[str, float]
+    bandwidth: float
+    units: int
+    power: float
+    node: int
+    within: float
+    across: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -26,12 +54,14 @@ class Device:
         name: its name in words.
         nbytes: bytes that ``torch.cuda.get_device_properties`` reports.
         source: the source of this figure.
+        figures: its speed; None: unknown.
     """
 
     key: str
     name: str
     nbytes: int
     source: str
+    figures: Figures | None = None
 
 
 def known_devices() -> dict[str, Device]:
@@ -75,7 +105,58 @@ def parse_devices(text: str, local: Callable[[], Device]) -> tuple[int, Device]:
 
 def _read(key: str, text: str) -> Device:
     values = tomllib.loads(text)
-    gib = values.get("gib")
-    if not isinstance(gib, int | float) or isinstance(gib, bool) or not 0 < gib < 1e6:
-        raise DeviceError(f"device {key}: expected gib, the device's memory in GiB, found {gib!r}")
-    return Device(key, str(values.get("name", key)), int(gib * GIB), str(values.get("source", "")))
+    like = values.get("like")
+    if like is not None:
+        known = {each.name.removesuffix(".toml"): each for each in resources.files(__name__).iterdir()}
+        if like not in known or like == key:
+            raise DeviceError(f"device {key}: expected like, the name of another device, found {like!r}")
+        base = tomllib.loads(known[like].read_text())
+        values = {**base, **values, "speed": {**base.get("speed", {}), **values.get("speed", {})}}
+    gib = _number(key, values, "gib", "the device's memory in GiB", 1e6)
+    speed = values.get("speed")
+    figures = _figures(key, speed) if speed is not None else None
+    return Device(
+        key, str(values.get("name", key)), int(gib * GIB), str(values.get("source", "")), figures
+    )
+
+
+def _figures(key: str, values: Any) -> Figures:
+    if not isinstance(values, dict):
+        raise DeviceError(f"device {key}: expected a table [speed], found {values!r}")
+    if unknown := values.keys() - _SPEED:
+        raise DeviceError(f"device {key}: [speed] has {min(unknown)!r}; expected {', '.join(sorted(_SPEED))}")
+    generation = values.get("generation")
+    if generation not in GENERATIONS:
+        raise DeviceError(
+            f"device {key}: expected a generation of {', '.join(GENERATIONS)}, found {generation!r}"
+        )
+    flops = values.get("tflops")
+    if not isinstance(flops, dict) or "float32" not in flops:
+        raise DeviceError(f"device {key}: expected tflops, a table of dtypes with float32, found {flops!r}")
+
+    def number(name: str, what: str, most: float) -> float:
+        return _number(key, values, name, what, most)
+
+    return Figures(
+        generation,
+        {name: 1e12 * _number(key, flops, name, "TFLOP/s of dense products", 1e6) for name in flops},
+        1e9 * number("bandwidth", "GB/s of the device's memory", 1e6),
+        int(number("units", "the number of its multiprocessors", 1e5)),
+        number("power", "the share of its nominal power", 1) if "power" in values else 1.0,
+        int(number("node", "the devices of a node", 1e4)),
+        1e9 * number("within", "GB/s to the others of its node", 1e6),
+        1e9 * number("across", "GB/s to other nodes", 1e6),
+        str(values.get("source", "")),
+    )
+
+
+#: Generations of which ``rates`` knows the share of these figures that programs reach.
+GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
+_SPEED = {"generation", "tflops", "bandwidth", "units", "power", "node", "within", "across", "source"}
+
+
+def _number(key: str, values: dict[str, Any], name: str, what: str, most: float) -> float:
+    value = values.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
+        raise DeviceError(f"device {key}: expected {name}, {what}, found {value!r}")
+    return value

@@ -1,0 +1,175 @@
+"""How fast a device works: times of kernels and collectives, by figures of the device and by shares of them.
+
+Figures of a device are in its file. Shares are those of its generation that programs reach, each with a range; they were
+written down before any published step was compared (``docs/planning.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from shardwright.planner.devices import Figures
+from shardwright.planner.program import Kernel
+from shardwright.planner.work import Work, work_of
+
+TILE = 128  #: rows and columns of a product that one part of the device computes at a time
+RAMP = 128  #: the length of the sums of a product whose beginning and end take as long as the rest
+OF_MEMORY = 0.2  #: the share of a device's power that its memory takes, and what else does not follow the clock
+ROWS_AT_HALF = 256  #: the length of a sequence at which attention reaches half of its share
+
+
+class Span(NamedTuple):
+    """A number that is not known well: its least, its likely and its largest value."""
+
+    low: float
+    likely: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a generation of devices, and times of its host.
+
+    Attributes:
+        products: of the peak that large products reach at nominal power.
+        attention: of the peak that the forward of fused attention reaches with long sequences.
+        attention_backward: the same of backward.
+        memory: of the memory's bandwidth that kernels reach which only read and write.
+        links: of a link's bandwidth that large collectives reach within a node.
+        network: the same between nodes.
+        beside: the time that a kernel takes beside a collective, as a multiple.
+        launch: seconds from one kernel's end to the next one's begin, on the device.
+        host: seconds of the host for an operation that torch runs.
+        host_compiled: the same for a kernel of a compiled graph.
+        host_collective: the same for a collective, with the copies around it.
+    """
+
+    products: Span
+    attention: Span
+    attention_backward: Span
+    memory: Span = Span(0.75, 0.83, 0.90)
+    links: Span = Span(0.70, 0.80, 0.88)
+    network: Span = Span(0.60, 0.75, 0.88)
+    beside: Span = Span(1.30, 1.15, 1.05)
+    launch: Span = Span(3e-6, 2e-6, 1e-6)
+    host: Span = Span(10e-6, 6e-6, 4e-6)
+    host_compiled: Span = Span(8e-6, 4e-6, 2e-6)
+    host_collective: Span = Span(150e-6, 60e-6, 30e-6)
+
+
+#: Sources. Products: measured cuBLAS rates of 600 to 750 TFLOP/s on an H100 with 700 W, of 230 to 270 on an A100.
+#: Attention: FlashAttention-2 (arXiv 2307.08691) reaches 50 to 73% on an A100, and 35% on an H100 (arXiv 2407.08608).
+#: Kernels beside collectives: pytorch/pytorch#179937 (matrix products 30 to 40% slower while they overlap).
+_SHARES = {
+    "ampere": Shares(Span(0.70, 0.80, 0.87), Span(0.48, 0.58, 0.66), Span(0.40, 0.50, 0.58)),
+    "ada": Shares(Span(0.72, 0.85, 0.93), Span(0.50, 0.62, 0.72), Span(0.42, 0.54, 0.64)),
+    "hopper": Shares(Span(0.60, 0.68, 0.76), Span(0.30, 0.35, 0.42), Span(0.24, 0.28, 0.34)),
+    "blackwell": Shares(Span(0.58, 0.68, 0.78), Span(0.25, 0.33, 0.45), Span(0.18, 0.26, 0.38)),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Times on a device.
+
+    Attributes:
+        figures: of the device.
+        shares: of its generation, by name; :meth:`with_share` chooses other ones.
+    """
+
+    figures: Figures
+    shares: dict[str, float] = field(repr=False)
+
+    @classmethod
+    def of(cls, figures: Figures) -> Rates:
+        """The likely rates."""
+        shares = _SHARES[figures.generation]
+        return cls(figures, {name: span.likely for name, span in spans(shares).items()})
+
+    def with_share(self, name: str, value: float) -> Rates:
+        """The same with another share."""
+        return replace(self, shares={**self.shares, name: value})
+
+    @property
+    def clock(self) -> float:
+        """The part of its sustained clock at which a device computes that may take less power. What it takes beside its
+        memory grows with the square of the clock."""
+        return math.sqrt(max(self.figures.power - OF_MEMORY, 0.0) / (1 - OF_MEMORY))
+
+    def seconds(self, kernel: Kernel) -> tuple[Work, float]:
+        """The work of a kernel, and its time on the device where nothing else runs."""
+        work = work_of(kernel)
+        if work.kind == "communication":
+            return work, self.collective(kernel)
+        if work.kind == "nothing":
+            return work, 0.0
+        shares, launch = self.shares, self.shares["launch"] * work.launches
+        moved = work.nbytes / (self.figures.bandwidth * shares["memory"])
+        if work.kind == "products":
+            peak = self.peak(kernel.dtype) * self.clock * shares["products"]
+            return work, max(work.flops / (peak * self._filled(*work.sizes)), moved) + launch
+        if work.kind == "attention":
+            backward = kernel.name.endswith("backward")
+            share = shares["attention_backward" if backward else "attention"]
+            rows = work.sizes[1]
+            share *= rows / (rows + ROWS_AT_HALF)
+            return work, max(work.flops / (self.peak(kernel.dtype) * self.clock * share), moved) + launch
+        return work, moved + launch
+
+    def peak(self, dtype: str) -> float:
+        """Operations a second of dense products."""
+        flops = self.figures.flops
+        name = "float8" if dtype.startswith("float8") else dtype
+        return flops.get(name) or flops["float32"]
+
+    def _filled(self, batch: int, rows: int, columns: int, length: int) -> float:
+        """The part of the device that a product uses: its last tiles leave some parts idle, and short sums all."""
+        tiles = batch * math.ceil(rows / TILE) * math.ceil(columns / TILE)
+        rounds = math.ceil(tiles / self.figures.units)
+        covered = rows * columns * batch / (tiles * TILE * TILE)
+        return max(tiles / (rounds * self.figures.units) * covered * length / (length + RAMP), 1e-3)
+
+    def collective(self, kernel: Kernel) -> float:
+        """The time of a collective: rings within a node and between nodes, of which the slower one counts."""
+        ranks, stride = kernel.group
+        if ranks < 2:
+            return 0.0
+        figures = self.figures
+        nodes, members = spread(ranks, stride, figures.node)
+        whole, rounds = _traffic(kernel)
+        seconds = _latency(ranks, nodes) * rounds
+        within = whole * (ranks - 1) / ranks / (figures.within * self.shares["links"])
+        if nodes == 1:
+            return seconds + rounds * within
+        across = whole * (nodes - 1) / nodes / (figures.across * self.shares["network"] * members)
+        return seconds + rounds * max(across, within if members > 1 else 0.0)
+
+
+def spans(shares: Shares) -> dict[str, Span]:
+    """The spans of shares, by name."""
+    return dict(vars(shares))
+
+
+def spread(ranks: int, stride: int, node: int) -> tuple[int, int]:
+    """The nodes of a group whose ranks are ``stride`` apart, and its members in each."""
+    members = max(1, min(ranks, node // stride)) if stride < node else 1
+    return math.ceil(ranks / members), members
+
+
+def _traffic(kernel: Kernel) -> tuple[float, int]:
+    """Bytes of the whole tensor of a collective, and how often they go round."""
+    name, ranks = kernel.name, kernel.group[0]
+    if "allreduce" in name or "all_reduce" in name:
+        return kernel.nbytes, 2
+    if "alltoall" in name or "all_to_all" in name:
+        return kernel.nbytes / 2, 1
+    if "gather" in name or "scatter" in name:  # the record has the whole and this rank's part
+        return kernel.nbytes * ranks / (ranks + 1), 1
+    return kernel.nbytes, 1
+
+
+def _latency(ranks: int, nodes: int) -> float:
+    """Seconds until the first byte has gone round a ring. Source: ``torch/_inductor/comm_analysis.py``, for NCCL."""
+    return 8.4e-6 + 3.4e-6 * (ranks - nodes) + 14e-6 * (nodes - 1)
