@@ -1,4 +1,4 @@
-"""Settings that do not go together with the model that was built, which its class does not show."""
+"""Settings that a model cannot be trained with, where only the model that was built shows it."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ class Trainer:
         hooks: Hooks | None = None,
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
-        self.config, self.world = config, world
-        self._use(dataset)
+        self.world = world
+        self._set_data(config, dataset)
         config = self.config
         self.hooks = hooks or Hooks()
         self.engine = engine_of(config.parallel)
@@ -145,10 +145,11 @@ class Trainer:
             )
         self.hooks.load_state_dict(states)
 
-    def _use(self, dataset: Dataset) -> None:
-        """Take this data, and the steps that `train.epochs` makes of it."""
-        train = self.config.train.with_steps_of(dataset.train.samples_of)
-        self.dataset, self.config = dataset, self.config.model_copy(update={"train": train})
+    def _set_data(self, config: Config, dataset: Dataset) -> None:
+        """Set the data, the configuration with the steps that `train.epochs` makes of it, and the feed of these steps.
+        They change together, when a run that resumes has more data."""
+        train = config.train.with_steps_of(dataset.train.samples_of)
+        self.dataset, self.config = dataset, config.model_copy(update={"train": train})
         self.feed = Feed(self.config, self.world, dataset.train)
 
     def close(self) -> None:
@@ -303,7 +304,7 @@ class Trainer:
         self.position = self._loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
-        self._use(dataset)
+        self._set_data(self.config, dataset)
         if (now := self.config.train.steps) != steps:
             lines.append(
                 f"train.epochs = {self.config.train.epochs:g} makes {now:,} steps in all, {steps:,} before"

@@ -23,7 +23,7 @@ class Conflict(Generic[Job]):
             one, by key or value.
         applies: whether a job has these settings.
         message: what was expected, what was found, why, and the way out; without the key, which comes before it. A
-            text is a template of the job's attributes.
+            text is a template with the job's attributes, such as {parallel.engine!r}.
     """
 
     settings: tuple[str, ...]
