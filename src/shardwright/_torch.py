@@ -739,7 +739,7 @@ def backend_for(group: Any, device: torch.device) -> Any:
 
 
 def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:
-    """The ranks of the group among the arguments of a collective, which is an object or a name. Empty: there is none."""
+    """The ranks of the group, or of the group's name, among the arguments of a collective. Empty: there is none."""
     for each in arguments:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             each = dist.ProcessGroup.unbox(each).group_name

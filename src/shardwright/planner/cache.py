@@ -127,6 +127,8 @@ def _encoded(program: Program) -> dict[str, Any]:
         "words": words.values(),
         "kernels": kernels.values(),
         "owners": program.owners,
+        "tokens": program.tokens,
+        "model_flops": program.model_flops,
     }
 
 
@@ -165,4 +167,5 @@ def _decoded(values: dict[str, Any]) -> Program:
             events.append(HostWait(take()))
         else:
             events.append(Phase(words[take()]))
-    return Program(events, [Owner(*each) for each in values["owners"]])
+    owners = [Owner(*each) for each in values["owners"]]
+    return Program(events, owners, float(values["tokens"]), float(values["model_flops"]))

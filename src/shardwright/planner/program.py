@@ -127,10 +127,14 @@ class Program:
     Attributes:
         events: the events.
         owners: the owners that allocations name by their index.
+        tokens: trained tokens of one rank in a step; 0: unknown.
+        model_flops: operations of the model's formula for these tokens, forward and backward; 0: unknown.
     """
 
     events: list[Event] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
+    tokens: float = 0
+    model_flops: float = 0
 
     def phase_starts(self) -> Iterator[tuple[int, str]]:
         """The index and the name of each phase."""
@@ -221,4 +225,5 @@ class Program:
             elif isinstance(event, Free):
                 event = Free(numbers[event.block])
             events.append(event)
-        return Program(events, [self.owners[owner] for owner in owners])
+        named = [self.owners[owner] for owner in owners]
+        return Program(events, named, self.tokens, self.model_flops)

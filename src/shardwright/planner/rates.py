@@ -1,7 +1,7 @@
 """How fast a device works: times of kernels and collectives, by figures of the device and by shares of them.
 
-Figures of a device are in its file. Shares are those of its generation that programs reach, each with a range; they were
-written down before any published step was compared (``docs/planning.md``).
+Figures of a device are in its file. Shares of them, which programs reach, are here, each with a range. None is fitted
+to a published step (``docs/planning.md``).
 """
 
 from __future__ import annotations
@@ -12,61 +12,52 @@ from typing import NamedTuple
 
 from shardwright.planner.devices import Figures
 from shardwright.planner.program import Kernel
-from shardwright.planner.work import Work, work_of
+from shardwright.planner.work import Work
 
 TILE = 128  #: rows and columns of a product that one part of the device computes at a time
 RAMP = 128  #: the length of the sums of a product whose beginning and end take as long as the rest
-OF_MEMORY = 0.2  #: the share of a device's power that its memory takes, and what else does not follow the clock
+OF_MEMORY = (
+    0.2  #: the share of a device's power that its memory takes, and what else does not follow the clock
+)
 ROWS_AT_HALF = 256  #: the length of a sequence at which attention reaches half of its share
 
 
 class Span(NamedTuple):
-    """A number that is not known well: its least, its likely and its largest value."""
+    """A number that is not known well: a value with which programs are slow, the likely one, and one with which they
+    are fast."""
 
     low: float
     likely: float
     high: float
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The shares of a generation of devices, and times of its host.
-
-    Attributes:
-        products: of the peak that large products reach at nominal power.
-        attention: of the peak that the forward of fused attention reaches with long sequences.
-        attention_backward: the same of backward.
-        memory: of the memory's bandwidth that kernels reach which only read and write.
-        links: of a link's bandwidth that large collectives reach within a node.
-        network: the same between nodes.
-        beside: the time that a kernel takes beside a collective, as a multiple.
-        launch: seconds from one kernel's end to the next one's begin, on the device.
-        host: seconds of the host for an operation that torch runs.
-        host_compiled: the same for a kernel of a compiled graph.
-        host_collective: the same for a collective, with the copies around it.
-    """
-
-    products: Span
-    attention: Span
-    attention_backward: Span
-    memory: Span = Span(0.75, 0.83, 0.90)
-    links: Span = Span(0.70, 0.80, 0.88)
-    network: Span = Span(0.60, 0.75, 0.88)
-    beside: Span = Span(1.30, 1.15, 1.05)
-    launch: Span = Span(3e-6, 2e-6, 1e-6)
-    host: Span = Span(10e-6, 6e-6, 4e-6)
-    host_compiled: Span = Span(8e-6, 4e-6, 2e-6)
-    host_collective: Span = Span(150e-6, 60e-6, 30e-6)
-
-
-#: Sources. Products: measured cuBLAS rates of 600 to 750 TFLOP/s on an H100 with 700 W, of 230 to 270 on an A100.
-#: Attention: FlashAttention-2 (arXiv 2307.08691) reaches 50 to 73% on an A100, and 35% on an H100 (arXiv 2407.08608).
-#: Kernels beside collectives: pytorch/pytorch#179937 (matrix products 30 to 40% slower while they overlap).
-_SHARES = {
-    "ampere": Shares(Span(0.70, 0.80, 0.87), Span(0.48, 0.58, 0.66), Span(0.40, 0.50, 0.58)),
-    "ada": Shares(Span(0.72, 0.85, 0.93), Span(0.50, 0.62, 0.72), Span(0.42, 0.54, 0.64)),
-    "hopper": Shares(Span(0.60, 0.68, 0.76), Span(0.30, 0.35, 0.42), Span(0.24, 0.28, 0.34)),
-    "blackwell": Shares(Span(0.58, 0.68, 0.78), Span(0.25, 0.33, 0.45), Span(0.18, 0.26, 0.38)),
+#: Shares of all generations, and times of the host in seconds:
+#: ``memory``: of the memory's bandwidth that kernels reach which only read and write;
+#: ``links`` and ``network``: of the bandwidth that large collectives reach within a node and between nodes;
+#: ``beside``: the time that a kernel takes beside a collective, as a multiple (pytorch/pytorch#179937 has 1.3 to 1.4
+#: for matrix products that NCCL runs beside all the time);
+#: ``launch``: from one kernel's end to the next one's begin, on the device;
+#: ``host``, ``host_compiled`` and ``host_collective``: of the host for an operation that torch runs, for a kernel of a
+#: compiled graph, and for a collective with the copies around it.
+_OF_ALL = {
+    "memory": Span(0.75, 0.83, 0.90),
+    "links": Span(0.70, 0.80, 0.88),
+    "network": Span(0.60, 0.75, 0.88),
+    "beside": Span(1.30, 1.15, 1.05),
+    "launch": Span(3e-6, 2e-6, 1e-6),
+    "host": Span(10e-6, 6e-6, 4e-6),
+    "host_compiled": Span(8e-6, 4e-6, 2e-6),
+    "host_collective": Span(150e-6, 60e-6, 30e-6),
+}
+#: Shares of the peak of each generation: ``products`` that large products reach at nominal power (cuBLAS: 600 to 750
+#: TFLOP/s on an H100 with 700 W, 230 to 270 on an A100); ``attention`` and ``attention_backward`` that fused attention
+#: reaches with long sequences (FlashAttention-2: 50 to 73% on an A100, arXiv 2307.08691; 35% on an H100, arXiv
+#: 2407.08608). Those of "ada" and "blackwell" are guesses from these.
+_OF_GENERATION = {
+    "ampere": (Span(0.70, 0.80, 0.87), Span(0.48, 0.58, 0.66), Span(0.40, 0.50, 0.58)),
+    "ada": (Span(0.72, 0.85, 0.93), Span(0.50, 0.62, 0.72), Span(0.42, 0.54, 0.64)),
+    "hopper": (Span(0.60, 0.68, 0.76), Span(0.30, 0.35, 0.42), Span(0.24, 0.28, 0.34)),
+    "blackwell": (Span(0.58, 0.68, 0.78), Span(0.25, 0.33, 0.45), Span(0.18, 0.26, 0.38)),
 }
 
 
@@ -76,7 +67,7 @@ class Rates:
 
     Attributes:
         figures: of the device.
-        shares: of its generation, by name; :meth:`with_share` chooses other ones.
+        shares: by name; :meth:`with_share` chooses other ones.
     """
 
     figures: Figures
@@ -85,8 +76,7 @@ class Rates:
     @classmethod
     def of(cls, figures: Figures) -> Rates:
         """The likely rates."""
-        shares = _SHARES[figures.generation]
-        return cls(figures, {name: span.likely for name, span in spans(shares).items()})
+        return cls(figures, {name: span.likely for name, span in spans_of(figures).items()})
 
     def with_share(self, name: str, value: float) -> Rates:
         """The same with another share."""
@@ -98,25 +88,34 @@ class Rates:
         memory grows with the square of the clock."""
         return math.sqrt(max(self.figures.power - OF_MEMORY, 0.0) / (1 - OF_MEMORY))
 
-    def seconds(self, kernel: Kernel) -> tuple[Work, float]:
-        """The work of a kernel, and its time on the device where nothing else runs."""
-        work = work_of(kernel)
+    def seconds(self, kernel: Kernel, work: Work) -> float:
+        """The time of a kernel on the device where nothing else runs."""
         if work.kind == "communication":
-            return work, self.collective(kernel)
+            return self.collective(kernel)
         if work.kind == "nothing":
-            return work, 0.0
+            return 0.0
         shares, launch = self.shares, self.shares["launch"] * work.launches
         moved = work.nbytes / (self.figures.bandwidth * shares["memory"])
         if work.kind == "products":
             peak = self.peak(kernel.dtype) * self.clock * shares["products"]
-            return work, max(work.flops / (peak * self._filled(*work.sizes)), moved) + launch
+            return max(work.flops / (peak * self._filled(*work.sizes)), moved) + launch
         if work.kind == "attention":
             backward = kernel.name.endswith("backward")
             share = shares["attention_backward" if backward else "attention"]
             rows = work.sizes[1]
             share *= rows / (rows + ROWS_AT_HALF)
-            return work, max(work.flops / (self.peak(kernel.dtype) * self.clock * share), moved) + launch
-        return work, moved + launch
+            return max(work.flops / (self.peak(kernel.dtype) * self.clock * share), moved) + launch
+        return moved + launch
+
+    def ideal(self, kernel: Kernel, work: Work) -> float:
+        """The time of its products at the device's peak."""
+        return work.flops / self.peak(kernel.dtype) if work.kind in ("products", "attention") else 0.0
+
+    def host(self, kernel: Kernel, work: Work) -> float:
+        """The time of the host until it has queued a kernel."""
+        if work.kind == "communication":
+            return self.shares["host_collective"]
+        return self.shares["host_compiled" if kernel.name.startswith("fused_") else "host"]
 
     def peak(self, dtype: str) -> float:
         """Operations a second of dense products."""
@@ -147,9 +146,10 @@ class Rates:
         return seconds + rounds * max(across, within if members > 1 else 0.0)
 
 
-def spans(shares: Shares) -> dict[str, Span]:
-    """The spans of shares, by name."""
-    return dict(vars(shares))
+def spans_of(figures: Figures) -> dict[str, Span]:
+    """The shares that programs reach on a device, by name."""
+    names = "products", "attention", "attention_backward"
+    return {**_OF_ALL, **dict(zip(names, _OF_GENERATION[figures.generation], strict=True))}
 
 
 def spread(ranks: int, stride: int, node: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from shardwright.planner.speed import Speed
 from shardwright.planner.verdict import Verdict, peak_in_words
 from shardwright.strict_json import strict_json
 
@@ -38,8 +39,14 @@ def as_json(
                 for name, (on_device, on_host) in verdict.parts.items()
             },
             "host": verdict.host,
+            "speed": _speed(verdict.speed),
             "edits": [
-                {"keys": words, "fits": other.answer, "reserved_bytes": other.usage.reserved}
+                {
+                    "keys": words,
+                    "fits": other.answer,
+                    "reserved_bytes": other.usage.reserved,
+                    "step_seconds": None if other.speed is None else other.speed.seconds[1],
+                }
                 for words, other in edits
             ],
             "peak": {
@@ -53,3 +60,18 @@ def as_json(
         },
         indent=2,
     )
+
+
+def _speed(speed: Speed | None) -> dict[str, object] | None:
+    """Times in seconds; the least, the likely and the largest of those that are a range."""
+    if speed is None:
+        return None
+    return {
+        "step_seconds": list(speed.seconds),
+        "tokens_per_second": list(speed.tokens_per_second) if speed.tokens else None,
+        "mfu": speed.mfu if speed.model_flops else None,
+        "losses": [
+            {"name": loss.name, "seconds": loss.seconds, "setting": loss.setting} for loss in speed.losses()
+        ],
+        "collectives_seconds": dict(speed.timeline.communication),
+    }

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardwright.planner.program import (
     HOST,
     SAVE,
     STEP,
     VALIDATION,
-    Event,
     HostWait,
     Kernel,
     Mark,
@@ -20,6 +19,7 @@ from shardwright.planner.program import (
     Wait,
 )
 from shardwright.planner.rates import Rates, spread
+from shardwright.planner.work import Work, work_of
 
 COMPUTE = "compute"  #: the stream of the computation
 
@@ -50,39 +50,76 @@ class Timeline:
     communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-def last_step(program: Program) -> list[Event]:
-    """The events of the last step, after which the states of optimizers exist.
+class _Queued(NamedTuple):
+    """A kernel of the program. ``number``: among the different ones."""
 
-    Raises:
-        ValueError: the program makes no second step.
+    number: int
+    stream: str
+    optimizes: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """The last step of a program, after which the states of optimizers exist: what its time depends on.
+
+    Attributes:
+        kernels: the different kernels, with their work.
+        events: in the order of the host's program.
     """
+
+    kernels: list[tuple[Kernel, Work]]
+    events: list[_Queued | Mark | Wait | HostWait]
+
+    @classmethod
+    def of(cls, program: Program) -> Step:
+        """Raises ValueError if the program makes no second step."""
+        numbers: dict[Kernel, int] = {}
+        events: list[_Queued | Mark | Wait | HostWait] = []
+        optimizes = False
+        begin, end = _last_step(program)
+        for event in program.events[begin:end]:
+            if isinstance(event, Kernel):
+                if event.stream != HOST:
+                    number = numbers.setdefault(event, len(numbers))
+                    events.append(_Queued(number, event.stream, optimizes))
+            elif isinstance(event, Phase):
+                optimizes = event.name == "optimizer"
+            elif isinstance(event, (Mark, Wait, HostWait)):
+                events.append(event)
+        works = [(kernel, work_of(kernel)) for kernel in numbers]
+        nothing = {number for number, (_, work) in enumerate(works) if work.kind == "nothing"}
+        events = [e for e in events if not (isinstance(e, _Queued) and e.number in nothing)]
+        return cls(works, events)
+
+
+def _last_step(program: Program) -> tuple[int, int]:
+    """The events from which and before which it is."""
     starts = list(program.phase_starts())
-    steps = [i for i, name in starts if name == STEP]
-    if not steps:  # a loop of somebody's own: a step ends with its optimizer
+    begins = [i for i, name in starts if name == STEP]
+    if not begins:  # a loop of somebody's own: a step ends with its optimizer
         ends = [n for n, (_, name) in enumerate(starts) if name == "optimizer"]
-        after = [starts[n + 1][0] for n in ends if n + 1 < len(starts)]
-        if len(ends) < 2 or not after:
+        begins = [starts[n + 1][0] for n in ends[:-1] if n + 1 < len(starts)]
+        if not begins:
             raise ValueError("the program has no second step")
-        begin = after[len(ends) - 2]
-    else:
-        begin = steps[-1]
+    begin = begins[-1]
     end = next((i for i, name in starts if i > begin and name in (VALIDATION, SAVE)), len(program.events))
-    return program.events[begin:end]
+    return begin, end
 
 
-def replay(events: Sequence[Event], rates: Rates, replays_graph: bool = False) -> Timeline:
-    """Replay a step. ``replays_graph``: it is a CUDA graph, for which the host needs no time."""
+def replay(step: Step, rates: Rates, replays_graph: bool = False) -> Timeline:
+    """The time of a step. ``replays_graph``: it is a CUDA graph, for which the host needs no time."""
     found = Timeline()
-    shares, node = rates.shares, rates.figures.node
-    host_of_operation, host_of_compiled = shares["host"], shares["host_compiled"]
-    host_of_collective, longer = shares["host_collective"], shares["beside"] - 1
-    known: dict[Kernel, tuple[str, float, float, float]] = {}
+    node, longer = rates.figures.node, rates.shares["beside"] - 1
+    seconds_of = [rates.seconds(kernel, work) for kernel, work in step.kernels]
+    ideal_of = [rates.ideal(kernel, work) for kernel, work in step.kernels]
+    host_of = [0.0 if replays_graph else rates.host(kernel, work) for kernel, work in step.kernels]
     ready: dict[str, float] = defaultdict(float)
-    links: dict[bool, float] = defaultdict(float)  #: until when collectives use them, by whether they cross nodes
+    links: dict[bool, float] = defaultdict(
+        float
+    )  #: until when collectives use them, by whether they cross nodes
     marks: dict[int, float] = {}
     recent: list[tuple[float, float]] = []  #: the times of the last collectives
     now = 0.0  #: of the host
-    optimizes = False
 
     def idle(until: float) -> None:
         """The computation does nothing until then: as long as the host has queued nothing, because of the host."""
@@ -93,22 +130,14 @@ def replay(events: Sequence[Event], rates: Rates, replays_graph: bool = False) -
             found.waits += until - begin - of_host
             ready[COMPUTE] = until
 
-    for event in events:
-        if type(event) is Kernel:
-            stream = event.stream
-            if stream == HOST:
-                continue
-            facts = known.get(event)
-            if facts is None:
-                work, seconds = rates.seconds(event)
-                ideal = work.flops / rates.peak(event.dtype) if work.kind in ("products", "attention") else 0.0
-                facts = known[event] = work.kind, seconds, work.flops, ideal
-            kind, seconds, flops, ideal = facts
-            if kind == "nothing":
-                continue
-            if kind == "communication":
-                now += 0.0 if replays_graph else host_of_collective
-                crosses = spread(*event.group, node)[0] > 1
+    for event in step.events:
+        if isinstance(event, _Queued):
+            number, stream, optimizes = event
+            kernel, work = step.kernels[number]
+            seconds = seconds_of[number]
+            now += host_of[number]
+            if work.kind == "communication":
+                crosses = spread(*kernel.group, node)[0] > 1
                 start = max(ready[stream], now, links[crosses])
                 end = links[crosses] = start + seconds
                 found.communication[stream] += seconds
@@ -117,33 +146,28 @@ def replay(events: Sequence[Event], rates: Rates, replays_graph: bool = False) -
                 else:
                     ready[stream] = end
                     recent = [*recent[-7:], (start, end)]
-                continue
-            if not replays_graph:
-                now += host_of_compiled if event.name.startswith("fused_") else host_of_operation
-            if stream != COMPUTE:
+            elif stream != COMPUTE:
                 ready[stream] = max(ready[stream], now) + seconds
-                continue
-            idle(now)
-            start = ready[COMPUTE]
-            over = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in recent)
-            slower = longer * min(over, seconds)
-            ready[COMPUTE] = start + seconds + slower
-            found.busy["optimizer" if optimizes and kind == "memory" else kind] += seconds
-            found.beside += slower
-            found.flops += flops
-            found.ideal += ideal
-        elif type(event) is Mark:
+            else:
+                idle(now)
+                start = ready[COMPUTE]
+                over = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in recent)
+                slower = longer * min(over, seconds)
+                ready[COMPUTE] = start + seconds + slower
+                found.busy["optimizer" if optimizes and work.kind == "memory" else work.kind] += seconds
+                found.beside += slower
+                found.flops += work.flops
+                found.ideal += ideal_of[number]
+        elif isinstance(event, Mark):
             marks[event.number] = max(ready[event.stream], now)
-        elif type(event) is Wait:
+        elif isinstance(event, Wait):
             until = marks.get(event.mark, 0.0)
             if event.stream == COMPUTE:
                 idle(until)
             else:
                 ready[event.stream] = max(ready[event.stream], until)
-        elif type(event) is HostWait:
+        else:
             now = max(now, marks.get(event.mark, 0.0))
-        elif type(event) is Phase:
-            optimizes = event.name == "optimizer"
     idle(max(now, *ready.values()))
     found.seconds = ready[COMPUTE]
     return found

@@ -13,6 +13,7 @@ from typing import Literal
 from shardwright.planner.allocator import GIB, OutOfMemoryError, Rules, Usage, replay
 from shardwright.planner.devices import Device
 from shardwright.planner.program import SAVE, Peak, Program
+from shardwright.planner.speed import Speed
 
 EXACT = ("parameters", "optimizer", "gradients", "slabs")
 #: Bytes of the CUDA context with PyTorch's kernels, and of NCCL's buffers, per process: the least and the most.
@@ -42,6 +43,7 @@ class Verdict:
             host.
         host: bytes of the host's memory of one rank when most of them are live, by group: ``staging`` is the copy of an
             asynchronous save. The process needs more: PyTorch itself, for example.
+        speed: the time of a step; None: unknown.
     """
 
     answer: Literal["yes", "barely", "no"]
@@ -53,6 +55,7 @@ class Verdict:
     runtime: tuple[int, int]
     parts: dict[str, tuple[int, int]]
     host: dict[str, int]
+    speed: Speed | None = None
 
     @property
     def room(self) -> int:
@@ -113,6 +116,8 @@ class Verdict:
             rows.append(("phases", f"{words} GiB live at most"))
         if self.host:
             rows.append(("host", f"{_sum(self.host)}; memory of the host for each rank"))
+        if self.speed is not None:
+            rows += self.speed.lines()
         return "\n".join(f"{head:8} {text}" for head, text in rows)
 
 
@@ -147,8 +152,11 @@ def room_of(device: Device, runtime: tuple[int, int]) -> int:
     return max(0, device.nbytes - runtime[1])
 
 
-def judge(program: Program, device: Device, ranks: int, rules: Rules | None = None) -> Verdict:
-    """The verdict on a program that each of ``ranks`` processes runs on a device of its own."""
+def judge(
+    program: Program, device: Device, ranks: int, rules: Rules | None = None, speed: Speed | None = None
+) -> Verdict:
+    """The verdict on a program that each of ``ranks`` processes runs on a device of its own. ``speed``: of the program,
+    which takes longer to find."""
     rules = rules or Rules()
     starts = [i for i, name in program.phase_starts() if name == "forward"]
     peak = program.peak(starts[0] if starts else 0)
@@ -166,7 +174,8 @@ def judge(program: Program, device: Device, ranks: int, rules: Rules | None = No
             answer = "no"
     cached = endless.peak.reserved - endless.live_at_peak
     runtime = least, most
-    return Verdict(answer, device, ranks, peak, endless.peak, cached, runtime, *_of_parts_and_host(program))
+    parts = _of_parts_and_host(program)
+    return Verdict(answer, device, ranks, peak, endless.peak, cached, runtime, *parts, speed)
 
 
 def _of_parts_and_host(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:

@@ -44,7 +44,9 @@ _TAKES_MEMORY = frozenset({"empty", "empty_strided", "new_empty", "new_empty_str
 #: Of the tensors of these operations only the results move, and as much of what they look up.
 _LOOKS_UP = re.compile(r"embedding$|^index|^gather|^take|^_index|^nll_loss_forward")
 #: Operations that only write.
-_FILLS = frozenset({"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "arange"})
+_FILLS = frozenset(
+    {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "arange"}
+)
 _DRAWS = re.compile(r"normal|uniform|bernoulli|random|dropout")
 #: Bytes that an update moves for each byte of the tensors in its record: it writes some of those that it reads.
 _OF_UPDATES = {"_fused_adamw_": 28 / 16, "_fused_adam_": 28 / 16, "_fused_sgd_": 12 / 8}
@@ -99,13 +101,11 @@ def _sizes_of_product(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[i
             (b, m, k), (_, _, n) = of
             return b, m, n, k
     if name in ("_grouped_mm", "_scaled_grouped_mm") and len(shapes) > 1:
-        a, b = shapes[:2]
-        if len(a) == len(b) == 2:  # a product for each group, as of a weight's gradient
-            return 1, a[0], b[1], a[1]
-        if len(a) == 2:
-            return 1, a[0], b[-1], a[1]
-        if len(a) == 3:
-            return a[0], a[1], b[-1], a[2]
+        one, other = shapes[:2]
+        if len(one) == 2:  # rows of all groups; of a weight's gradient, the rows are summed over
+            return 1, one[0], other[-1], one[1]
+        if len(one) == 3:
+            return one[0], one[1], other[-1], one[2]
     if name in ("mv", "dot") and len(shapes[0]) == 2:
         return 1, shapes[0][0], 1, shapes[0][1]
     return None

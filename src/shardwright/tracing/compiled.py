@@ -86,7 +86,10 @@ class _OneByOne:
 class _Interpreter(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         plain = _PLAIN.get(name_of(n)) if n.op == "call_function" else None
-        return super().run_node(n) if plain is None else plain(*self.map_nodes_to_values(n.args, n))
+        if plain is None:
+            return super().run_node(n)
+        arguments, options = self.fetch_args_kwargs_from_env(n)
+        return plain(*arguments, **options)
 
 
 class _HollowGraph:

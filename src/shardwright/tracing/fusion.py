@@ -268,8 +268,9 @@ def has_symbols(graph: GraphModule) -> bool:
 
 def _is_state_of_generator(node: Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
-    saved = isinstance(source, Node) and name_of(source) == "run_and_save_rng_state" and node.args[1] == 0
-    return saved or any(name_of(each) == "run_with_rng_state" and each.args[0] is node for each in node.users)
+    if isinstance(source, Node) and name_of(source) == "run_and_save_rng_state":
+        return bool(node.args[1] == 0)
+    return any(name_of(each) == "run_with_rng_state" and each.args[0] is node for each in node.users)
 
 
 def base_of(node: Node) -> Node:

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes, outside_dispatch_modes, ranks_of_collective
+from shardwright._torch import (
+    TorchDispatchMode,
+    dispatches,
+    infers_shapes,
+    outside_dispatch_modes,
+    ranks_of_collective,
+)
 from shardwright.planner.program import HOST
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
@@ -326,9 +332,7 @@ class Hollow(TorchDispatchMode):
             elif not each.is_meta and each.untyped_storage().nbytes() > SMALL:
                 self._recorder.note_computed(each)
 
-    def _note(
-        self, form: _Form, tensors: list[Tensor], out: Any, group: tuple[int, int] = (1, 1)
-    ) -> None:
+    def _note(self, form: _Form, tensors: list[Tensor], out: Any, group: tuple[int, int] = (1, 1)) -> None:
         outs: list[Tensor] = []
         if not form.writes:
             _collect(out, outs)

@@ -1,4 +1,6 @@
-"""Functions for which a GPU has another kernel than the CPU. Traces save for backward what the GPU's kernel saves.
+"""Functions that run otherwise on a GPU than on the CPU, mostly by another kernel.
+
+Traces save for backward what the GPU's kernel saves.
 
 Sources: ``sdp_utils.cpp``, ``attention.cpp``, ``layer_norm.cpp`` and
 ``GroupedMMUtils.h`` in ``aten/src/ATen/native`` of PyTorch 2.13.
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.init import truncated
+from shardwright.optim import adamw8bit
 
 _aten = torch.ops.aten
 
@@ -23,11 +26,14 @@ _aten = torch.ops.aten
 def kernels_of_cuda() -> Iterator[None]:
     """Inside the context functions run as on a GPU of compute capability 8.0 or newer."""
     before = F.scaled_dot_product_attention, F.rms_norm
+    chunk = adamw8bit.CHUNK
     F.scaled_dot_product_attention, F.rms_norm = _attention, _rms_norm
+    adamw8bit.CHUNK = adamw8bit.DEVICE_CHUNK
     try:
         yield
     finally:
         F.scaled_dot_product_attention, F.rms_norm = before
+        adamw8bit.CHUNK = chunk
 
 
 def _attention(

@@ -9,6 +9,7 @@ from typing import Literal
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
+from shardwright.planner.speed import speed_of
 from shardwright.planner.verdict import Verdict, judge
 from shardwright.tracing.hollow import UnknownValueError
 from shardwright.tracing.local import local_device
@@ -48,8 +49,9 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
 
     Returns:
         The verdict. ``fits`` is True or False; ``exact`` and ``traced`` have bytes by group, ``usage`` those of
-        PyTorch's allocator with the settings in PYTORCH_ALLOC_CONF, ``peak`` the moment with most live bytes. ``str()``
-        gives the lines that ``shardwright plan`` prints.
+        PyTorch's allocator with the settings in PYTORCH_ALLOC_CONF, ``peak`` the moment with most live bytes,
+        ``speed.seconds`` the least, the likely and the largest time of the last step. ``str()`` gives the lines that
+        ``shardwright plan`` prints.
 
     Raises:
         ValueError: no such device, a setting of PYTORCH_ALLOC_CONF that no plan covers, or a loop that makes no step or
@@ -75,7 +77,7 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
         raise UnknownValueError(
             error.what, error.line, "; sw.plan(..., value=1.0) says what item() returns"
         ) from None
-    return judge(program, device, ranks, rules)
+    return judge(program, device, ranks, rules, speed_of(program, device, ranks))
 
 
 def program_of_loop(

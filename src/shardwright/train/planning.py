@@ -148,6 +148,10 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
         ]
         program = compose(programs, series.least, series.parts, SMALL)
         if program is not None:
+            first, second, _ = programs
+            more = series.parts - series.least
+            program.tokens = first.tokens + more * (second.tokens - first.tokens)
+            program.model_flops = first.model_flops + more * (second.model_flops - first.model_flops)
             return program
     return None
 
@@ -197,6 +201,8 @@ def _traced(
                 trace_save(recorder, trainer.model, trainer.optimizer, position, stages=stages)
             training.claim()
             program = recorder.program()
+            program.tokens = config.train.global_batch * config.train.seq_len / ranks
+            program.model_flops = program.tokens * trainer.facts.flops_per_token
             # The weights are drawn in the memory of the host.
             return program.without_passing("build") if kind == "cuda" else program
     finally:

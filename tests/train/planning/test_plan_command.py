@@ -38,6 +38,9 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path, capsys: pytest.CaptureFi
         "runtime",
         "peak",
         "phases",
+        "speed",
+        "time",
+        "run",
     ]
     small = tmp_path / "small.toml"
     small.write_text("gib = 1\n")

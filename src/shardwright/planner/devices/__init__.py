@@ -115,9 +115,7 @@ def _read(key: str, text: str) -> Device:
     gib = _number(key, values, "gib", "the device's memory in GiB", 1e6)
     speed = values.get("speed")
     figures = _figures(key, speed) if speed is not None else None
-    return Device(
-        key, str(values.get("name", key)), int(gib * GIB), str(values.get("source", "")), figures
-    )
+    return Device(key, str(values.get("name", key)), int(gib * GIB), str(values.get("source", "")), figures)
 
 
 def _figures(key: str, values: Any) -> Figures:

@@ -12,6 +12,7 @@ from shardwright.planner import cache
 from shardwright.planner.allocator import Rules, with_setting
 from shardwright.planner.devices import Device
 from shardwright.planner.program import Program
+from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.text import as_json
 from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.config import Config
@@ -49,13 +50,14 @@ def plan(
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
     program = program_of(config, ranks, caches)
-    verdict = judge(program, device, ranks, rules)
+    verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
     if not json:
-        print(_head(config, ranks, device), verdict, *_assumptions(config, assumed), sep="\n", flush=True)
+        print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
+        print(*_assumptions(config, assumed), sep="\n", end="\n" if assumed else "", flush=True)
     edits: list[tuple[str, Verdict]] = []
     if names_edits and verdict.answer != "yes":
         if not rules.expandable:
-            other = judge(program, device, ranks, replace(rules, expandable=True))
+            other = judge(program, device, ranks, replace(rules, expandable=True), verdict.speed)
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
         groups = verdict.peak.by_group()
         for keys, touched in edits_of(config):
@@ -65,7 +67,8 @@ def plan(
                 program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
-            edits.append((_in_words(keys), judge(program, device, ranks, rules)))
+            speed = speed_of(program, device, ranks, with_range=False)
+            edits.append((_in_words(keys), judge(program, device, ranks, rules, speed)))
     edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
     edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
     if json:
@@ -74,8 +77,20 @@ def plan(
     for i, (words, other) in enumerate(edits):
         saved = in_gib(verdict.usage.reserved - other.usage.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
-        print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}")
+        rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
+        print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")
     return verdict.status
+
+
+def _run(config: Config, verdict: Verdict) -> Iterator[str]:
+    if verdict.speed is not None:
+        steps = config.train.steps
+        seconds = steps * verdict.speed.seconds[1]
+        hours = seconds / 3600 * verdict.ranks
+        words = (
+            f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} GPU-hours, without validations and saves"
+        )
+        yield f"{'run':8} {words}"
 
 
 def program_of(config: Config, ranks: int, caches: bool = True) -> Program:

@@ -1,0 +1,158 @@
+"""How fast a program runs: tokens a second with a range, and the losses between a device's peak and that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.planner.devices import Device, Figures
+from shardwright.planner.program import Program
+from shardwright.planner.rates import Rates, spans_of
+from shardwright.planner.timeline import Step, Timeline, replay
+
+#: Shares that are wrong together, if they are wrong: products and attention follow one clock.
+_TOGETHER = (
+    ("products", "attention", "attention_backward"),
+    ("memory",),
+    ("links", "network"),
+    ("beside",),
+    ("launch", "host", "host_compiled", "host_collective"),
+)
+LEAST = 0.005  #: the part of a step that a loss must take to be shown
+
+
+class Loss(NamedTuple):
+    """A part of a step's time.
+
+    Attributes:
+        name: a word for programs.
+        seconds: its time in a step.
+        text: the part in words.
+        setting: what changes it; empty: nothing does.
+    """
+
+    name: str
+    seconds: float
+    text: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The time of a step of one rank.
+
+    Attributes:
+        timeline: its parts.
+        seconds: the least, the likely and the largest time.
+        tokens: trained tokens of one rank in a step; 0: unknown.
+        model_flops: operations of the model's formula for these tokens; 0: unknown.
+        peak: operations a second of the device.
+        ranks: devices.
+    """
+
+    timeline: Timeline
+    seconds: tuple[float, float, float]
+    tokens: float
+    model_flops: float
+    peak: float
+    ranks: int
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float, float]:
+        """The least, the likely and the largest number of each device."""
+        low, likely, high = self.seconds
+        return self.tokens / high, self.tokens / likely, self.tokens / low
+
+    @property
+    def mfu(self) -> float:
+        """The share of the device's peak that the model's operations take."""
+        return self.model_flops / self.seconds[1] / self.peak
+
+    def losses(self) -> list[Loss]:
+        """The parts of the likely time, from the model's operations at the peak on. Their sum is the step's time."""
+        found, busy = self.timeline, self.timeline.busy
+        ideal = self.model_flops / self.peak if self.model_flops else found.ideal
+        parts = [Loss("peak", ideal, f"the model's operations at {self.peak / 1e12:,.0f} TFLOP/s", "")]
+        extra = found.ideal - ideal
+        if extra >= 0:
+            parts.append(Loss("recomputed", extra, "operations beyond these", "activations.checkpoint"))
+        else:
+            parts.append(Loss("skipped", extra, "operations that kernels leave out, as of masked pairs", ""))
+        below = busy["products"] + busy["attention"] - found.ideal
+        return [
+            *parts,
+            Loss("below_peak", below, "products and attention below the peak", "train.micro_batch"),
+            Loss("memory", busy["memory"], "kernels that read and write memory", "train.compile"),
+            Loss("optimizer", busy["optimizer"], "the optimizer", "train.global_batch"),
+            Loss("beside", found.beside, "kernels slowed down by collectives", "train.micro_batch"),
+            Loss("waits", found.waits, "waits for collectives", "parallel.prefetch, parallel.strategy"),
+            Loss("host", found.host, "waits for the host", "train.compile, train.cuda_graph"),
+        ]
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Rows of a plan: a head and a text."""
+        low, likely, high = self.tokens_per_second
+        rate = (
+            f"{likely:,.0f} tokens/s on each device, between {low:,.0f} and {high:,.0f}; " if likely else ""
+        )
+        share = f"MFU {self.mfu:.1%}; " if self.model_flops else ""
+        yield "speed", f"{rate}{share}{in_time(self.seconds[1])} a step; not measured here"
+        shown = [loss for loss in self.losses() if abs(loss.seconds) >= LEAST * self.seconds[1]]
+        for i, loss in enumerate(shown):
+            setting = f" ({loss.setting})" if loss.setting else ""
+            yield "time" if not i else "", f"{loss.seconds / self.seconds[1]:>7.1%}  {loss.text}{setting}"
+
+
+def in_time(seconds: float) -> str:
+    """A duration in words, such as 12.3 ms, 1.86 s, 5.2 hours or 12 days."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} minutes"
+    return f"{seconds / 3600:.3g} hours" if seconds < 72 * 3600 else f"{seconds / 86400:,.3g} days"
+
+
+def speed_of(
+    program: Program, device: Device, ranks: int, replays_graph: bool = False, with_range: bool = True
+) -> Speed | None:
+    """The speed of a program's last step. None: the device's speed is not known, or the program makes one step.
+
+    ``with_range``: find the range, too, which takes ten times as long.
+    """
+    if device.figures is None:
+        return None
+    try:
+        step = Step.of(program)
+    except ValueError:
+        return None
+    rates = Rates.of(device.figures)
+    likely = replay(step, rates, replays_graph)
+    seconds = (likely.seconds,) * 3
+    if with_range:
+        seconds = _range(step, device.figures, rates, likely.seconds, replays_graph)
+    peak = device.figures.flops.get("bfloat16") or device.figures.flops["float32"]
+    return Speed(likely, seconds, program.tokens, program.model_flops, peak, ranks)
+
+
+def _range(
+    step: Step, figures: Figures, rates: Rates, likely: float, replays_graph: bool
+) -> tuple[float, float, float]:
+    """The least, the likely and the largest time: the differences that groups of shares make, as if they were
+    independent of one another."""
+    slower = faster = 0.0
+    spans = spans_of(figures)
+    for group in _TOGETHER:
+        for way in ("low", "high"):
+            other = rates
+            for name in group:
+                other = other.with_share(name, getattr(spans[name], way))
+            difference = replay(step, other, replays_graph).seconds - likely
+            if difference > 0:
+                slower += difference**2
+            else:
+                faster += difference**2
+    return likely - math.sqrt(faster), likely, likely + math.sqrt(slower)

@@ -1,0 +1,285 @@
+"""Times of programs: works of kernels, rates of devices, and replays whose parts have the step's time as their sum."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
+from shardwright.planner.program import (
+    STEP,
+    Event,
+    HostWait,
+    Kernel,
+    Mark,
+    Phase,
+    Program,
+    Wait,
+)
+from shardwright.planner.rates import Rates, spans_of, spread
+from shardwright.planner.speed import in_time, speed_of
+from shardwright.planner.timeline import Step, replay
+from shardwright.planner.work import work_of
+
+H100 = known_devices()["h100"]
+assert H100.figures is not None
+RATES = Rates.of(H100.figures)
+ALONE = RATES.with_share("host", 0.0).with_share("host_collective", 0.0).with_share("launch", 0.0)
+PRODUCT = Kernel("mm", "compute", 3 * 2 * 4096**2, ((4096, 4096),) * 3, "bfloat16")
+GATHER = Kernel("c10d.allgather", "gather", 9 << 27, ((1 << 29,),), "bfloat16", (8, 1))
+
+
+def seconds(kernel: Kernel, rates: Rates = ALONE) -> float:
+    return rates.seconds(kernel, work_of(kernel))
+
+
+def step_of(*events: Event) -> Step:
+    return Step.of(Program([Phase(STEP), Phase("forward"), *events]))
+
+
+# -- works
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_products_have_the_operations_that_torch_counts(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(20):
+        b, m, n, k = (draw.randint(1, 9) for _ in range(4))
+        one, other = (
+            (torch.ones(b, m, k), torch.ones(b, k, n))
+            if "b" in name[:1]
+            else (torch.ones(m, k), torch.ones(k, n))
+        )
+        sum_of = (
+            (torch.ones(m, n),) if name == "addmm" else (torch.ones(b, m, n),) if name == "baddbmm" else ()
+        )
+        with FlopCounterMode(display=False) as counted:
+            getattr(torch, name)(*sum_of, one, other)
+        shapes = tuple(tuple(each.shape) for each in (*sum_of, one, other))
+        work = work_of(Kernel(name, "compute", 4 * (m * k + k * n), shapes, "float32"))
+        assert (work.kind, work.flops) == ("products", counted.get_total_flops())
+
+
+def test_attention_counts_the_pairs_below_the_diagonal() -> None:
+    q, kv = (2, 8, 64, 16), (2, 4, 64, 16)
+    forward = work_of(
+        Kernel("_scaled_dot_product_flash_attention", "compute", 100, (q, kv, kv, q), "bfloat16")
+    )
+    backward = work_of(
+        Kernel("_scaled_dot_product_flash_attention_backward", "compute", 100, (q, q, kv, kv), "bfloat16")
+    )
+    assert forward.flops == 4 * 2 * 8 * 64 * 64 / 2 * 16
+    assert backward.flops == 2.5 * forward.flops
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "nbytes", "moved"),
+    [
+        ("add", ((8, 4), (8, 4), (8, 4)), 384, 384),
+        ("mul_", ((8, 4), (8, 4)), 256, 384),  # it is read and written
+        ("mul_", ((8, 4),), 128, 256),
+        ("zero_", ((8, 4),), 128, 128),
+        ("copy_", ((8, 4), (8, 4)), 256, 256),
+        ("embedding", ((1000, 4), (2, 4), (2, 4, 4)), 16_000 + 64 + 128, 256),
+        ("nll_loss_backward", ((), (8, 4), (8,), (), (8, 4)), 256, 128),
+        ("empty", (), 0, 0),
+    ],
+)
+def test_bytes_that_move(name: str, shapes: tuple[tuple[int, ...], ...], nbytes: int, moved: int) -> None:
+    assert work_of(Kernel(name, "compute", nbytes, shapes, "float32")).nbytes == moved
+
+
+# -- rates
+
+
+def test_more_work_takes_no_less_time_and_no_device_exceeds_its_figures() -> None:
+    draw = random.Random(0)
+    for device in known_devices().values():
+        figures = device.figures
+        assert (
+            figures is not None
+            and figures.generation in GENERATIONS
+            and figures.source.startswith("https://")
+        )
+        rates = Rates.of(figures)
+        for name, span in spans_of(figures).items():
+            worst, best = (span.low, span.high) if span.low < span.high else (span.high, span.low)
+            assert worst <= span.likely <= best, name
+        for _ in range(50):
+            m, n, k = (2 ** draw.randint(4, 13) for _ in range(3))
+            small, large = (
+                Kernel("mm", "compute", 2 * (m * r * k + k * n + m * r * n), ((m * r, k), (k, n)), "bfloat16")
+                for r in (1, 2)
+            )
+            assert seconds(small, rates) <= seconds(large, rates)
+            assert seconds(small, rates) > work_of(small).flops / figures.flops["bfloat16"]
+
+
+def test_less_power_is_a_lower_clock() -> None:
+    less = Rates.of(Figures(**{**vars(RATES.figures), "power": 0.7}))
+    assert seconds(PRODUCT, less) > 1.1 * seconds(PRODUCT, RATES)
+    memory = Kernel("add", "compute", 1 << 30, ((1 << 28,),), "float32")
+    assert seconds(memory, less) == seconds(memory, RATES)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "nodes", "members"),
+    [(8, 1, 1, 8), (4, 1, 1, 4), (16, 1, 2, 8), (4, 8, 4, 1), (4, 2, 1, 4), (8, 4, 4, 2), (32, 32, 32, 1)],
+)
+def test_groups_on_nodes_of_eight(ranks: int, stride: int, nodes: int, members: int) -> None:
+    assert spread(ranks, stride, 8) == (nodes, members)
+
+
+def test_collectives() -> None:
+    """Twice the bytes for a reduction to all, and between nodes the network."""
+    gather = GATHER
+    whole = gather.nbytes * 8 / 9
+    assert seconds(gather) == pytest.approx(whole * 7 / 8 / (450e9 * RATES.shares["links"]), rel=0.02)
+    reduced = gather._replace(name="c10d.allreduce_", nbytes=int(whole))
+    assert seconds(reduced) == pytest.approx(2 * seconds(gather), rel=0.01)
+    assert seconds(gather._replace(group=(16, 1))) > 1.05 * seconds(gather)
+    assert seconds(gather._replace(group=(8, 8))) > 5 * seconds(gather)
+    assert seconds(gather._replace(group=(1, 1))) == 0
+
+
+# -- replays
+
+
+def test_a_gather_beside_the_computation_costs_what_it_slows_down() -> None:
+    gather = GATHER._replace(nbytes=GATHER.nbytes // 20)
+    hidden: list[Event] = [gather, Mark(1, "gather"), *[PRODUCT] * 40, Wait("compute", 1), PRODUCT]
+    found = replay(step_of(*hidden), ALONE)
+    assert found.waits == 0 and found.seconds == pytest.approx(41 * seconds(PRODUCT) + found.beside)
+    assert found.beside == pytest.approx(seconds(gather) * (RATES.shares["beside"] - 1), rel=0.01)
+    exposed = replay(step_of(gather, Mark(1, "gather"), Wait("compute", 1), PRODUCT), ALONE)
+    assert exposed.waits == pytest.approx(seconds(gather)) and exposed.beside == 0
+
+
+def test_collectives_share_a_link_and_not_two() -> None:
+    other = GATHER._replace(name="c10d.reduce_scatter", stream="reduce")
+    one_link = replay(step_of(GATHER, other, Mark(1, "reduce"), Wait("compute", 1), PRODUCT), ALONE)
+    across = other._replace(group=(4, 8))
+    two_links = replay(step_of(GATHER, across, Mark(1, "reduce"), Wait("compute", 1), PRODUCT), ALONE)
+    assert one_link.waits == pytest.approx(seconds(GATHER) + seconds(other))
+    assert two_links.waits == pytest.approx(seconds(across))
+
+
+def test_the_host_is_waited_for() -> None:
+    small = Kernel("add", "compute", 1024, ((256,),), "float32")
+    found = replay(step_of(*[small] * 100), RATES)
+    assert found.seconds == pytest.approx(100 * RATES.shares["host"], rel=0.1)
+    assert found.host > 0.5 * found.seconds
+    assert replay(step_of(*[small] * 100), RATES, replays_graph=True).host == 0
+    compiled = replay(step_of(*[small._replace(name="fused_add")] * 100), RATES)
+    assert compiled.seconds < found.seconds
+    # A host that waits queues nothing.
+    waiting: list[Event] = [PRODUCT, Mark(1, "compute"), HostWait(1), small]
+    assert replay(step_of(*waiting), RATES).seconds > seconds(PRODUCT) + 2 * RATES.shares["host"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
+    draw = random.Random(seed)
+    events: list[Event] = []
+    marks = itertools.count(1)
+    known: list[int] = []
+    kernels = [
+        PRODUCT,
+        GATHER,
+        GATHER._replace(stream="compute"),
+        Kernel("add", "compute", 1 << 26, (), "float32"),
+    ]
+    kernels += [GATHER._replace(name="c10d.allreduce_", stream="reduce", group=(4, 8))]
+    for _ in range(60):
+        kind = draw.randrange(5)
+        if kind < 2:
+            events.append(draw.choice(kernels))
+        elif kind == 2:
+            known.append(next(marks))
+            events.append(Mark(known[-1], draw.choice(["compute", "gather", "reduce"])))
+        elif known:
+            number = draw.choice(known)
+            stream = draw.choice(["compute", "gather", "reduce"])
+            events.append(Wait(stream, number) if kind == 3 else HostWait(number))
+    program = Program([Phase(STEP), Phase("forward"), *events], [], 4096, 1e12)
+    speed = speed_of(program, H100, 8)
+    assert speed is not None
+    found = speed.timeline
+    parts = sum(found.busy.values()) + found.beside + found.waits + found.host
+    assert found.seconds == pytest.approx(parts)
+    assert sum(loss.seconds for loss in speed.losses()) == pytest.approx(found.seconds)
+    low, likely, high = speed.seconds
+    assert low <= likely <= high and speed.tokens_per_second == (4096 / high, 4096 / likely, 4096 / low)
+
+
+def test_the_last_step_counts() -> None:
+    first: list[Event] = [Phase("forward"), PRODUCT]
+    second: list[Event] = [Phase("forward"), PRODUCT, PRODUCT, Phase("backward"), PRODUCT]
+    trainers: list[Event] = [
+        Phase("build"),
+        Phase(STEP),
+        *first,
+        Phase(STEP),
+        *second,
+        Phase("validation"),
+        PRODUCT,
+    ]
+    loops: list[Event] = [
+        Phase("build"),
+        *first,
+        Phase("optimizer"),
+        *second,
+        Phase("optimizer"),
+        Phase("after the optimizer"),
+    ]
+    for events in (trainers, loops):
+        kernels = Step.of(Program(events)).events
+        assert len(kernels) == 3, events
+    with pytest.raises(ValueError, match="no second step"):
+        Step.of(Program([Phase("build"), *first, Phase("optimizer")]))
+    assert speed_of(Program([Phase("build"), *first]), H100, 8) is None
+
+
+# -- devices
+
+
+def test_a_device_like_another_one(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text('like = "h100"\ngib = 95.0\n[speed]\npower = 0.7\n')
+    count, device = parse_devices(f"8x{file}", lambda: H100)
+    assert count == 8 and device.nbytes == 95 << 30 and device.figures is not None
+    assert device.figures == Figures(**{**vars(RATES.figures), "power": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('like = "h1000"\ngib = 1', "expected like, the name of another device, found 'h1000'"),
+        (
+            'like = "h100"\n[speed]\ngeneration = "volta"',
+            "expected a generation of ampere, ada, .*, found 'volta'",
+        ),
+        ('like = "h100"\n[speed]\nbandwith = 3', r"\[speed\] has 'bandwith'; expected across, bandwidth"),
+        ('like = "h100"\n[speed]\nbandwidth = "fast"', "expected bandwidth, GB/s .*, found 'fast'"),
+        ('like = "h100"\n[speed]\npower = 1.5', "expected power, the share of its nominal power, found 1.5"),
+        ("gib = 80\nspeed = 3", r"expected a table \[speed\], found 3"),
+        ('gib = 80\n[speed]\ngeneration = "ada"\ntflops = {bfloat16 = 3}', "a table of dtypes with float32"),
+    ],
+)
+def test_a_wrong_device_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+    with pytest.raises(DeviceError, match=message) as error:
+        parse_devices(str(file), lambda: H100)
+    assert "\n" not in str(error.value)
+
+
+def test_durations_in_words() -> None:
+    assert [in_time(each) for each in (0.0123, 1.864, 1864, 18720, 1e6)] == [
+        "12.3 ms", "1.86 s", "31.1 minutes", "5.2 hours", "11.6 days",
+    ]  # fmt: skip
