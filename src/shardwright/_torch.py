@@ -740,12 +740,13 @@ def backend_for(group: Any, device: torch.device) -> Any:
 
 def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:
     """The ranks of the group, or of the group's name, among the arguments of a collective. Empty: there is none."""
+    resolved: Any = _c10d._resolve_process_group
     for each in arguments:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             each = dist.ProcessGroup.unbox(each).group_name
         if isinstance(each, str):
             with suppress(Exception):
-                return dist.get_process_group_ranks(_c10d._resolve_process_group(each))
+                return dist.get_process_group_ranks(resolved(each))
     return []
 
 

@@ -1,4 +1,4 @@
-"""How fast a program runs: tokens a second with a range, and the losses between a device's peak and that."""
+"""The speed of a program: tokens a second with a range, and the losses between a device's peak and that."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _signed(value: float, in_words: Callable[[float], str]) -> str:
 
 
 def _memory(a: Verdict, b: Verdict) -> list[tuple[int, str]]:
-    """What takes other bytes at the peaks: by operation and unit, those that differ most first."""
+    """Owners of other bytes at the peaks, with the difference, those that differ most first."""
     first, second = _by_owner(a), _by_owner(b)
     found = [(second.get(key, 0) - first.get(key, 0), key) for key in {*first, *second}]
     least = LEAST * max(a.peak.nbytes, b.peak.nbytes)

@@ -12,9 +12,9 @@ from typing import Any
 
 from shardwright.extend import layouts, strategies
 from shardwright.train.config.catalog.optimizers import optimizers
-from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
+from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig
 
 #: Kinds of memory whose blocks do not depend on the number of units. The others are planned from all units of a step.
 MEMORIES = ("dynamic", "double_buffer")
