@@ -117,7 +117,7 @@ def _micro_batches(config: Config, data: int) -> list[int]:
 
 def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
     """Ways to divide the model over so many ranks, those that communicate least first."""
-    if config.parallel.engine != "shardwright" or data == 1:
+    if not config.parallel.facts.has_own_keys or data == 1:
         yield ()
         return
 
