@@ -25,6 +25,9 @@ def as_json(
             "device_bytes": verdict.device.nbytes,
             "ranks": verdict.ranks,
             "reserved_bytes": verdict.usage.reserved,
+            "unlimited_reserved_bytes": verdict.unlimited.reserved,
+            "retries": verdict.retries,
+            "retries_each_step": verdict.retries_each_step,
             "active_bytes": verdict.usage.active,
             "live_bytes": peak.nbytes,
             "cached_bytes": verdict.cached,
@@ -39,7 +42,7 @@ def as_json(
             },
             "host": verdict.host,
             "edits": [
-                {"keys": words, "fits": other.answer, "reserved_bytes": other.usage.reserved}
+                {"keys": words, "fits": other.answer, "reserved_bytes": other.unlimited.reserved}
                 for words, other in edits
             ],
             "peak": {

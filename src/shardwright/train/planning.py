@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.extend import ExtensionError
 from shardwright.planner.compose import compose
-from shardwright.planner.program import SAVE, VALIDATION, Program
+from shardwright.planner.program import SAVE, STEP, VALIDATION, Program
 from shardwright.tracing.hollow import SMALL, AbsentDeviceError, UnknownValueError
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.saving import trace_save
@@ -43,7 +43,6 @@ from shardwright.train.step.trainer import Trainer
 STEPS = 2  #: in the first one the optimizer makes its state
 #: Micro-batches of a validation: the one before is freed while the next one runs.
 ROUNDS = 2
-STEP = "step"  #: the phase in which each step begins; another one follows at once
 
 
 @dataclass(frozen=True)

@@ -59,20 +59,22 @@ def plan(
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
         groups = verdict.peak.by_group()
         for keys, touched in edits_of(config):
-            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
+            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.unlimited.reserved:
                 continue
             try:
                 program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
             edits.append((_in_words(keys), judge(program, device, ranks, rules)))
-    edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
-    edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
+    edits = [
+        (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
+    ]
+    edits = sorted(edits, key=lambda edit: edit[1].unlimited.reserved)[:EDITS]
     if json:
         print(as_json(verdict, edits, {key: value_at(config, key) for key in assumed}))
         return verdict.status
     for i, (words, other) in enumerate(edits):
-        saved = in_gib(verdict.usage.reserved - other.usage.reserved)
+        saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}")
     return verdict.status
