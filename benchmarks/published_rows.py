@@ -228,7 +228,8 @@ def figures(program: Program) -> tuple[float, float, int]:
 
 
 def lines(layers: int, rows: Iterable[str]) -> Iterable[str]:
-    yield f"{'row':40}{'live':>8}{'published':>11}{'reserved':>11}{'published':>11}{'retries':>9}  (percent of {DEVICE_GIB} GiB)"
+    yield f"percent of {DEVICE_GIB} GiB"
+    yield f"{'row':40}{'live':>8}{'published':>11}{'reserved':>11}{'published':>11}{'retries':>9}"
     for name in rows:
         row = ROWS[name]
         live, reserved, retries = figures(program_of_loop(loop_of(layers, row), RANKS))

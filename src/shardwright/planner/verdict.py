@@ -137,7 +137,7 @@ _ANSWERS = {
 
 
 def _retries_in_words(verdict: Verdict) -> str:
-    """How often the allocator empties its cache, and what this costs."""
+    """The number of times that the allocator empties its cache, and their cost."""
     each, first = verdict.retries_each_step, verdict.retries
     times = f"{each} times in each step" if each > 1 else "once in each step" if each else ""
     if not times:
