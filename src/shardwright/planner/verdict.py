@@ -19,6 +19,7 @@ from shardwright.planner.allocator import (
     replay,
     run,
 )
+from shardwright.planner.cycles import without_collections
 from shardwright.planner.devices import Device
 from shardwright.planner.program import SAVE, Peak, Program
 
@@ -175,6 +176,7 @@ def room_of(device: Device, runtime: tuple[int, int]) -> int:
     return max(0, device.nbytes - runtime[1])
 
 
+@without_collections()
 def judge(program: Program, device: Device, ranks: int, rules: Rules | None = None) -> Verdict:
     """The verdict on a program that each of ``ranks`` processes runs on a device of its own."""
     rules = rules or Rules()

@@ -251,27 +251,22 @@ class Recorder:
                 ends[event.block] = i
             phases.append(name)
         owners = list(self._owners)
-        index = dict(self._owners)
+        used: dict[Owner, int] = {}
         events: list[Event] = []
         for i, event in enumerate(written):
             if isinstance(event, Alloc):
-                owner = owners[event.owner]
-                if (claim := self._claims.get(event.block)) is not None:
+                block, nbytes, stream, number = event
+                owner = owners[number]
+                if (claim := self._claims.get(block)) is not None:
                     owner = claim
                 elif owner.group in (BY_LIFE, OF_ENGINE):
-                    end = ends.get(event.block)
+                    end = ends.get(block)
                     freed = None if end is None else phases[end]
-                    owner = owner._replace(group=_group(owner.group, phases[i], freed))
-                stream = HOST if event.block in self._put else event.stream
-                event = event._replace(owner=index.setdefault(owner, len(index)), stream=stream)
+                    owner = Owner(_group(owner.group, phases[i], freed), *owner[1:])
+                stream = HOST if block in self._put else stream
+                event = Alloc(block, nbytes, stream, used.setdefault(owner, len(used)))
             events.append(event)
-        used = dict.fromkeys(each.owner for each in events if isinstance(each, Alloc))
-        number = {old: new for new, old in enumerate(used)}
-        everyone = list(index)
-        return Program(
-            [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
-            [everyone[old] for old in used],
-        )
+        return Program(events, list(used))
 
 
 def _ordered(events: list[Event]) -> list[Event]:

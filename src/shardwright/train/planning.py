@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,13 +25,15 @@ from shardwright.tracing.saving import trace_save
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import watch_training
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.planned import check_planned
-from shardwright.train.config.series import series_of
+from shardwright.train.config.series import Layers, layers_of, series_of
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.hf.layers import described, shape_with_layers
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
@@ -139,17 +141,33 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
     """
     if config.train.compile != "none":
         return None  # blocks share their graphs, so that a trace of the whole takes no longer
-    for series in series_of(config, ranks):
-        if not series.saves:
-            continue
-        shorter = [series.of(series.least + i) for i in range(3)]
-        programs = [
-            composed_program(each, ranks, kind) or traced_program(each, ranks, kind) for each in shorter
-        ]
-        program = compose(programs, series.least, series.parts, SMALL)
-        if program is not None:
-            return program
+    for series in series_of(config, ranks, _layers_of):
+        programs: dict[int, Program] = {}
+        for least in (series.least, series.least + 1):  # with one part more the ends may differ no longer
+            if not series.saves(least):
+                break
+            for parts in range(least, least + 3):
+                if parts not in programs:
+                    shorter = series.of(parts)
+                    programs[parts] = composed_program(shorter, ranks, kind) or traced_program(
+                        shorter, ranks, kind
+                    )
+            three = [programs[least + i] for i in range(3)]
+            if (program := compose(three, least, series.parts, SMALL)) is not None:
+                return program
     return None
+
+
+def _layers_of(shape: Any) -> Layers | None:
+    """The layers of a model of this package or of transformers."""
+    if not isinstance(shape, HuggingFaceShape):
+        return layers_of(shape)
+
+    def keys(kept: Sequence[int]) -> dict[str, Any] | None:
+        shorter = shape_with_layers(shape, kept)
+        return None if shorter is None else {"path": shorter.path}
+
+    return Layers(described(shape).layers, keys)
 
 
 def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
