@@ -273,6 +273,29 @@ def test_an_expandable_segment_without_memory_is_gone() -> None:
     assert not any(pool.free or pool.unmapped for pool in allocator._pools.values())
 
 
+def test_memory_of_a_graph_stays_with_it() -> None:
+    """The cache is empty before a capture, and nothing is given back during one."""
+    allocator = with_free(30 * MIB, rules=Rules(), limit=100 * MIB)
+    allocator.take(1, 20 * MIB, "graph 1 capture")
+    assert (allocator.now.reserved, allocator.retries) == (20 * MIB, 0)
+    allocator.take(2, 10 * MIB, "capture")
+    allocator.give_back(2)
+    allocator.take(3, 20 * MIB, "graph 1 gather")
+    assert allocator.now.reserved == 50 * MIB  # the cache of 10 stays now
+    for number in (1, 3):
+        allocator.give_back(number)
+    allocator.take(4, 20 * MIB, "graph 1 capture")
+    assert allocator.now.reserved == 50 * MIB
+    with pytest.raises(OutOfMemoryError):
+        allocator.take(5, 60 * MIB, "graph 1 capture")
+    assert (allocator.now.reserved, allocator.retries) == (50 * MIB, 0)
+    allocator.take(6, 60 * MIB)
+    assert (allocator.now.reserved, allocator.retries) == (100 * MIB, 1)
+    with pytest.raises(OutOfMemoryError):
+        allocator.take(7, 1)
+    assert allocator.now.reserved == 100 * MIB  # 20 of them are free, and the graph's
+
+
 def test_the_peak_can_be_counted_again() -> None:
     allocator = after(30 * MIB, 30 * MIB)
     allocator.give_back(0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.planner.program import Alloc, Event, Free
+from shardwright.planner.program import GRAPH, Alloc, Event, Free
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNIT = 512  #: sizes are multiples of this
@@ -118,12 +118,14 @@ class _Pool:
         free: from the smallest block to the largest, with sizes and addresses.
         unmapped: addresses of expandable segments without memory, in their order.
         page: bytes of the device's memory in which an expandable segment grows.
+        is_of_graph: whether a CUDA graph uses the blocks, so that nothing is given back. Nothing of any pool is given
+            back while the graph is captured.
     """
 
-    __slots__ = ("free", "is_small", "page", "unmapped")
+    __slots__ = ("free", "is_of_graph", "is_small", "page", "unmapped")
 
-    def __init__(self, is_small: bool) -> None:
-        self.is_small = is_small
+    def __init__(self, is_small: bool, is_of_graph: bool) -> None:
+        self.is_small, self.is_of_graph = is_small, is_of_graph
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         self.free: list[tuple[int, int, _Block]] = []
         self.unmapped: list[tuple[int, _Block]] = []
@@ -219,6 +221,7 @@ class CachingAllocator:
         self.retries = 0
         self.live: dict[int, tuple[_Block, int]] = {}
         self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._graphs: set[str] = set()
         self._next_address = 1 << 46
         self._searches = 0  #: of large blocks
 
@@ -242,7 +245,7 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small))
         if pool is None:
-            pool = self._pools[stream, is_small] = _Pool(is_small)
+            pool = self._new_pool(stream, is_small)
         block = self._fitting(pool, size) or self._new(pool, size)
         if self._splits(block, size):
             part = _Block(block.size - size, block.address + size, pool, block.is_expandable, True)
@@ -273,7 +276,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give free memory back to the device: whole segments, and whole pages of expandable ones."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
+            for _, _, block in () if pool.is_of_graph else list(pool.free):
                 if block.is_expandable:
                     self._unmap(block)
                 elif block.is_whole:
@@ -284,6 +287,16 @@ class CachingAllocator:
         self.peak, self.live_at_peak = replace(self.now), self.now.requested
 
     # -- finding
+
+    def _new_pool(self, stream: str, is_small: bool) -> _Pool:
+        is_of_graph = stream.startswith(GRAPH)
+        if is_of_graph:
+            graph = stream.removeprefix(GRAPH).partition(" ")[0]
+            if graph not in self._graphs:  # torch.cuda.graph empties the cache before a capture
+                self._graphs.add(graph)
+                self.empty_cache()
+        pool = self._pools[stream, is_small] = _Pool(is_small, is_of_graph)
+        return pool
 
     def _fitting(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block of the pool that is large enough, if the rules allow it."""
@@ -314,7 +327,7 @@ class CachingAllocator:
         block = self._reserved(pool, size)
         if block is None and self._release_unsplit(pool, size):
             block = self._reserved(pool, size)
-        if block is None:
+        if block is None and not pool.is_of_graph:
             self.retries += 1
             self.empty_cache()
             block = self._reserved(pool, size)
@@ -449,7 +462,7 @@ class CachingAllocator:
                 block
                 for pool in self._pools.values()
                 for _, _, block in pool.free
-                if not pool.is_small and block.is_whole and not block.is_expandable
+                if not (pool.is_small or pool.is_of_graph) and block.is_whole and not block.is_expandable
             ]
             if not whole:
                 return

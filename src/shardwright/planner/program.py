@@ -14,6 +14,9 @@ OPTIMIZER, AFTER_OPTIMIZER = "optimizer", "after the optimizer"  #: phases in a 
 #: Phases between steps.
 VALIDATION, SAVE = "validation", "save"
 HOST = "host"  #: in place of a stream: the block is in the host's memory
+#: The stream of a block that a CUDA graph uses begins with this, and with the graph's number and a space. The memory
+#: stays the graph's after the block is freed.
+GRAPH = "graph "
 
 
 class Alloc(NamedTuple):

@@ -43,6 +43,8 @@ from shardwright.train.step.numerics.looking import fault_of_state
 from shardwright.train.step.trainer import Trainer
 
 STEPS = 2  #: in the first one the optimizer makes its state
+#: Steps with a CUDA graph: three without it, the capture, and a step that only replays.
+STEPS_OF_GRAPH = 5
 #: Micro-batches of a validation: the one before is freed while the next one runs.
 ROUNDS = 2
 
@@ -200,7 +202,7 @@ def _traced(
     trainer = Trainer(config, world, dataset, reads_weights=False, hooks=LogitsAlone(config))
     try:
         with watch_training(recorder) as training:
-            for _ in range(STEPS):
+            for _ in range(STEPS_OF_GRAPH if config.train.cuda_graph else STEPS):
                 recorder.phase(STEP)
                 recorder.phase("forward")
                 trainer.train_step(StopRequest())

@@ -18,10 +18,6 @@ def check_planned(config: Config) -> None:
         raise UserError(
             f"train.float8: a plan with {config.train.float8!r} needs torchao, found none; install the extra float8"
         )
-    if config.train.cuda_graph:
-        raise UserError(
-            "train.cuda_graph: a plan covers false, found true; plan with --train.cuda_graph false"
-        )
     if config.parallel.engine in ("ddp", "fsdp1"):
         raise UserError(
             f"parallel.engine: a plan covers 'shardwright', 'fsdp2' and 'none', found {config.parallel.engine!r}"
