@@ -42,7 +42,12 @@ def as_json(
             },
             "host": verdict.host,
             "edits": [
-                {"keys": words, "fits": other.answer, "reserved_bytes": other.unlimited.reserved}
+                {
+                    "keys": words,
+                    "fits": other.answer,
+                    "reserved_bytes": other.usage.reserved,
+                    "unlimited_reserved_bytes": other.unlimited.reserved,
+                }
                 for words, other in edits
             ],
             "peak": {
