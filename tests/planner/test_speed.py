@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
 from shardwright.planner.program import (
+    AFTER_OPTIMIZER,
+    OPTIMIZER,
     STEP,
     Event,
     HostWait,
@@ -39,7 +41,7 @@ def seconds(kernel: Kernel, rates: Rates = ALONE) -> float:
 
 
 def step_of(*events: Event) -> Step:
-    return Step.of(Program([Phase(STEP), Phase("forward"), *events]))
+    return Step.of(Program([Phase(STEP), Phase("forward"), Phase(STEP), Phase("forward"), *events]))
 
 
 # -- works
@@ -206,7 +208,7 @@ def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
             number = draw.choice(known)
             stream = draw.choice(["compute", "gather", "reduce"])
             events.append(Wait(stream, number) if kind == 3 else HostWait(number))
-    program = Program([Phase(STEP), Phase("forward"), *events], [], 4096, 1e12)
+    program = Program([Phase(STEP), Phase(STEP), Phase("forward"), *events], [], 4096, 1e12)
     speed = speed_of(program, H100, 8)
     assert speed is not None
     found = speed.timeline
@@ -232,16 +234,17 @@ def test_the_last_step_counts() -> None:
     loops: list[Event] = [
         Phase("build"),
         *first,
-        Phase("optimizer"),
+        Phase(OPTIMIZER),
+        Phase(AFTER_OPTIMIZER),
         *second,
-        Phase("optimizer"),
-        Phase("after the optimizer"),
+        Phase(OPTIMIZER),
+        Phase(AFTER_OPTIMIZER),
     ]
     for events in (trainers, loops):
         kernels = Step.of(Program(events)).events
         assert len(kernels) == 3, events
     with pytest.raises(ValueError, match="no second step"):
-        Step.of(Program([Phase("build"), *first, Phase("optimizer")]))
+        Step.of(Program([Phase("build"), *first, Phase(OPTIMIZER), Phase(AFTER_OPTIMIZER)]))
     assert speed_of(Program([Phase("build"), *first]), H100, 8) is None
 
 

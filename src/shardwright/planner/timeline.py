@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from shardwright.planner.program import (
     HOST,
-    SAVE,
-    STEP,
-    VALIDATION,
     HostWait,
     Kernel,
     Mark,
@@ -76,7 +73,9 @@ class Step:
         numbers: dict[Kernel, int] = {}
         events: list[_Queued | Mark | Wait | HostWait] = []
         optimizes = False
-        begin, end = _last_step(program)
+        begin, end = program.last_step()
+        if begin == end:
+            raise ValueError("the program has no second step")
         for event in program.events[begin:end]:
             if isinstance(event, Kernel):
                 if event.stream != HOST:
@@ -90,20 +89,6 @@ class Step:
         nothing = {number for number, (_, work) in enumerate(works) if work.kind == "nothing"}
         events = [e for e in events if not (isinstance(e, _Queued) and e.number in nothing)]
         return cls(works, events)
-
-
-def _last_step(program: Program) -> tuple[int, int]:
-    """The events from which and before which it is."""
-    starts = list(program.phase_starts())
-    begins = [i for i, name in starts if name == STEP]
-    if not begins:  # a loop of somebody's own: a step ends with its optimizer
-        ends = [n for n, (_, name) in enumerate(starts) if name == "optimizer"]
-        begins = [starts[n + 1][0] for n in ends[:-1] if n + 1 < len(starts)]
-        if not begins:
-            raise ValueError("the program has no second step")
-    begin = begins[-1]
-    end = next((i for i, name in starts if i > begin and name in (VALIDATION, SAVE)), len(program.events))
-    return begin, end
 
 
 def replay(step: Step, rates: Rates, replays_graph: bool = False) -> Timeline:

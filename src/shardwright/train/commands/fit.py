@@ -49,10 +49,10 @@ def fit(
             program = program_of(configured(keys), ranks, caches)
         except UserError:  # they do not go together
             return None
-        speed = speed_of(program, device, ranks, with_range=False)
+        speed = speed_of(program, device, ranks, config.train.cuda_graph, with_range=False)
         assert speed is not None
         verdict = judge(program, device, ranks, rules, speed)
-        found = Found(keys, verdict.fits, verdict.usage.reserved, speed.seconds[1])
+        found = Found(keys, verdict.fits, verdict.unlimited.reserved, speed.seconds[1])
         plans[keys] = found, speed
         if sys.stderr.isatty():
             words = f"{in_gib(found.nbytes)} GiB, {in_time(found.seconds)} a step"

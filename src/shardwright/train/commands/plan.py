@@ -50,7 +50,7 @@ def plan(
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
     program = program_of(config, ranks, caches)
-    verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
+    verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks, config.train.cuda_graph))
     if not json:
         print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
         print(*_assumptions(config, assumed), sep="\n", end="\n" if assumed else "", flush=True)
@@ -61,21 +61,23 @@ def plan(
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
         groups = verdict.peak.by_group()
         for keys, touched in edits_of(config):
-            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
+            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.unlimited.reserved:
                 continue
             try:
                 program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
-            speed = speed_of(program, device, ranks, with_range=False)
+            speed = speed_of(program, device, ranks, config.train.cuda_graph, with_range=False)
             edits.append((_in_words(keys), judge(program, device, ranks, rules, speed)))
-    edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
-    edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
+    edits = [
+        (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
+    ]
+    edits = sorted(edits, key=lambda edit: edit[1].unlimited.reserved)[:EDITS]
     if json:
         print(as_json(verdict, edits, {key: value_at(config, key) for key in assumed}))
         return verdict.status
     for i, (words, other) in enumerate(edits):
-        saved = in_gib(verdict.usage.reserved - other.usage.reserved)
+        saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")

@@ -37,7 +37,8 @@ def plan_difference(
     verdicts = []
     for _, configured in jobs:
         program = program_of(configured(()), ranks, caches)
-        verdicts.append(judge(program, device, ranks, rules, speed_of(program, device, ranks)))
+        speed = speed_of(program, device, ranks, configured(()).train.cuda_graph)
+        verdicts.append(judge(program, device, ranks, rules, speed))
     (a, b), names = verdicts, [name for name, _ in jobs]
     memory, time = _memory(a, b), _time(a, b)
     if json:

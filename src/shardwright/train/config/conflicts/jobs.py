@@ -104,11 +104,6 @@ PLANNED: tuple[Conflict[Sections], ...] = (
         "a plan with {train.float8!r} needs torchao, found none; install the extra float8",
     ),
     Conflict(
-        ("train.cuda_graph",),
-        lambda c: c.train.cuda_graph,
-        "a plan covers false, found true; plan with --train.cuda_graph false",
-    ),
-    Conflict(
         ("parallel.engine",),
         lambda c: not c.parallel.facts.is_planned,
         f"a plan covers {engines_that(lambda engine: engine.is_planned, 'and', repr)}, found "
