@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import json
+import logging
 import operator
 import os
 import sys
@@ -736,6 +737,12 @@ reduce_scatter_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_r
 def backend_for(group: Any, device: torch.device) -> Any:
     """The backend that serves ``device`` in a group, however the group was made."""
     return group._get_backend(device)
+
+
+def log_errors_alone() -> None:
+    """Let torch log nothing but errors, unless the user has chosen its logs."""
+    if "TORCH_LOGS" not in os.environ:
+        torch._logging.set_logs(all=logging.ERROR)
 
 
 def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:

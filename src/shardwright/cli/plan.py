@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def _run(call: Call) -> int:
-    # What torch says of code that it only traces is for runs, and of collectives without other ranks for nobody.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # collectives without other ranks are nobody's mistake
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _plan(call)

@@ -41,8 +41,8 @@ def program(config: Config, ranks: int, caches: bool = True) -> Program:
         Alloc(0, whole, "compute", 0),
         *(
             [
-                Phase(STEP), Phase("forward"), *[gather] * (gathers * count // train.micro_batch), Alloc(1 + i, nbytes, "compute", 1),
-                product, Free(1 + i),
+                Phase(STEP), Phase("forward"), *[gather] * (gathers * count // train.micro_batch),
+                Alloc(1 + i, nbytes, "compute", 1), product, Free(1 + i),
             ]
             for i in range(2)
         ),

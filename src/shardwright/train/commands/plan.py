@@ -100,8 +100,10 @@ def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
     key = plan_key(config, ranks, "cuda") if caches else None
     program = cache.load(key) if key is not None else None
     if program is None:
+        from shardwright._torch import log_errors_alone
         from shardwright.train import planning
 
+        log_errors_alone()  # what torch says of code that it only traces is for runs
         program = planning.program_of(config, ranks)
         if key is not None:
             cache.store(key, program)
