@@ -68,9 +68,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_the_settings_that_are_tried() -> None:
-    grids = list(fitting.axes_of(config(("train.global_batch", "96")), 8, 8))
+    grids = list(fitting.axes_of(config(("train.global_batch", "96")), 8, 8, {}))
     assert [grid[0].values for grid in grids] == [
-        ((("train.compile", way),),) for way in ("none", "inductor")
+        ((("train.compile", way),),) for way in ("inductor", "none")
     ]
     strategies, sizes = grids[0][1].values, grids[0][2].values
     assert [dict(each)["parallel.strategy"] for each in strategies] == ["zero2", "zero3", "zero3"]
@@ -82,7 +82,7 @@ def test_the_settings_that_are_tried() -> None:
 @pytest.mark.parametrize("ranks", [16, 64, 256])
 def test_on_several_nodes_replicas_are_whole_nodes(ranks: int) -> None:
     given = config(("train.global_batch", str(ranks)), ranks=ranks)
-    strategies = next(iter(fitting.axes_of(given, ranks, 8)))[1].values
+    strategies = next(iter(fitting.axes_of(given, ranks, 8, {})))[1].values
     replicas = [int(dict(each)["parallel.replicas"]) for each in strategies]
     assert (
         replicas[0] == ranks // 8 and replicas[-2:] == [1, 1] and replicas == sorted(replicas, reverse=True)
@@ -91,15 +91,23 @@ def test_on_several_nodes_replicas_are_whole_nodes(ranks: int) -> None:
         config(("train.global_batch", str(ranks)), *keys, ranks=ranks)
 
 
+def test_keys_of_the_command_line_stay() -> None:
+    given = {"train.compile": "none", "train.micro_batch": "2"}
+    (grid,) = fitting.axes_of(config(*given.items()), 8, 8, given)
+    assert [axis.name for axis in grid] == ["compile", "strategy", "checkpoint"] and len(grid[0].values) == 1
+
+
 def test_another_engine_keeps_its_strategy() -> None:
-    assert next(iter(fitting.axes_of(config(("parallel.engine", "fsdp2")), 8, 8)))[1].values == ((),)
+    assert next(iter(fitting.axes_of(config(("parallel.engine", "fsdp2")), 8, 8, {})))[1].values == ((),)
 
 
 def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit")
+    status, out, err = run(
+        capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1"
+    )
     assert (status, err) == (0, "")
-    head, best, *rest = out.splitlines()
-    assert head.startswith("fit ") and " of them fit NVIDIA H100" in head
+    head, now, best, *rest = out.splitlines()
+    assert now.startswith("now ") and head.startswith("fit ") and " of them fit NVIDIA H100" in head
     assert "tokens/s on each device, MFU " in best
     smaller = next(i for i, line in enumerate(rest) if line.startswith("smaller"))
     values = tomllib.loads("\n".join(line.strip() for line in rest[:smaller]))
@@ -109,7 +117,9 @@ def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[
 
 
 def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--json")
+    status, out, _ = run(
+        capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1", "--json"
+    )
     values = json.loads(out)
     fastest = min((each for each in values["plans"] if each["fits"]), key=lambda each: each["step_seconds"])
     assert status == 0 and values["best"] == fastest
@@ -117,7 +127,15 @@ def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text('like = "h100"\ngib = 4.0\n')
-    status, out, _ = run(capsys, str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml", "--fit")
+    status, out, _ = run(
+        capsys,
+        str(EXAMPLES / "llama_8b.toml"),
+        "--on",
+        f"8x{tmp_path}/small.toml",
+        "--fit",
+        "--processes",
+        "1",
+    )
     assert status == 3 and "best     none; the smallest one needs 7.00 GiB: " in out
 
 
@@ -125,10 +143,13 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     (tmp_path / "own.toml").write_text("gib = 80\n")
     for arguments, message in (
         (
-            (DEBUG, "--on", f"2x{tmp_path}/own.toml", "--fit"),
+            (DEBUG, "--on", f"2x{tmp_path}/own.toml", "--fit", "--processes", "1"),
             "expected a device whose speed is known, found 'own'",
         ),
-        ((DEBUG, DEBUG, "--on", "2xh100", "--fit"), "expected one job with --fit, found two"),
+        (
+            (DEBUG, DEBUG, "--on", "2xh100", "--fit", "--processes", "1"),
+            "expected one job with --fit, found two",
+        ),
         ((DEBUG, "nowhere.toml", "--on", "2xh100"), "nowhere.toml"),
     ):
         status, out, err = run(capsys, *arguments)

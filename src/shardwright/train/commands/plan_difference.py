@@ -11,35 +11,27 @@ from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.plan import program_of
-from shardwright.train.config import Config
+from shardwright.train.commands.planned_job import PlannedJob
 
 SHOWN = 6  #: owners of memory, and losses
 LEAST = 0.01  #: the part of a peak, or of a step, that a difference must have to be shown
 
-Configured = Callable[[Sequence[tuple[str, str]]], Config]
-
 
 def plan_difference(
-    jobs: Sequence[tuple[str, Configured]],
-    ranks: int,
-    device: Device,
-    rules: Rules,
-    json: bool,
-    caches: bool = True,
+    jobs: Sequence[PlannedJob], device: Device, rules: Rules, json: bool, caches: bool = True
 ) -> int:
     """Print both plans side by side, with the tensors and the losses that differ; returns 0, or 3 if one does not fit.
 
-    ``jobs``: two names and configurations.
+    ``jobs``: two of them.
 
     Raises:
         UserError: no plan covers a job.
     """
     verdicts = []
-    for _, configured in jobs:
-        program = program_of(configured(()), ranks, caches)
-        speed = speed_of(program, device, ranks, configured(()).train.cuda_graph)
-        verdicts.append(judge(program, device, ranks, rules, speed))
-    (a, b), names = verdicts, [name for name, _ in jobs]
+    for job in jobs:
+        program = program_of(job(), job.ranks, caches)
+        verdicts.append(judge(program, device, job.ranks, rules, speed_of(program, device, job.ranks)))
+    (a, b), names = verdicts, [job.name for job in jobs]
     memory, time = _memory(a, b), _time(a, b)
     if json:
         values = {
