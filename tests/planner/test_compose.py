@@ -234,3 +234,14 @@ def test_pieces_of_alike_events_are_told_from_sizes_that_grow() -> None:
 
     composed = compose([drawn(LEAST + i) for i in range(3)], LEAST, WANTED, EDGE)
     assert composed is not None and composed.events == drawn(WANTED).events
+
+
+def test_collectives_keep_their_groups() -> None:
+    """Two collectives that differ in their group alone."""
+
+    def gathering(layers: int) -> Program:
+        pair = [Kernel("c10d.gather", "gather", 8, ((8,),), "float32", group) for group in ((2, 1), (4, 2))]
+        return Program([Phase("forward"), *pair * layers, Phase("backward")])
+
+    composed = compose([gathering(LEAST + i) for i in range(3)], LEAST, WANTED, EDGE)
+    assert composed is not None and composed.events == gathering(WANTED).events

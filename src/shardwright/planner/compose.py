@@ -528,7 +528,7 @@ class _Writer:
             events.append(event)
 
     def _kernel(self, event: Kernel, values: Values) -> Kernel:
-        key = event.name, event.stream, event.dtype, tuple(map(len, event.shapes)), values
+        key = event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes)), values
         if (kernel := self._kernels.get(key)) is None:
             nbytes, *sizes = values
             if min(values) < 0:

@@ -141,6 +141,11 @@ class Program:
     tokens: float = 0
     model_flops: float = 0
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a CUDA graph does the work of its last step."""
+        return any(isinstance(event, Alloc) and event.stream.startswith(GRAPH) for event in self.events)
+
     def phase_starts(self) -> Iterator[tuple[int, str]]:
         """The index and the name of each phase."""
         return ((i, event.name) for i, event in enumerate(self.events) if isinstance(event, Phase))

@@ -42,6 +42,7 @@ def work(events: list[Event]) -> Counter[Kernel]:
 def test_a_graph_does_the_work_of_a_step_in_memory_of_its_own(words: str) -> None:
     without = traced_program(config_of(words), 2)
     program = traced_program(config_of(f"{words} train.cuda_graph=true"), 2)
+    assert program.has_graph and not without.has_graph
     *_, plain_step = steps_of(without)
     *warm_ups, captured, replayed = steps_of(program)
     assert len(warm_ups) == 3
