@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
+    GRAPH,
     OPTIMIZER,
     STEP,
+    Alloc,
     Event,
     HostWait,
     Kernel,
@@ -25,7 +27,7 @@ from shardwright.planner.program import (
 )
 from shardwright.planner.rates import Rates, spans_of, spread
 from shardwright.planner.speed import in_time, speed_of
-from shardwright.planner.timeline import Step, replay
+from shardwright.planner.timeline import CAPTURE, Step, replay
 from shardwright.planner.work import work_of
 
 H100 = known_devices()["h100"]
@@ -176,7 +178,9 @@ def test_the_host_is_waited_for() -> None:
     found = replay(step_of(*[small] * 100), RATES)
     assert found.seconds == pytest.approx(100 * RATES.shares["host"], rel=0.1)
     assert found.host > 0.5 * found.seconds
-    assert replay(step_of(*[small] * 100), RATES, replays_graph=True).host == 0
+    graphed = [Alloc(0, 4, f"{GRAPH}1 {CAPTURE}", 0), *[small._replace(stream=CAPTURE)] * 100]
+    of_graph = replay(step_of(*graphed), RATES)
+    assert of_graph.host == 0 and of_graph.busy == found.busy
     compiled = replay(step_of(*[small._replace(name="fused_add")] * 100), RATES)
     assert compiled.seconds < found.seconds
     # A host that waits queues nothing.

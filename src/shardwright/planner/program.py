@@ -13,7 +13,6 @@ STEP = "step"  #: the phase in which each step of a trainer begins; another one 
 OPTIMIZER, AFTER_OPTIMIZER = "optimizer", "after the optimizer"  #: phases in a step
 #: Phases between steps.
 VALIDATION, SAVE = "validation", "save"
-STEP = "step"  #: the phase in which each step of a trainer begins; another one follows at once
 HOST = "host"  #: in place of a stream: the block is in the host's memory
 #: The stream of a block that a CUDA graph uses begins with this, and with the graph's number and a space. The memory
 #: stays the graph's after the block is freed.

@@ -77,7 +77,7 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
         raise UnknownValueError(
             error.what, error.line, "; sw.plan(..., value=1.0) says what item() returns"
         ) from None
-    return judge(program, device, ranks, rules, speed_of(program, device, ranks, program.has_graph))
+    return judge(program, device, ranks, rules, speed_of(program, device, ranks))
 
 
 def program_of_loop(

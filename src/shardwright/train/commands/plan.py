@@ -50,7 +50,7 @@ def plan(
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
     program = program_of(config, ranks, caches)
-    verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks, config.train.cuda_graph))
+    verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
     if not json:
         print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
         print(*_assumptions(config, assumed), sep="\n", end="\n" if assumed else "", flush=True)
@@ -67,7 +67,7 @@ def plan(
                 program = program_of(configured(keys), ranks, caches)
             except UserError:  # it does not go together with another key
                 continue
-            speed = speed_of(program, device, ranks, config.train.cuda_graph, with_range=False)
+            speed = speed_of(program, device, ranks, with_range=False)
             edits.append((_in_words(keys), judge(program, device, ranks, rules, speed)))
     edits = [
         (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
