@@ -428,10 +428,48 @@ def test_which_checkpoints_stay(seed: int) -> None:
         asked.append(step)
         return "bytes differ" if step in damaged else ""
 
-    gone = steps_to_delete(steps, newest, best, settings, damage)
-    whole = [step for step in steps if step <= newest and step not in damaged][:keep]
-    oldest = whole[-1] if len(whole) == keep else 0  # with fewer, nothing is old
+    back = draw.choice([0, 0, 2, 7, 40])
+    gone = steps_to_delete(steps, newest, best, settings, damage, back)
+    whole = [step for step in steps if step <= newest and step not in damaged]
+    far = [step for step in whole if step <= newest - back]
+    oldest = min(whole[keep - 1], far[0]) if len(whole) >= keep and far else 0  # with fewer, nothing is old
     expected = {step for step in steps if (step > newest and step in damaged) or step < oldest}
     expected -= {step for step in expected if step <= newest and every and step % every == 0} | {best}
     assert set(gone) == expected and len(gone) == len(expected)
     assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_rewind_is_possible_in_every_step_of_a_run_that_is_long_enough(seed: int) -> None:
+    """It goes back to the same checkpoint as if none had been deleted, and no older one stays for it. After a rewind,
+    which deletes those after its step, the run must go on for as many steps again."""
+    draw = random.Random(seed)
+    every, keep, back = draw.randint(1, 12), draw.randint(1, 4), draw.choice([0, 1, 5, 17, 40])
+    settings = CheckpointConfig(keep=keep, keep_every=draw.choice([0, 0, 4 * every]))
+    kept: list[int] = []  # newest first
+    saved = set[int]()
+    begin, step, best = 0, 0, None
+    for _ in range(12 * every + 3 * back):
+        step += 1
+        old = [each for each in kept if each <= step - back]
+        if step >= begin + max(back, 1) + every:  # before the save of this step
+            assert old and old[0] == max(each for each in saved if each <= step - back), (step, kept)
+        if old and draw.random() < 0.02:
+            begin = step = old[0]
+            kept = [each for each in kept if each <= step]
+            saved = {each for each in saved if each <= step}
+        if step % every == 0 and step not in kept:
+            kept, saved = [step, *kept], saved | {step}
+            best = step if draw.random() < 0.2 else best
+            gone = steps_to_delete(kept, step, best, settings, lambda step: "", back)
+            kept = [each for each in kept if each not in gone]
+            nth = settings.keep_every
+            others = [each for each in kept if each != best and not (nth and each % nth == 0)]
+            assert len(others) <= max(keep, -(-back // every) + 1)
+
+
+def test_checkpoints_for_a_rewind_stay(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    options = ("--checkpoint.every", "1", "--checkpoint.keep", "1", "--validation.every", "0")
+    assert train_here(config, "--run.dir", folder, *options, "--fault.rewind_steps", "3") == 0
+    assert saved_steps(folder / "checkpoints") == [8, 7, 6, 5]
