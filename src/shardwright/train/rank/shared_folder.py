@@ -32,23 +32,24 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
     launch = _this_launch()
     own: OpenedRun | None = None
     outcome: JobError | OpenedRun | None = None
-    if world.is_first:
-        try:
-            own = open_run(config, resume, launch)
-            outcome = _of_other_ranks(own)
-        except JobError as error:
-            outcome = error
-    outcome = RankGroup().broadcast(outcome)
-    if isinstance(outcome, JobError):
-        raise outcome
-    run = own or outcome
-    assert run is not None
     try:
+        if world.is_first:
+            try:
+                own = open_run(config, resume, launch)
+                outcome = _of_other_ranks(own)
+            except JobError as error:
+                outcome = error
+        outcome = RankGroup().broadcast(outcome)
+        if isinstance(outcome, JobError):
+            raise outcome
+        run = own or outcome
+        assert run is not None
         _check_seen(run.folder.path)
-    except UserError:
-        run.discard_if_unused()
+        return run
+    except BaseException:  # this process may live on, and try again
+        if own is not None:
+            own.discard_if_unused()
         raise
-    return run
 
 
 def _this_launch() -> TorchrunLaunch | None:
