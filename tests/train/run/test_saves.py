@@ -35,6 +35,7 @@ from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
@@ -183,6 +184,43 @@ def test_a_rank_that_cannot_write_stops_or_delays_all(rank: int, world_size: int
     assert saved_steps(tmp_path) == [4] and job.load().step == 4 and job.is_at(4)
     with pytest.raises(SaveFailedError, match="step-5: cannot write: rank 1"):
         save(goes_on, 5, failing=True, last=True)
+
+
+@multirank(2)
+def test_all_ranks_say_that_the_metrics_are_damaged(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Only the first one reads them, to find the best checkpoint."""
+
+    class Best:
+        def among(self, steps: Any) -> None:
+            raise UserError("metrics.jsonl: line 3 is damaged", passes=True)
+
+    job = Job(tmp_path)
+    job.at(1)
+    saves = Saves(CheckpointConfig(), tmp_path, Reporter([]), best=Best())  # type: ignore[arg-type]
+    with pytest.raises(UserError) as error:
+        saves.save(job.model, job.optimizer, Position(1, 4))
+    assert str(error.value) == "metrics.jsonl: line 3 is damaged" and error.value.status == UserError.PASSING
+
+
+@pytest.mark.parametrize("name", ["loss.png", "summary.txt"])
+def test_a_run_whose_last_files_cannot_be_written_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A resume writes them."""
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    (folder / name).mkdir(parents=True)
+    assert train_here(config, "--run.dir", folder) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{name}: cannot write: Is a directory" in error
+    assert RunFolder(folder).record()["status"] == "failed" and saved_steps(folder / "checkpoints")[0] == 8
+    (folder / name).rmdir()
+    assert train_here(config, "--resume", folder) == 0
+    record = RunFolder(folder).record()
+    assert (
+        record["status"] == "finished" and record["results"]["train_loss"] > 0 and (folder / name).is_file()
+    )
+    assert len(losses(folder)) == 8
+    assert train_here(config, "--resume", folder) == 2 and "set more steps" in capsys.readouterr().err
 
 
 def _no_disk(*arguments: Any) -> int:

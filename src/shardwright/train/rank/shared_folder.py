@@ -17,6 +17,7 @@ from shardwright.train.launch.opening import OpenedRun, open_run
 from shardwright.train.launch.torchrun import TorchrunLaunch, agent
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import writing
 
 SECONDS_TO_APPEAR = 10.0
@@ -74,16 +75,11 @@ def _check_seen(folder: Path) -> None:
     ranks = RankGroup()
     sign = folder / ranks.broadcast(f".seen-by-all-hosts-{secrets.token_hex(8)}")
 
-    def touch() -> str:
-        try:
-            with writing(folder):
-                sign.touch()
-        except UserError as error:
-            return str(error)
-        return ""
+    def touch() -> None:
+        with writing(folder):
+            sign.touch()
 
-    if problem := ranks.run_on_first(touch):
-        raise UserError(problem)
+    run_on_first(touch)
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while not (seen := sign.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -28,6 +28,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
@@ -249,16 +250,15 @@ class Saves:
 
     def _best_step(self, steps: list[int]) -> int | None:
         """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
-        count as best any more."""
+        count as best any more. Raises UserError if metrics.jsonl is damaged."""
         best = self._best
         if best is None:
             return None
-        ranks = RankGroup()
-        found = ranks.run_on_first(lambda: best.among(steps))
+        found = run_on_first(lambda: best.among(steps))
         while found is not None and (damage := self._damage(found.step)):
             step, value = found
-            ranks.run_on_first(functools.partial(best.forget, step))
-            found = ranks.run_on_first(lambda: best.among(steps))
+            run_on_first(functools.partial(best.forget, step))
+            found = run_on_first(lambda: best.among(steps))
             now = (
                 "none is left" if found is None else f"the best is now step-{found.step} ({found.value:.4f})"
             )
