@@ -65,7 +65,7 @@ def values_of(key: str) -> list[Any]:
     info = field_at(key.split("."))
     assert info is not None, f"no such key: {key}"
     if (registry := registry_of(info.annotation, info.metadata)) is not None:
-        return list(registry.names())
+        return list(registry.names()) or [()]  # a list of names, of which the package has none
     section, _, name = key.partition(".")
     beside = {"kind": "hybrid"} if section == "model" and name != "max_seq_len" else {}
     taken = []
@@ -149,15 +149,17 @@ def test_a_new_run_or_a_plan_is_refused(
 @pytest.mark.parametrize("row", BUILT, ids=names(BUILT))
 def test_a_model_is_refused_that_was_built(row: Conflict[BuiltJob], tmp_path: Path) -> None:
     for tables in jobs(row.settings, tmp_path):
-        for draws, separates, foreign, auxiliary in itertools.product((False, True), repeat=4):
+        for draws, separates, foreign, auxiliary, has_loss in itertools.product((False, True), repeat=5):
             model = SimpleNamespace(
                 draws=draws,
                 separates=separates,
                 foreign=foreign,
                 auxiliary={"balance": 1.0} if auxiliary else {},
+                has_loss=has_loss,
             )
+            metrics = ("rows",) if has_loss else ()
             with contextlib.suppress(ValidationError):
-                job = BuiltJob(Config.model_validate(tables), model)  # type: ignore[arg-type]
+                job = BuiltJob(Config.model_validate(tables), model, metrics)  # type: ignore[arg-type]
                 if row.applies(job):
                     message = row.text(job)
                     if str(conflict_in(BUILT, job)) == message:

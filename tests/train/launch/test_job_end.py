@@ -8,6 +8,7 @@ import os
 import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import pytest
 from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import JobEnd
+from shardwright.train.rank import shared_folder
 from shardwright.train.rank.hosted import train_in_group
 from shardwright.train.run.exits import Outcome, is_saved, write_exit
+from shardwright.train.run.finding import CONTINUE
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
 from shardwright.train.run.metrics import last_record
@@ -26,7 +29,7 @@ from shardwright.train.step.numerics.verifying import CorruptionError
 from shardwright.train.step.saving.checkpoint import SaveFailedError, _failures
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
-from tests.train.kit.jobs import TINY, config_file, ranks, read_exit, train_here
+from tests.train.kit.jobs import TINY, config_file, ranks, read_exit, tiny, train_here
 
 
 def ended(folder: Path) -> dict[str, Any]:
@@ -79,6 +82,45 @@ def test_an_error_in_a_job_of_one_rank(
     assert sessions(tmp_path / "run") == [(session, reason)]
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {reason}") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["a new run", "a run that goes on"])
+@pytest.mark.parametrize("place", ["_check_seen", "_of_other_ranks", "RankGroup"])
+@pytest.mark.parametrize(
+    "error", [UserError("not shared"), OSError("of the network"), KeyboardInterrupt()], ids=repr
+)
+def test_a_folder_is_free_again_if_the_ranks_cannot_open_it(
+    tmp_path: Path,
+    plain_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: bool,
+    place: str,
+    error: BaseException,
+) -> None:
+    """The process may live on, as under Ray, and try again."""
+    folder = tmp_path / "run"
+    if begun:
+        shutil.copytree(plain_run, folder)
+    config = tiny(run={"dir": str(folder)})
+    world: Any = SimpleNamespace(is_first=True)
+
+    class Lost:
+        def all_gather(self, value: object) -> list[object]:
+            return [value]
+
+        def broadcast(self, value: object) -> None:
+            raise error
+
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_folder, place, Lost if place == "RankGroup" else fail)
+        with pytest.raises(type(error)):
+            shared_folder.open_together(config, CONTINUE, world)
+    assert folder.exists() is begun
+    with shared_folder.open_together(config, CONTINUE, world).lock:
+        pass
 
 
 @pytest.mark.extensive("a job of several ranks")

@@ -383,6 +383,19 @@ def test_a_start_that_takes_long_says_what_it_does(
     assert not start.is_speaking and start.variables == {}
 
 
+def test_a_start_goes_on_with_its_action_after_an_error_of_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = Start()
+    start.begin("building the model")
+    monkeypatch.setattr(start, "_began", time.monotonic() - 60)
+    with pytest.raises(ValueError, match="damaged"), start.left_to_others():
+        assert start._line() == ""
+        raise ValueError("damaged")
+    assert start._line().startswith("building the model (")
+    start.end()
+
+
 def test_a_quick_start_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     start = Start()
     start.begin("reading the text")

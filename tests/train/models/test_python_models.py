@@ -121,6 +121,31 @@ def test_arguments_layouts_checkpoints_and_the_other_commands(
     assert "model.layers.0..2 (3 units)" in capsys.readouterr().out
 
 
+METRIC = """
+from shardwright.train.extend import TrainerHook
+
+class Rows(TrainerHook):
+    validation_metrics = ("rows",)
+
+    def validate(self, logits, targets):
+        return {"rows": (len(targets), 1)}
+"""
+
+
+def test_metrics_of_logits_are_refused_before_a_model_with_its_own_loss_trains(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_loss.py").write_text(MODEL.replace("\ndef build", f"{LOSS}\n\ndef build") + METRIC)
+    job = config_file(folder, JOB)
+    options = (*OWN, "my_loss:build", "--parallel.engine", "none", "--run.hooks", '["my_loss:Rows"]')
+    assert train_here(job, "--run.dir", "one", *options, "--validation.every", "2") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no logits, found 'rows'; remove them, or set validation.every" in error
+    assert "run.hooks: expected hooks without validation_metrics with the model of 'my_loss:build'" in error
+    assert not (folder / "one" / "metrics.jsonl").exists()
+    assert train_here(job, "--run.dir", "two", *options, "--validation.every", "0") == 0
+
+
 def test_the_page_and_its_example(folder: Path) -> None:
     """docs/models.md: the command trains the module, and the table has every architecture of the tests."""
     root = Path(__file__).parents[3]

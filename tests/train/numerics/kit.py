@@ -105,7 +105,13 @@ class Run:
             with (
                 pytest.MonkeyPatch.context() as patch,
                 reporter,
-                Saves(self.config.checkpoint, self.folder.checkpoints, reporter, loaded=done) as saves,
+                Saves(
+                    self.config.checkpoint,
+                    self.folder.checkpoints,
+                    reporter,
+                    loaded=done,
+                    rewind_steps=self.config.fault.rewind_steps,
+                ) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
                 self.trainer.hooks.own = [StepReports(reporter)]

@@ -77,7 +77,12 @@ class Wide(Ended):
         pass
 
 
+def wait_for_ever(site):
+    never.wait()
+
+
 HANGING = NamedSink("hanging", "", Hanging)
+CLOSED = NamedSink("closed", "", wait_for_ever)
 ENDED = NamedSink("ended", "", Ended)
 WIDE = NamedSink("wide", "", Wide)
 NEEDY = NamedSink("needy", "", Ended, needs="package_not_there", install="not-there[all]")
@@ -232,6 +237,22 @@ def test_sinks_get_the_results_of_a_run(folder: Path) -> None:
     status, step, loss, picture, count = (folder / "run" / "end.txt").read_text().splitlines()
     assert (status, step, count) == ("finished", "3", "1")
     assert float(loss) > 0 and Path(picture) == folder / "run" / "loss.png" and Path(picture).exists()
+
+
+def test_a_sink_that_hangs_when_it_opens_does_not_hang_the_job(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deadlines, "OPENING_SECONDS", 0.5)
+    job = config_file(folder, SHORT)
+    try:
+        status = train_here(job, "--run.dir", "run", "--log.sinks", '["mine:CLOSED", "mine:ENDED"]')
+    finally:
+        sys.modules["mine"].never.set()
+    stop = "sink 'mine:CLOSED' is not used: it did not open within 0.5 s"
+    out = capsys.readouterr().out
+    assert status == 0 and out.count(f"warning: {stop}. The run goes on without this sink") == 1
+    assert f"  warning         {stop}" in out and len(records(folder / "run")) == 3
+    assert (folder / "run" / "end.txt").read_text().startswith("finished")  # the other sink
 
 
 @pytest.mark.extensive("it waits for a timeout")

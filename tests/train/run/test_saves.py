@@ -35,6 +35,7 @@ from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import places
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
@@ -183,6 +184,43 @@ def test_a_rank_that_cannot_write_stops_or_delays_all(rank: int, world_size: int
     assert saved_steps(tmp_path) == [4] and job.load().step == 4 and job.is_at(4)
     with pytest.raises(SaveFailedError, match="step-5: cannot write: rank 1"):
         save(goes_on, 5, failing=True, last=True)
+
+
+@multirank(2)
+def test_all_ranks_say_that_the_metrics_are_damaged(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Only the first one reads them, to find the best checkpoint."""
+
+    class Best:
+        def among(self, steps: Any) -> None:
+            raise UserError("metrics.jsonl: line 3 is damaged", passes=True)
+
+    job = Job(tmp_path)
+    job.at(1)
+    saves = Saves(CheckpointConfig(), tmp_path, Reporter([]), best=Best())  # type: ignore[arg-type]
+    with pytest.raises(UserError) as error:
+        saves.save(job.model, job.optimizer, Position(1, 4))
+    assert str(error.value) == "metrics.jsonl: line 3 is damaged" and error.value.status == UserError.PASSING
+
+
+@pytest.mark.parametrize("name", ["loss.png", "summary.txt"])
+def test_a_run_whose_last_files_cannot_be_written_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A resume writes them."""
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    (folder / name).mkdir(parents=True)
+    assert train_here(config, "--run.dir", folder) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{name}: cannot write: Is a directory" in error
+    assert RunFolder(folder).record()["status"] == "failed" and saved_steps(folder / "checkpoints")[0] == 8
+    (folder / name).rmdir()
+    assert train_here(config, "--resume", folder) == 0
+    record = RunFolder(folder).record()
+    assert (
+        record["status"] == "finished" and record["results"]["train_loss"] > 0 and (folder / name).is_file()
+    )
+    assert len(losses(folder)) == 8
+    assert train_here(config, "--resume", folder) == 2 and "set more steps" in capsys.readouterr().err
 
 
 def _no_disk(*arguments: Any) -> int:
@@ -428,10 +466,48 @@ def test_which_checkpoints_stay(seed: int) -> None:
         asked.append(step)
         return "bytes differ" if step in damaged else ""
 
-    gone = steps_to_delete(steps, newest, best, settings, damage)
-    whole = [step for step in steps if step <= newest and step not in damaged][:keep]
-    oldest = whole[-1] if len(whole) == keep else 0  # with fewer, nothing is old
+    back = draw.choice([0, 0, 2, 7, 40])
+    gone = steps_to_delete(steps, newest, best, settings, damage, back)
+    whole = [step for step in steps if step <= newest and step not in damaged]
+    far = [step for step in whole if step <= newest - back]
+    oldest = min(whole[keep - 1], far[0]) if len(whole) >= keep and far else 0  # with fewer, nothing is old
     expected = {step for step in steps if (step > newest and step in damaged) or step < oldest}
     expected -= {step for step in expected if step <= newest and every and step % every == 0} | {best}
     assert set(gone) == expected and len(gone) == len(expected)
     assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_rewind_is_possible_in_every_step_of_a_run_that_is_long_enough(seed: int) -> None:
+    """It goes back to the same checkpoint as if none had been deleted, and no older one stays for it. After a rewind,
+    which deletes those after its step, the run must go on for as many steps again."""
+    draw = random.Random(seed)
+    every, keep, back = draw.randint(1, 12), draw.randint(1, 4), draw.choice([0, 1, 5, 17, 40])
+    settings = CheckpointConfig(keep=keep, keep_every=draw.choice([0, 0, 4 * every]))
+    kept: list[int] = []  # newest first
+    saved = set[int]()
+    begin, step, best = 0, 0, None
+    for _ in range(12 * every + 3 * back):
+        step += 1
+        old = [each for each in kept if each <= step - back]
+        if step >= begin + max(back, 1) + every:  # before the save of this step
+            assert old and old[0] == max(each for each in saved if each <= step - back), (step, kept)
+        if old and draw.random() < 0.02:
+            begin = step = old[0]
+            kept = [each for each in kept if each <= step]
+            saved = {each for each in saved if each <= step}
+        if step % every == 0 and step not in kept:
+            kept, saved = [step, *kept], saved | {step}
+            best = step if draw.random() < 0.2 else best
+            gone = steps_to_delete(kept, step, best, settings, lambda step: "", back)
+            kept = [each for each in kept if each not in gone]
+            nth = settings.keep_every
+            others = [each for each in kept if each != best and not (nth and each % nth == 0)]
+            assert len(others) <= max(keep, -(-back // every) + 1)
+
+
+def test_checkpoints_for_a_rewind_stay(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    options = ("--checkpoint.every", "1", "--checkpoint.keep", "1", "--validation.every", "0")
+    assert train_here(config, "--run.dir", folder, *options, "--fault.rewind_steps", "3") == 0
+    assert saved_steps(folder / "checkpoints") == [8, 7, 6, 5]

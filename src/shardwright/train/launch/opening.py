@@ -52,7 +52,7 @@ class OpenedRun:
         return self.job_end.attempt
 
     def discard_if_unused(self) -> None:
-        """Remove the folder if no run began in it, so that the next try does not find its files."""
+        """Release the lock, and remove the folder if no run began in it, for the next try."""
         if isinstance(self.lock, FolderLock):
             discard_if_unused(self.folder, self.lock)
 

@@ -97,8 +97,10 @@ class Start:
     def left_to_others(self) -> Iterator[None]:
         """Print nothing inside the context, because other code prints there."""
         before, self._doing = self._doing, ""
-        yield
-        self._doing = before
+        try:
+            yield
+        finally:
+            self._doing = before
 
     def end(self) -> None:
         if self._speaking is not None:

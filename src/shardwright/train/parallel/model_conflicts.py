@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.config.conflicts.table import Conflict, refuse
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
@@ -14,10 +16,15 @@ if TYPE_CHECKING:
 
 
 class BuiltJob(NamedTuple):
-    """A job with its model, before an engine has it."""
+    """A job with its model, before an engine has it.
+
+    Attributes:
+        validation_metrics: of the hooks of `run.hooks`.
+    """
 
     config: Config
     model: LanguageModel
+    validation_metrics: Sequence[str] = ()
 
     @property
     def numbers_padding(self) -> bool:
@@ -72,9 +79,21 @@ BUILT: tuple[Conflict[BuiltJob], ...] = (
     ),
     _would_mix("data.packing", "'none' or 'split'", best_fit=True),
     _would_mix("data.document_mask", "false", best_fit=False),
+    Conflict(
+        ("run.hooks", "validation.every"),
+        lambda job: job.config.validation.every > 0 and bool(job.validation_metrics) and job.model.has_loss,
+        lambda job: (
+            "expected hooks without validation_metrics with "
+            f"{model_in_words(job.config.model.shape(), job.config.model.kind)}, which computes its own loss and "
+            f"returns no logits, found {', '.join(map(repr, job.validation_metrics))}; remove them, or set "
+            "validation.every to 0"
+        ),
+    ),
 )
 
 
-def check_model_goes_with(config: Config, model: LanguageModel) -> None:
+def check_model_goes_with(
+    config: Config, model: LanguageModel, validation_metrics: Sequence[str] = ()
+) -> None:
     """Refuse settings that this model cannot be trained with. Raises UserError."""
-    refuse(BUILT, BuiltJob(config, model))
+    refuse(BUILT, BuiltJob(config, model, validation_metrics))

@@ -17,6 +17,7 @@ from shardwright.train.launch.opening import OpenedRun, open_run
 from shardwright.train.launch.torchrun import TorchrunLaunch, agent
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import writing
 
 SECONDS_TO_APPEAR = 10.0
@@ -32,23 +33,24 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
     launch = _this_launch()
     own: OpenedRun | None = None
     outcome: JobError | OpenedRun | None = None
-    if world.is_first:
-        try:
-            own = open_run(config, resume, launch)
-            outcome = _of_other_ranks(own)
-        except JobError as error:
-            outcome = error
-    outcome = RankGroup().broadcast(outcome)
-    if isinstance(outcome, JobError):
-        raise outcome
-    run = own or outcome
-    assert run is not None
     try:
+        if world.is_first:
+            try:
+                own = open_run(config, resume, launch)
+                outcome = _of_other_ranks(own)
+            except JobError as error:
+                outcome = error
+        outcome = RankGroup().broadcast(outcome)
+        if isinstance(outcome, JobError):
+            raise outcome
+        run = own or outcome
+        assert run is not None
         _check_seen(run.folder.path)
-    except UserError:
-        run.discard_if_unused()
+        return run
+    except BaseException:  # this process may live on, and try again
+        if own is not None:
+            own.discard_if_unused()
         raise
-    return run
 
 
 def _this_launch() -> TorchrunLaunch | None:
@@ -73,16 +75,11 @@ def _check_seen(folder: Path) -> None:
     ranks = RankGroup()
     sign = folder / ranks.broadcast(f".seen-by-all-hosts-{secrets.token_hex(8)}")
 
-    def touch() -> str:
-        try:
-            with writing(folder):
-                sign.touch()
-        except UserError as error:
-            return str(error)
-        return ""
+    def touch() -> None:
+        with writing(folder):
+            sign.touch()
 
-    if problem := ranks.run_on_first(touch):
-        raise UserError(problem)
+    run_on_first(touch)
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while not (seen := sign.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

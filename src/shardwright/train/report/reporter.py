@@ -9,7 +9,7 @@ from shardwright.extend.registry import in_words
 from shardwright.train.config.catalog.records import Incident, RunEnd, Sink, StepRecord
 from shardwright.train.report import sink_thread
 from shardwright.train.report.jsonl import JsonLines
-from shardwright.train.report.sink_thread import SinkThread
+from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from shardwright.train.run import deadlines
 
 
@@ -93,6 +93,13 @@ class Reporter:
                 call(sink)
             except Exception as error:
                 self._stop(name, error)
+
+    def not_opened(self, name: str, error: SlowSink) -> None:
+        """Warn that an added sink did not open in time, so that the run goes on without it."""
+        self._warn(
+            f"sink {name!r} is not used: {error}",
+            "The run goes on without this sink; metrics.jsonl has all steps",
+        )
 
     def _stop(self, name: str, error: Exception) -> None:
         """Close an added sink that raised an error, and warn."""

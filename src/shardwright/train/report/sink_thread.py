@@ -15,6 +15,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardwright.train.run import deadlines
+
 if TYPE_CHECKING:
     from shardwright.train.config.catalog.records import RunEnd, Sink, StepRecord
 
@@ -45,7 +47,8 @@ class SinkThread:
 
     Args:
         name: its name in `[log] sinks`.
-        open: makes the sink. The constructor waits for it and raises its error.
+        open: makes the sink. The constructor waits for it and raises its error, or SlowSink after
+            `deadlines.OPENING_SECONDS`.
         patience: seconds.
 
     Attributes:
@@ -64,6 +67,9 @@ class SinkThread:
         self._thread.start()
         opening = self._put(open)
         try:
+            wait([opening], deadlines.OPENING_SECONDS)
+            if not opening.done():
+                raise SlowSink(f"it did not open within {deadlines.OPENING_SECONDS:g} s")
             self._sink: Sink = opening.result()
         except BaseException:
             self._calls.put(None)

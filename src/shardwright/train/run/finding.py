@@ -141,8 +141,9 @@ def _check_unused(checkpoints: FolderOrUrl) -> None:
 
 
 def discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:
-    """Remove a folder in which no run began, so that the next try does not find its files."""
+    """Release the lock, and remove a folder in which no run began, so that the next try does not find its files."""
     if folder.exists():
+        lock.release()
         return
     try:
         lock.remove()

@@ -33,8 +33,10 @@ class FolderLock:
 
     def remove(self) -> None:
         """Release it and delete its file, with a folder in which no run began."""
-        (self.folder / NAME).unlink(missing_ok=True)
-        self.release()
+        try:
+            (self.folder / NAME).unlink(missing_ok=True)
+        finally:
+            self.release()
 
     def __enter__(self) -> FolderLock:
         return self

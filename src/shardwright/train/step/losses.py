@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.samples.batch import Batch
-from shardwright.train.errors import UserError
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.packed import whole, within_trained
@@ -89,18 +88,10 @@ class Losses:
         return self.of_tokens_and_logits(batch, logits=False)[0]
 
     def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
-        """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for.
-
-        Raises:
-            UserError: the model has its own loss, and logits are asked for.
-        """
+        """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for. A model with its own loss
+        has none."""
         with self._engine.compute_precision(self._world.device):
             if self.has_loss:
-                if logits:
-                    raise UserError(
-                        f"run.hooks: expected hooks without validation_metrics with {self._in_words}, which computes "
-                        "its own loss and returns no logits"
-                    )
                 return self._model(batch.inputs, batch=batch).float()[None], None
             returned = self._model(batch.inputs, **documents_of(batch))
         logits_BSV = outputs.check_logits(self._in_words, returned, batch.targets, self._vocab_size)

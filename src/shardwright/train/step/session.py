@@ -147,5 +147,7 @@ def _run_steps(
 
     config, done = trainer.config, trainer.position.step
     checkpoints = checkpoints_of(folder, config)
-    with Saves(config.checkpoint, checkpoints, reports.reporter, done, note_saved, reports.best) as saves:
+    with Saves(
+        config.checkpoint, checkpoints, reports.reporter, done, note_saved, reports.best, config.fault.rewind_steps
+    ) as saves:
         return run_steps(trainer, reports.reporter, saves, stop) if done < config.train.steps else LoopEnd()

@@ -97,7 +97,7 @@ class Trainer:
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
-        check_model_goes_with(config, plain)
+        check_model_goes_with(config, plain, self.hooks.validation_metrics)
         self.facts = ModelFacts.of(plain, config)
         self.hooks.check_losses(plain.auxiliary, self.facts.in_words)
         check_same_model(plain, world.mesh, self.facts.in_words)

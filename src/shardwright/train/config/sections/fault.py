@@ -73,7 +73,10 @@ class FaultConfig(Section):
     rewind_steps: int = Field(
         default=0,
         ge=0,
-        description="Rewind to a checkpoint that is older than the wrong step by at least so many steps.",
+        description=(
+            "Rewind to a checkpoint that is older than the wrong step by at least so many steps. More checkpoints than "
+            "checkpoint.keep stay for this: all since the newest one that is old enough."
+        ),
     )
     verify_every: int = Field(
         default=0,

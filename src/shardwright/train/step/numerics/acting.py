@@ -48,8 +48,11 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
         steps = RankGroup().run_on_first(lambda: saved_steps(saves.checkpoints))
     if not any(step <= latest for step in steps):
         why = f"there is no checkpoint of step {max(latest, 0)} or before to go back to"
-        smaller = " or fault.rewind_steps" if trainer.config.fault.rewind_steps else ""
-        _stop(fault, why, f"there would be one with a smaller checkpoint.every{smaller}", trainer, saves)
+        # An earlier rewind has deleted the checkpoints after its step, however many there were.
+        keys = ["checkpoint.every"] if latest > 0 and not before.past.rewinds else []
+        keys += ["fault.rewind_steps"] if steps and trainer.config.fault.rewind_steps else []
+        more = f"there would be one with a smaller {' or '.join(keys)}" if keys else ""
+        _stop(fault, why, more, trainer, saves)
     trainer.rewind(saves.checkpoints, reporter, latest, stop)
     saves.forget_after(trainer.position.step)
     first = trainer.position.past.left_out[-1][0]

@@ -102,7 +102,6 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     if reporter.failed_saves:
         results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
-    record.close(status, trainer.position.step, results, end.reason if ended_by else "")
     with writing(folder.picture):
         figure = plots.loss_figure(records, trainer.config.run.name, vocabulary(trainer.config))
         figure.savefig(folder.picture, dpi=plots.DPI)
@@ -110,6 +109,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     trainer.hooks.end(run_end)
     reporter.close(run_end)
     if ended_by:
+        record.close(status, trainer.position.step, results, end.reason)
         print(
             *reporter.stopped,
             *reporter.failed_saves,
@@ -124,6 +124,8 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     plan = note_reserved(folder, results["peak_memory"]) if trainer.world.device.type == "cuda" else []
     text = summary(trainer, folder, results, sampled, plan, warnings)
     write_text(folder.summary_file, text)
+    # Last: until then a resume does the end of the run again.
+    record.close(status, trainer.position.step, results)
     print(text, end="", flush=True)
     return end
 

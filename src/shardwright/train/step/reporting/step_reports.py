@@ -22,7 +22,7 @@ from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.memory import device_name, measure_memory
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.report.sink_thread import SinkThread
+from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
 from shardwright.train.step.evaluation import Validation
@@ -43,16 +43,23 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
     sinks: list[Sink] = [
         JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file, past.left_out)
     ]
-    added = {}
+    added: dict[str, SinkThread] = {}
+    slow: dict[str, SlowSink] = {}
     for name in config.log.sinks:
         named = named_sinks.get(name)
-        added[name] = SinkThread(name, partial(named.make, site), named.patience)
+        try:
+            added[name] = SinkThread(name, partial(named.make, site), named.patience)
+        except SlowSink as error:
+            slow[name] = error
     sinks.append(
         Bar(steps, steps_done, every, console)
         if console.is_terminal
         else Lines(steps, every, printed=record.reached_before)
     )
-    return Reporter(sinks, added, steps_done)
+    reporter = Reporter(sinks, added, steps_done)
+    for name, error in slow.items():
+        reporter.not_opened(name, error)
+    return reporter
 
 
 def open_record(trainer: Trainer, folder: RunFolder, attempt: int) -> RunRecord:

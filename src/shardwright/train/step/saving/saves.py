@@ -28,6 +28,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
@@ -50,11 +51,14 @@ def steps_to_delete(
     best: int | None,
     settings: CheckpointConfig,
     damage: Callable[[int], str | None],
+    rewind_steps: int = 0,
 ) -> list[int]:
     """The steps whose checkpoints go.
 
-    The newest `checkpoint.keep` whole ones stay, the `best`, and each one that `keep_every` names. A damaged one after
-    step `newest`, which was just written, goes: a resume has fallen back from it.
+    The newest `checkpoint.keep` whole ones stay, the `best`, and each one that `keep_every` names. So do the newest
+    whole one that is at least `rewind_steps` older than `newest`, and all after it: each of them becomes the one to
+    which a rewind goes back, before the next save or after later ones. A damaged one after step `newest`, which was
+    just written, goes: a resume has fallen back from it.
 
     Args:
         steps: those that have a folder, newest first.
@@ -67,15 +71,19 @@ def steps_to_delete(
     later = [step for step in steps if step > newest]
     gone = [step for step in later if damage(step)]
     rest = steps[len(later) :]
-    whole = 0
+    near = sum(step > newest - rewind_steps for step in rest)  # too new for a rewind
+    whole, reaches = 0, False
     for number, step in enumerate(rest):
-        candidates = [each for each in rest[number + settings.keep - whole :] if not is_permanent(each)]
-        if not candidates:  # even if all of the next are whole
+        # The least that stay of the next ones: as many, if all of them are whole.
+        staying = max(settings.keep - whole, 0 if reaches else max(near - number, 0) + 1, 0)
+        candidates = [each for each in rest[number + staying :] if not is_permanent(each)]
+        if not candidates:
             break
-        if whole == settings.keep:
+        if not staying:
             gone += candidates
             break
-        whole += damage(step) == ""
+        if damage(step) == "":
+            whole, reaches = whole + 1, reaches or number >= near
     return [step for step in gone if step != best]
 
 
@@ -90,14 +98,16 @@ class Saves:
         loaded: int | None = None,
         saved: Callable[[int], None] | None = None,
         best: BestCheckpoint | None = None,
+        rewind_steps: int = 0,
     ) -> None:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared. `saved` is called
-        with the step of each checkpoint that was written. `best`: finds one that stays, too."""
+        with the step of each checkpoint that was written. `best`: finds one that stays, too. `rewind_steps`: steps that
+        a rewind goes back at least, for which checkpoints stay."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step the damage, "" if the files are those that were saved, of checkpoints that were compared in this
         #: session. None: a later version of shardwright has saved it, so this one cannot know.
         self._damages: dict[int, str | None] = {} if loaded is None else {loaded: ""}
-        self._note, self._best = saved, best
+        self._note, self._best, self._rewind_steps = saved, best, rewind_steps
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
 
@@ -232,7 +242,7 @@ class Saves:
         try:
             steps = ranks.run_on_first(lambda: saved_steps(self.checkpoints))
             best = self._best_step(steps)
-            doomed = steps_to_delete(steps, newest, best, self.settings, self._damage)
+            doomed = steps_to_delete(steps, newest, best, self.settings, self._damage, self._rewind_steps)
             ranks.run_on_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
@@ -240,16 +250,15 @@ class Saves:
 
     def _best_step(self, steps: list[int]) -> int | None:
         """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
-        count as best any more."""
+        count as best any more. Raises UserError if metrics.jsonl is damaged."""
         best = self._best
         if best is None:
             return None
-        ranks = RankGroup()
-        found = ranks.run_on_first(lambda: best.among(steps))
+        found = run_on_first(lambda: best.among(steps))
         while found is not None and (damage := self._damage(found.step)):
             step, value = found
-            ranks.run_on_first(functools.partial(best.forget, step))
-            found = ranks.run_on_first(lambda: best.among(steps))
+            run_on_first(functools.partial(best.forget, step))
+            found = run_on_first(lambda: best.among(steps))
             now = (
                 "none is left" if found is None else f"the best is now step-{found.step} ({found.value:.4f})"
             )
