@@ -190,7 +190,8 @@ class LocalStore(LocalFiles):
         self.check_free(overwrite)
         with unless_removed(self, unfinished):
             self._give_name(unfinished, overwrite)
-        self._remove_leftovers()
+        with contextlib.suppress(OSError):  # the checkpoint is in its place
+            self._remove_leftovers()
 
     def _give_name(self, unfinished: LocalStore, overwrite: bool) -> None:
         written = unfinished.path
@@ -319,7 +320,8 @@ class SingleFile(LocalStore):
                 raise
             os.rename(written, self.path)  # there are file systems without links
         else:
-            written.unlink()
+            with contextlib.suppress(OSError):  # the file is in its place
+                written.unlink()
 
 
 def partial_folder(path: Path, attempt: str) -> Path:
