@@ -196,7 +196,7 @@ class OptimizersToLoad(PartToLoad):
         stored = self.checkpoint.leaves.get(_STORED_GROUPS)
         if self.settings and stored is not None:
             check_groups(self.room[_GROUPS], stored)
-        if isinstance(stored, list) and not has(self.checkpoint, f"{OPTIMIZER}.{_STATE}"):
+        if isinstance(stored, list) and not below(self.checkpoint, f"{OPTIMIZER}.{_STATE}"):
             self._check_keys(stored)
 
     def _check_keys(self, stored: list[Any]) -> None:
