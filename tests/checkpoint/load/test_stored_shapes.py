@@ -247,7 +247,9 @@ def test_parameters_without_a_gradient_resume_with_the_same_optimizer_alone(
     before = {name: value.clone() for name, value in other.state_dict().items()}
     same = mine == theirs or {mine, theirs} <= {"plain", "momentum"} and not optimizer.state_dict()["state"]
     if not same and not (used == 0 and {mine, theirs} == {"adamw", "amsgrad"}):
-        with pytest.raises(UserError, match=r"another optimizer; resume with the optimizer\.name of the saved"):
+        with pytest.raises(
+            UserError, match=r"another optimizer; resume with the optimizer\.name of the saved"
+        ):
             checkpoint.load_newest(tmp_path, other, its)
         assert_same(dict(other.state_dict()), before)
         return

@@ -267,7 +267,9 @@ def test_a_process_of_another_user_does_not_end_a_stream(
         consumer = threading.Thread(
             target=lambda: [found.update(each) for each in sw.receive_weights(address, timeout=20)]
         )
-        users = iter([own + 1])  # of this process, while the sender compares it with that of the first connection
+        users = iter(
+            [own + 1]
+        )  # of this process, while the sender compares it with that of the first connection
         monkeypatch.setattr(os, "getuid", lambda: next(users, own))
         first = threading.Thread(target=lambda: [None for _ in stream])
         first.start()

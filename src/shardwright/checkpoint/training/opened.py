@@ -59,6 +59,11 @@ class StoredCheckpoint:
     opened: Checkpoint = field(repr=False)
     _group: dist.ProcessGroup | None = field(default=None, repr=False)
 
+    @property
+    def description(self) -> str:
+        """The name of the file that describes it."""
+        return self.opened.origin.name
+
     @cached_property
     def entries(self) -> dict[Keys, Any]:
         """The saved state taken apart: by the keys of each entry a :class:`StoredForm`, or a value as in ``values``.
