@@ -21,15 +21,17 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.noted import noted
-from shardwright.errors import Damaged
+from shardwright.errors import Damaged, OtherOptimizer
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 #: Errors that keep their kind on every rank; every other error arrives as a RuntimeError. If ranks raise different
 #: kinds, all ranks raise the first one of this table. So a rank that could do no work (a missing file, no right to
 #: write) wins over a rank that did its work and found damage or a wrong value.
 _KINDS: tuple[type[Exception], ...] = (
-    RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, Damaged, ValueError,
+    RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, Damaged, OtherOptimizer,
+    ValueError,
 )  # fmt: skip
 
 LOST_CONTACT = (
@@ -176,9 +178,18 @@ class RankGroup:
 
     def run_own(self, action: Callable[[], T]) -> T:
         """This rank's result of ``action``, which is not pickled. If it raises on one rank, all raise as above."""
+        return self.run_and_share(action, lambda result: None)[0]
+
+    def run_and_share(self, action: Callable[[], T], shared: Callable[[T], S]) -> tuple[T, list[S]]:
+        """As :meth:`run_own`, and ``shared(result)`` of each rank, which is pickled."""
         results: list[T] = []
-        self.run_on_all(lambda: results.append(action()))
-        return results[0]
+
+        def act() -> S:
+            results.append(action())
+            return shared(results[0])
+
+        everyones = self.run_on_all(act)
+        return results[0], everyones
 
     def run_on_first(self, action: Callable[[], T]) -> T:
         """The result of ``action`` on the first rank, which alone runs it. If it raises, all ranks raise."""

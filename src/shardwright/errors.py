@@ -3,3 +3,7 @@
 
 class Damaged(ValueError):
     """A checkpoint does not hold what a save has written. The message says what is wrong, without the folder."""
+
+
+class OtherOptimizer(ValueError):
+    """A checkpoint is of another optimizer than the one that gets its state."""

@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.storage.keeping import (
         check_writable,
         folder_or_url,
+        has_description,
         is_checkpoint,
         list_checkpoints,
         remove_checkpoint,
+        remove_unfinished,
         write_file,
     )
     from shardwright.checkpoint.stream.receive import receive_weights
@@ -65,6 +67,7 @@ __all__ = [
     "check_writable",
     "folder_or_url",
     "generator_states",
+    "has_description",
     "is_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
@@ -73,6 +76,7 @@ __all__ = [
     "open_checkpoint",
     "receive_weights",
     "remove_checkpoint",
+    "remove_unfinished",
     "save_checkpoint",
     "save_pretrained",
     "save_state",
@@ -93,7 +97,10 @@ _HOMES = {
         "pretrained.load_pretrained": "Loaded load_pretrained",
         "pretrained.names": "Joined KeyMap Slice Stacked Transposed",
         "pretrained.save_pretrained": "save_pretrained",
-        "storage.keeping": "check_writable folder_or_url is_checkpoint list_checkpoints remove_checkpoint write_file",
+        "storage.keeping": (
+            "check_writable folder_or_url has_description is_checkpoint list_checkpoints remove_checkpoint "
+            "remove_unfinished write_file"
+        ),
         "stream.receive": "receive_weights",
         "stream.send": "stream_weights",
         "training.generators": "generator_states seed_generators set_generator_states",

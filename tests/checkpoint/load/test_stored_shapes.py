@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.comm import GradientHook
+from shardwright.train.errors import UserError
 from shardwright.train.run.position import Position
 from shardwright.train.step.saving import checkpoint
 from tests.checkpoint.kit.resharding import assert_equal, whole
@@ -203,8 +204,59 @@ def test_a_run_resumes_whatever_the_state_of_its_optimizer_holds(
     state: dict[str, Any] = {"mine": {"counts": [3, 4], "means": [torch.ones(2), 5]}}
     checkpoint.save(tmp_path, model, optimizer, Position(2, 2), hooks=state)
     other, its = run(1)
-    loaded = checkpoint.load_newest(tmp_path, other, its, checkpoint.shapes_of(model))
+    loaded = checkpoint.load_newest(tmp_path, other, its)
     assert loaded.position == Position(2, 2)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
     assert_same(checkpoint.hook_states(loaded, {"mine": {}, "new": {}}), state)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,  # has state before its first step
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "plain": lambda p: torch.optim.SGD(p, 0.1),  # never has state
+}
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+@pytest.mark.parametrize("theirs", OPTIMIZERS)
+@pytest.mark.parametrize("mine", OPTIMIZERS)
+def test_parameters_without_a_gradient_resume_with_the_same_optimizer_alone(
+    tmp_path: Path, mine: str, theirs: str, used: int
+) -> None:
+    """Of two layers some had gradients. The checkpoint has the state that the optimizer has, and no other."""
+
+    def run(seed: int, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+        return model, OPTIMIZERS[kind](model.parameters())
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, layers: int) -> None:
+        for number in range(3):
+            for layer in list(model)[:layers]:
+                layer(torch.randn(5, 4, generator=torch.Generator().manual_seed(number))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = run(0, theirs)
+    train(model, optimizer, used)
+    checkpoint.save(tmp_path, model, optimizer, Position(3, 3))
+    other, its = run(1, mine)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    same = mine == theirs or {mine, theirs} <= {"plain", "momentum"} and not optimizer.state_dict()["state"]
+    if not same and not (used == 0 and {mine, theirs} == {"adamw", "amsgrad"}):
+        with pytest.raises(
+            UserError, match=r"another optimizer; resume with the optimizer\.name of the saved"
+        ):
+            checkpoint.load_newest(tmp_path, other, its)
+        assert_same(dict(other.state_dict()), before)
+        return
+    checkpoint.load_newest(tmp_path, other, its)
+    assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
+    if mine == theirs:
+        for each in ((model, optimizer), (other, its)):
+            train(*each, 2)
+        assert_same(dict(other.state_dict()), dict(model.state_dict()))
+        assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])

@@ -184,11 +184,14 @@ def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        (nn.Linear(2, 3), r"model\.weight has shape \[2, 2\], expected \[3, 2\]"),
+        (
+            nn.Linear(2, 3),
+            r"expected weight of shape \[3, 2\], found \[2, 2\]; this is a checkpoint of another model",
+        ),
         (nn.Linear(2, 2).double(), r"model\.weight has dtype torch\.float32, expected torch\.float64"),
-        (nn.Linear(2, 2, bias=False), r"has the tensor model\.bias, which this model does not have"),
-        (nn.Bilinear(2, 2, 2), r"model\.weight has shape"),
-        (nn.Sequential(nn.Linear(2, 2)), r"has no tensor model\.0\.weight|has the tensor model"),
+        (nn.Linear(2, 2, bias=False), r"expected no tensor bias, found one of shape \[2\]"),
+        (nn.Bilinear(2, 2, 2), r"expected weight of shape \[2, 2, 2\], found \[2, 2\]"),
+        (nn.Sequential(nn.Linear(2, 2)), r"expected 0\.weight of shape \[2, 2\], found no such tensor"),
     ],
     ids=["shape", "dtype", "more", "dims", "names"],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -15,7 +16,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch.distributed as dist
@@ -193,6 +194,34 @@ def test_disks_of_every_size(tmp_path: Path, replacing: bool) -> None:
                 assert [each.name for each in place.iterdir()] == (["c"] if older else [])
         pages += 1
     assert pages > 4
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.EDQUOT], ids=["EIO", "EDQUOT"])
+def test_a_file_whose_close_fails_is_closed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """As on NFS. Another thread may have the number of the file from then on."""
+    others: list[IO[bytes]] = []
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        real(descriptor)
+        if writes and not others:
+            others.append(open(tmp_path / "other", "wb"))
+            assert others[0].fileno() == descriptor
+            raise OSError(reason, os.strerror(reason))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        with pytest.raises(OSError, match=re.escape(os.strerror(reason))) as raised:
+            write_state(tmp_path / "c", state(1), ALONE)
+    assert str(tmp_path / ".c") in str(raised.value)
+    with others[0] as stream:
+        stream.write(b"whole")
+    assert (tmp_path / "other").read_bytes() == b"whole"
+    (tmp_path / "other").unlink()
+    check_the_next_save(tmp_path / "c")
 
 
 def test_a_file_system_that_cannot_be_written(tmp_path: Path) -> None:

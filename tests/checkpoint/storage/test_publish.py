@@ -177,6 +177,36 @@ def test_a_disk_that_fails_is_not_another_program(
     assert step_of(path) == 3 and os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_that_cannot_look_for_leftovers_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What fails after the rename is no failure of the save: the next one removes what is left."""
+    name, save, step_of = KINDS[kind]
+    path = tmp_path / "c" / name
+    path.parent.mkdir()
+    refused: list[str] = []
+    iterdir, unlink = Path.iterdir, Path.unlink
+
+    def refuse(real: Callable[..., Any], is_refused: Callable[[Path], bool]) -> Callable[..., Any]:
+        def act(each: Path, **options: Any) -> Any:
+            if is_refused(each):
+                refused.append(each.name)
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(each))
+            return real(each, **options)
+
+        return act
+
+    for step in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "iterdir", refuse(iterdir, lambda each: each == path.parent))
+            patch.setattr(Path, "unlink", refuse(unlink, lambda each: each.name.endswith(".partial")))
+            save(path, step)
+        assert step_of(path) == step and refused
+    save(path, 3)
+    assert step_of(path) == 3 and os.listdir(path.parent) == [name]
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_a_file_that_came_in_the_meantime_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool

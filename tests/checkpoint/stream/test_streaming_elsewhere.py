@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -252,6 +253,33 @@ def test_several_consumers_get_their_own_copies(tmp_path: Path) -> None:
         assert all(
             torch.equal(found[number][key], value + number) for key, value in model.state_dict().items()
         )
+
+
+def test_a_process_of_another_user_does_not_end_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user can connect to an address without a file. The sender closes such a connection and waits for its own."""
+    address, model, own = f"{tmp_path}"[-80:], build(3), os.getuid()
+    stream = sw.stream_weights(model, bucket_bytes=500, share=address, timeout=20)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0shardwright-weights-{own}/{address}")
+        found: Weights = {}
+        consumer = threading.Thread(
+            target=lambda: [found.update(each) for each in sw.receive_weights(address, timeout=20)]
+        )
+        users = iter(
+            [own + 1]
+        )  # of this process, while the sender compares it with that of the first connection
+        monkeypatch.setattr(os, "getuid", lambda: next(users, own))
+        first = threading.Thread(target=lambda: [None for _ in stream])
+        first.start()
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""  # closed
+        consumer.start()
+        consumer.join()
+        first.join()
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
 
 
 def test_nobody_comes(tmp_path: Path) -> None:

@@ -107,7 +107,6 @@ class Job:
         self.checkpoints = checkpoints
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-        self.shapes = checkpoint.shapes_of(self.model)
         sw.fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.said: list[str] = []
@@ -130,9 +129,7 @@ class Job:
 
     def load(self) -> Position:
         self.said.clear()
-        return checkpoint.load_newest(
-            self.checkpoints, self.model, self.optimizer, self.shapes, self.said.append
-        ).position
+        return checkpoint.load_newest(self.checkpoints, self.model, self.optimizer, self.said.append).position
 
     def is_at(self, step: int) -> bool:
         """Whether this rank's shards are those of that step, all of them."""

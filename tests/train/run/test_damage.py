@@ -280,7 +280,7 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
         checkpoint.save(job.checkpoints, job.model, job.optimizer, Position(2, 8), say)
 
     def loaded() -> None:
-        checkpoint.load(job.checkpoints / "step-2", job.model, job.optimizer, job.shapes, say)
+        checkpoint.load(job.checkpoints / "step-2", job.model, job.optimizer, say)
 
     for module, name, action, expected in (
         (collective_save, "write_parts", saved, "saving"),

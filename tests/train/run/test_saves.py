@@ -356,7 +356,7 @@ def test_any_number_of_ranks_gets_the_same_bits(
     for run in (plain_run, sharded_run):
         job = trainer(config, rank, world_size)
         source = run / "checkpoints" / "step-8"
-        loaded = checkpoint.load(source, job.model, job.optimizer, job.facts.shapes)
+        loaded = checkpoint.load(source, job.model, job.optimizer)
         assert loaded.position == Position(8, 64)
         assert loaded.ranks == (1 if run == plain_run else 2) and loaded.generators
         copies = tmp_path / run.parent.name
@@ -395,7 +395,7 @@ def test_generators_go_on_at_the_same_number_of_ranks(rank: int, world_size: int
     _draws()
     folder = checkpoint.save(tmp_path, job.model, job.optimizer, job.position)
     expected = _draws()
-    loaded = checkpoint.load(folder, job.model, job.optimizer, job.facts.shapes)
+    loaded = checkpoint.load(folder, job.model, job.optimizer)
     assert checkpoint.continue_generators(loaded, 5, RankGroup()) is None
     assert _draws() == expected
     # As of another number of ranks: a seed of each rank, the same whenever it is loaded.

@@ -24,6 +24,28 @@ class Box(NamedTuple):
         return tuple(self.local.shape)
 
 
+def overlap(one: Bounds, other: Bounds) -> Overlap | None:
+    """The elements that two boxes share; None if there are none."""
+    begins = tuple(map(max, one[0], other[0]))
+    ends = tuple(min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True))
+    return Overlap(begins, ends) if all(a < b for a, b in zip(begins, ends, strict=True)) else None
+
+
+class Overlap(NamedTuple):
+    """The elements that two boxes of a tensor share: from ``begins`` to ``ends``, along every dimension."""
+
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def of(self, tensor: Tensor, offsets: Sequence[int], first: int = 0) -> Tensor:
+        """The view of them in a box with these offsets. The dimensions before ``first`` stay whole."""
+        for dim in range(first, len(self.begins)):
+            begin = self.begins[dim]
+            if (begin, self.ends[dim]) != (offsets[dim], offsets[dim] + tensor.shape[dim]):
+                tensor = tensor.narrow(dim, begin - offsets[dim], self.ends[dim] - begin)
+        return tensor
+
+
 def meet(one: Bounds, other: Bounds) -> bool:
     """Whether two boxes share an element."""
     return all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))

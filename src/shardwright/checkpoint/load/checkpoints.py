@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardwright.checkpoint.dcp import folders, foreign
 from shardwright.checkpoint.dcp.metadata import parse_metadata
-from shardwright.checkpoint.format.boxes import Box
+from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, parse_index
 from shardwright.checkpoint.format.names import METADATA
@@ -174,12 +174,10 @@ class OwnCheckpoint(Checkpoint):
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = self.index.tensors[name]
-        whole = torch.empty(stored.shape, dtype=dtype)
+        whole, origin = torch.empty(stored.shape, dtype=dtype), (0,) * len(stored.shape)
         for part in stored.parts:
-            target = whole
-            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
-            target.copy_(compared_values(self.place, part, stored.dtype))
+            if shared := overlap((part.offsets, part.sizes), (origin, stored.shape)):
+                shared.of(whole, origin).copy_(compared_values(self.place, part, stored.dtype))
         return whole
 
     def files(self) -> dict[str, int]:

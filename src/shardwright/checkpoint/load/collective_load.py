@@ -24,35 +24,33 @@ from shardwright.checkpoint.storage.places import Location
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
+Identity = tuple[str, str]  #: the fingerprint and the place of a checkpoint that a rank has opened
 
-def open_together(
-    path: Location, ranks: RankGroup, check: Callable[[Checkpoint], None], progress: Progress = ignore
-) -> Checkpoint:
-    """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
+
+def identity_of(checkpoint: Checkpoint) -> Identity:
+    return checkpoint.fingerprint, str(checkpoint.place)
+
+
+def open_together(path: Location, ranks: RankGroup) -> Checkpoint:
+    """A checkpoint that every rank has opened. Its files may be damaged. Every rank must call it.
 
     Raises:
-        FileNotFoundError, Damaged: on every rank, as :func:`read_description` and :meth:`Checkpoint.verify`; and what
-            ``check`` raises.
+        FileNotFoundError, Damaged: on every rank, as :func:`read_description`.
+        OSError, ValueError: as :func:`check_same_description`.
     """
-    opened: list[Checkpoint] = []
-
-    def look() -> tuple[str, str]:
-        opened.append(read_description(path))
-        check(opened[0])
-        return opened[0].fingerprint, str(path)
-
-    check_same_description(ranks.run_on_all(look), ranks)
-    _compare_shares(opened[0], ranks, progress)
-    return opened[0]
+    checkpoint, identities = ranks.run_and_share(lambda: read_description(path), identity_of)
+    check_same_description(identities, ranks)
+    return checkpoint
 
 
-def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
-    """Compare a checkpoint that every rank has opened: that it is the same, and then all files. Raises as above."""
-    check_same_description(ranks.all_gather((checkpoint.fingerprint, str(checkpoint.place))), ranks)
-    _compare_shares(checkpoint, ranks, progress)
+def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress = ignore) -> None:
+    """Compare the files of a checkpoint that every rank has opened with their digests, each rank a share.
 
+    Raises:
+        Damaged: on every rank, as :meth:`Checkpoint.verify`.
+        OSError: another program has replaced it.
+    """
 
-def _compare_shares(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress) -> None:
     def compare() -> None:
         with unless_replaced(checkpoint.origin, checkpoint.fingerprint):
             checkpoint.verify(ranks.rank, ranks.size, progress)
@@ -60,8 +58,8 @@ def _compare_shares(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     ranks.run_on_all(compare)
 
 
-def check_same_description(found: Sequence[tuple[str, str]], ranks: RankGroup) -> None:
-    """Compare what the ranks have opened: fingerprint and place of each rank.
+def check_same_description(identities: Sequence[Identity], ranks: RankGroup) -> None:
+    """Compare the checkpoints that the ranks have opened.
 
     Raises:
         ValueError: two ranks have opened different checkpoints at different places.
@@ -69,8 +67,8 @@ def check_same_description(found: Sequence[tuple[str, str]], ranks: RankGroup) -
     """
 
     def error(others: list[int], *_: str) -> Exception:
-        rank, first = others[0], found[0][1]
-        if (place := found[rank][1]) != first:
+        rank, first = others[0], identities[0][1]
+        if (place := identities[rank][1]) != first:
             return ValueError(
                 f"rank {rank} loads {place}, and rank 0 {first}, which is another checkpoint. Pass the same path on "
                 "every rank"
@@ -80,7 +78,7 @@ def check_same_description(found: Sequence[tuple[str, str]], ranks: RankGroup) -
             "replaced it: load it again. Or the ranks do not share this file system"
         )
 
-    ranks.check_equal([fingerprint for fingerprint, _ in found], error)
+    ranks.check_equal([fingerprint for fingerprint, _ in identities], error)
 
 
 def make_alike(name: str, dtype: torch.dtype) -> str:
@@ -89,7 +87,6 @@ def make_alike(name: str, dtype: torch.dtype) -> str:
 
 
 def check_tensors(
-    path: Location,
     checkpoint: Checkpoint,
     tensors: Mapping[str, StateTensor],
     convert: bool = False,
@@ -97,6 +94,7 @@ def check_tensors(
 ) -> None:
     """Raise ValueError for the first tensor that the checkpoint does not have in this shape and, unless values may be
     converted, in this dtype."""
+    path = checkpoint.place
     for name, each in tensors.items():
         form = checkpoint.tensors.get(name)
         if form is None:
@@ -111,11 +109,11 @@ def check_tensors(
 
 @boards.during(boards.LOAD)
 def load_state(
-    path: Location,
+    source: Location | Checkpoint,
     state: Mapping[str, Any],
     ranks: RankGroup,
     *,
-    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    check: Callable[[], None] = lambda: None,
     first: Callable[[StateTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
@@ -128,9 +126,9 @@ def load_state(
     Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
 
     Args:
-        path: the checkpoint's folder or URL.
+        source: the checkpoint's folder or URL; or the checkpoint, which every rank has opened.
         state: nested dicts and lists. Only its tensors count; its values are not changed.
-        check: called with the checkpoint on every rank before anything is read; may raise.
+        check: called on every rank before anything is read; may raise.
         first: whether a tensor is read before ``accept`` is called.
         accept: called on every rank with what is returned, after the first tensors are read and before others change;
             may raise.
@@ -150,11 +148,13 @@ def load_state(
     """
     mine = NestedState.of(state)
 
-    def fits(checkpoint: Checkpoint) -> None:
-        check(checkpoint)
-        check_tensors(path, checkpoint, mine.tensors, convert, advice)
+    def fit() -> None:
+        check()
+        check_tensors(checkpoint, mine.tensors, convert, advice)
 
-    checkpoint = open_together(path, ranks, fits, progress)
+    checkpoint = source if isinstance(source, Checkpoint) else open_together(source, ranks)
+    ranks.run_on_all(fit)
+    verify_together(checkpoint, ranks, progress)
     return read_state(
         checkpoint, state, ranks, first=first, accept=accept, weights_only=weights_only, progress=progress
     )
@@ -217,5 +217,5 @@ def read_tensors(
         ValueError: the checkpoint has no tensor of a name, or one of another shape.
     """
     named = NestedState.of(tensors).tensors
-    ranks.run_on_all(lambda: check_tensors(str(checkpoint.place), checkpoint, named, convert=True))
+    ranks.run_on_all(lambda: check_tensors(checkpoint, named, convert=True))
     read_state(checkpoint, tensors, ranks, progress=progress)

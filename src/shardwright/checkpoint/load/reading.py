@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.archive import memory_of
-from shardwright.checkpoint.format.boxes import Box, meet
+from shardwright.checkpoint.format.boxes import Box, meet, overlap
 from shardwright.checkpoint.format.index import Part, StoredTensor
 from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
 from shardwright.checkpoint.load.unreplaced import OpenFiles
@@ -108,12 +108,10 @@ def _read_of_file(reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], p
 def read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
     """Read what the part and the box share. Only the rows of the first dimension that are needed are read, or
     all, if the part's elements are not contiguous."""
-    dims = range(len(part.sizes))
-    begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
-    end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
-    target = box.local
-    for dim in dims:
-        target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
+    shared = overlap((part.offsets, part.sizes), (box.offsets, box.sizes))
+    if shared is None:
+        return
+    target = shared.of(box.local, box.offsets)
     if part.strides is not None:
         strides, count = part.strides
         elements = torch.empty(count, dtype=dtype)
@@ -123,17 +121,15 @@ def read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
     else:
         sizes, skipped, first = list(part.sizes), 0, 1
         if sizes:
-            skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
-            sizes[0] = end[0] - begin[0]
+            skipped = (shared.begins[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
+            sizes[0] = shared.ends[0] - shared.begins[0]
         if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
             _fill(target, reader, part.data + skipped)
             torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
             return
         stored = torch.empty(sizes, dtype=dtype)
         _fill(stored, reader, part.data + skipped)
-    for dim in dims[first:]:
-        stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
-    target.copy_(stored)
+    target.copy_(shared.of(stored, part.offsets, first))
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import board as boards
 from shardwright.board import ranks_in_words
-from shardwright.checkpoint.format.boxes import Box
+from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
 from shardwright.checkpoint.pretrained.folder import open_model
@@ -309,23 +309,12 @@ def _read(load: _Load, boxes: list[Box]) -> int:
     count = 0
     for box in boxes:
         for offsets, stored in views:
-            begins = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
-            ends = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(box.offsets, box.local.shape, offsets, stored.shape, strict=True)
-            ]
-            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
-                continue
-            part = stored[_index(begins, ends, offsets)]
-            whole = part.shape == box.local.shape  # tensors of other classes may not know how to be indexed
-            target = box.local if whole else box.local[_index(begins, ends, box.offsets)]
-            target.copy_(part)
-            count += part.nbytes
+            shared = overlap((box.offsets, box.sizes), (offsets, stored.shape))
+            if shared is not None:
+                part = shared.of(stored, offsets)
+                shared.of(box.local, box.offsets).copy_(part)
+                count += part.nbytes
     return count
-
-
-def _index(begins: list[int], ends: list[int], offsets: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(begin - o, end - o) for begin, end, o in zip(begins, ends, offsets, strict=True))
 
 
 def _compare(one: _Load, other: _Load) -> tuple[int, bool]:

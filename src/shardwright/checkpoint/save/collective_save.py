@@ -14,7 +14,7 @@ from shardwright import board as boards
 from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import Progress, ignore
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.collective_load import open_together
+from shardwright.checkpoint.load.collective_load import open_together, verify_together
 from shardwright.checkpoint.load.reading import check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
@@ -130,7 +130,7 @@ def _read_back_together(folder: Store, ranks: RankGroup, progress: Progress) -> 
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
     ranks.run_on_all(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
     with _other_bytes(folder):
-        open_together(folder, ranks, lambda checkpoint: None, progress)
+        verify_together(open_together(folder, ranks), ranks, progress)
 
 
 def drop_from_cache(folder: Store, name: str) -> None:

@@ -63,6 +63,14 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     store.clear()
 
 
+def remove_unfinished(parent: str | os.PathLike[str]) -> None:
+    """Remove what killed saves have left in a folder. No save may be under way there. Behind a URL the next save to the
+    same place removes it."""
+    folder = places.store_of(parent).path
+    if folder is not None:
+        places.remove_unfinished(folder)
+
+
 def _check_removable(path: Path) -> None:
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing")
@@ -80,6 +88,11 @@ def _check_removable(path: Path) -> None:
 
 
 # -- folders, and files that take their place --------------------------------------------------------------------------
+
+
+def has_description(path: Path) -> bool:
+    """Whether a file that describes a checkpoint is in this folder. It may be damaged, and nothing is written."""
+    return places.has_description(path)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -190,7 +190,8 @@ class LocalStore(LocalFiles):
         self.check_free(overwrite)
         with unless_removed(self, unfinished):
             self._give_name(unfinished, overwrite)
-        self._remove_leftovers()
+        with contextlib.suppress(OSError):  # the checkpoint is in its place
+            self._remove_leftovers()
 
     def _give_name(self, unfinished: LocalStore, overwrite: bool) -> None:
         written = unfinished.path
@@ -279,23 +280,9 @@ class LocalStore(LocalFiles):
         name = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.partial")
         for left in self.path.parent.iterdir():
             if name.fullmatch(left.name):
-                self._discard(left)
+                _discard(left, self.path)
         if os.path.lexists(self.path):
-            self._discard(_old(self.path))
-
-    def _discard(self, left: Path) -> None:
-        # Renamed first: if another process writes this folder after all, it can no longer give it the checkpoint's
-        # name. Or it has done so already, and what has the old name is the one that it has replaced.
-        doomed = partial_folder(self.path, new_attempt())
-        try:
-            os.rename(left, doomed)
-        except FileNotFoundError:
-            return
-        except OSError:
-            doomed = left
-        shutil.rmtree(doomed, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            doomed.unlink()
+            _discard(_old(self.path), self.path)
 
 
 class SingleFile(LocalStore):
@@ -319,12 +306,37 @@ class SingleFile(LocalStore):
                 raise
             os.rename(written, self.path)  # there are file systems without links
         else:
-            written.unlink()
+            with contextlib.suppress(OSError):  # the file is in its place
+                written.unlink()
 
 
 def partial_folder(path: Path, attempt: str) -> Path:
     """The folder in which a save writes."""
     return path.parent / f".{path.name}.{attempt}.partial"
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Remove what killed saves have left in a folder, as far as that is possible. No save may be under way there."""
+    with contextlib.suppress(OSError):
+        for left in parent.glob(".*.partial"):
+            if left.is_dir():
+                _discard(left, parent / "unfinished")
+
+
+def _discard(left: Path, path: Path) -> None:
+    """Remove what a save to ``path`` has left, as far as that is possible."""
+    # Renamed first: if another process writes this folder after all, it can no longer give it the checkpoint's name. Or
+    # it has done so already, and what has the old name is the one that it has replaced.
+    doomed = partial_folder(path, new_attempt())
+    try:
+        os.rename(left, doomed)
+    except FileNotFoundError:
+        return
+    except OSError:
+        doomed = left
+    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        doomed.unlink()
 
 
 def _old(path: Path) -> Path:

@@ -10,7 +10,7 @@ import errno
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
@@ -227,13 +227,18 @@ class LocalWriter:
 
     def finish(self) -> None:
         sync(self._descriptor, self._path)
-        os.close(self._descriptor)
+        with named(self._path):
+            self._close()
 
     def discard(self) -> None:
-        try:
-            os.close(self._descriptor)
-        except OSError:  # it may be closed, and the failure that came before it is the one to raise
-            pass
+        with suppress(OSError):  # the failure that came before it is the one to raise
+            self._close()
+
+    def _close(self) -> None:
+        """Close the file once: its number is free also if that fails, and another thread may have it at once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class LocalReader:

@@ -224,12 +224,12 @@ def _address(name: str) -> str:
 
 
 def _refuse_other_users(connection: socket.socket) -> None:
-    """Raise if the process at the other end belongs to another user: any user can open an abstract address."""
+    """Close and raise if the process at the other end has another user: any user can open an abstract address."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    user = struct.unpack("3i", found)[1]
-    if user != os.getuid():
+    user, own = struct.unpack("3i", found)[1], os.getuid()
+    if user != own:
         connection.close()
-        raise PermissionError(f"expected a process of user {os.getuid()} at the other end, found user {user}")
+        raise PermissionError(f"expected a process of user {own} at the other end, found user {user}")
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
@@ -336,7 +336,10 @@ class ToSharedMemory(Nowhere):
                     f"shared weights {self._name!r}: expected {self._count} consumers within {self._timeout:g} s, "
                     f"found {len(self._readers)}. Let each call receive_weights({self._name!r})."
                 ) from None
-            _refuse_other_users(reader)
+            try:
+                _refuse_other_users(reader)
+            except PermissionError:
+                continue  # no other user can end the stream
             reader.settimeout(self._timeout)
             self._readers.append(reader)
 

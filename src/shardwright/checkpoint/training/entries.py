@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
 
 
@@ -82,9 +81,15 @@ def check_values(checkpoint: Checkpoint, part: str, state: Mapping[str, Any]) ->
             )
 
 
-def check_names(checkpoint: Checkpoint, part: str, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part has a tensor that ``state`` does not have."""
-    own = NestedState.of({part: state}).tensors
-    for name in checkpoint.tensors:
-        if name.partition(".")[0] == part and name not in own:
-            raise ValueError(f"{checkpoint.place} has the tensor {name}, which this {part} does not have")
+def check_shapes(checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless the tensors of a part have these names and shapes. Names the first that differs."""
+    forms = {name: form for name, form in below(checkpoint, part).items() if isinstance(form, StoredForm)}
+    for name in (*shapes, *forms):
+        expected, found = shapes.get(name), forms[name].shape if name in forms else None
+        if expected == found:
+            continue
+        if expected is None:
+            text = f"no tensor {name}, found one of shape {list(found or ())}"
+        else:
+            text = f"{name} of shape {list(expected)}, found {'no such tensor' if found is None else list(found)}"
+        raise ValueError(f"{checkpoint.place}: expected {text}; this is a checkpoint of another {part}")

@@ -18,8 +18,13 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
-from shardwright.checkpoint.load.collective_load import check_same_description, load_state
-from shardwright.checkpoint.load.unreplaced import replaced, unless_replaced
+from shardwright.checkpoint.load.collective_load import (
+    Identity,
+    check_same_description,
+    identity_of,
+    load_state,
+)
+from shardwright.checkpoint.load.unreplaced import unless_replaced
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import (
     check_model_and_extra,
@@ -87,8 +92,8 @@ def load_checkpoint(
             read in place refuses its state: model and optimizer have their stored values then.
     """
     ranks = RankGroup(process_group)
-    known, location = (path, path.path) if isinstance(path, StoredCheckpoint) else (None, path)
-    place = place_of(location, ranks)
+    known = path.opened if isinstance(path, StoredCheckpoint) else None
+    place = place_of(path.path if isinstance(path, StoredCheckpoint) else path, ranks)
     arguments = _Arguments(model, optimizer, extra or {}, generators, frozen, settings, convert, progress)
     with ExitStack() as undo:
         try:
@@ -115,7 +120,6 @@ class _Arguments(NamedTuple):
 class _Examined(NamedTuple):
     """The checkpoint, the same on every rank, and the arguments as a load needs them."""
 
-    place: Store
     checkpoint: Checkpoint
     model: ModelToLoad
     optimizers: tuple[Optimizer, ...]
@@ -146,7 +150,7 @@ def _other_parts(
     checkpoint = examined.checkpoint
     if examined.optimizers and not has(checkpoint, OPTIMIZER):
         raise ValueError(
-            f"{examined.place} holds no optimizer: it has {parts_in_words(checkpoint)}. Leave optimizer out to load "
+            f"{checkpoint.place} holds no optimizer: it has {parts_in_words(checkpoint)}. Leave optimizer out to load "
             "the rest"
         )
     parts: list[PartToLoad] = [
@@ -165,9 +169,7 @@ def _read(
     by_key: dict[Any, PartToLoad] = {part.key: part for part in parts}
     content: dict[str, dict[str, Any]] = {}
 
-    def check(again: Checkpoint) -> None:
-        if again.fingerprint != examined.checkpoint.fingerprint:
-            raise replaced(examined.place)
+    def check() -> None:
         for part in parts:
             part.check()
 
@@ -178,7 +180,7 @@ def _read(
             part.accept(content[part.key])
 
     load_state(
-        examined.place,
+        examined.checkpoint,
         {key: part.tensors for key, part in by_key.items()},
         ranks,
         check=check,
@@ -191,32 +193,29 @@ def _read(
     return content
 
 
-def _examine(
-    place: Store, known: StoredCheckpoint | None, arguments: _Arguments, ranks: RankGroup
-) -> _Examined:
-    """Check the arguments and open the checkpoint, the same on every rank."""
-    found: list[_Examined] = []
+def _examine(place: Store, known: Checkpoint | None, arguments: _Arguments, ranks: RankGroup) -> _Examined:
+    """Check the arguments and open the checkpoint, unless it is ``known``, the same on every rank."""
 
-    def look() -> tuple[Any, ...]:
+    def look() -> _Examined:
         check_model_and_extra(arguments.model, arguments.extra)
         optimizers = as_optimizers(arguments.optimizer)
         refuse_sharded_optimizers(arguments.extra)
         _refuse_in_a_step(arguments.model)
-        opened = read_description(place)
-        if known is not None and known.fingerprint != opened.fingerprint:
-            raise replaced(opened.place)
+        opened = known or read_description(place)
         with unless_replaced(opened.origin, opened.fingerprint):
             opened.check_lengths()  # before there is memory for what it says
         state = model_state(arguments.model, arguments.frozen)
-        model = ModelToLoad(opened, arguments.model, state, arguments.frozen, arguments.convert)
-        found.append(_Examined(place, opened, model, optimizers))
-        passed = summary(optimizers, arguments.extra, arguments.generators)
-        return passed, (opened.fingerprint, str(place))
+        model = ModelToLoad(opened, arguments.model, state, arguments.frozen)
+        return _Examined(opened, model, optimizers)
 
-    looks = ranks.run_on_all(look)
-    check_same([passed for passed, _ in looks], ranks)
-    check_same_description([description for _, description in looks], ranks)
-    return found[0]
+    def shared(examined: _Examined) -> tuple[Any, Identity]:
+        passed = summary(examined.optimizers, arguments.extra, arguments.generators)
+        return passed, identity_of(examined.checkpoint)
+
+    examined, everyones = ranks.run_and_share(look, shared)
+    check_same([passed for passed, _ in everyones], ranks)
+    check_same_description([identity for _, identity in everyones], ranks)
+    return examined
 
 
 def _refuse_in_a_step(model: nn.Module) -> None:

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.load.collective_load import check_tensors
-from shardwright.checkpoint.training.entries import check_names, check_values
+from shardwright.checkpoint.training.entries import check_shapes, check_values
 from shardwright.checkpoint.training.optimizers import OPTIMIZER
 from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.engine.base.names import plain_name
@@ -57,7 +56,7 @@ class ModelToLoad(PartToLoad):
     """The model of a load.
 
     Attributes:
-        checkpoint, model, frozen, convert: of the load.
+        checkpoint, model, frozen: of the load.
         tensors: the state of the model.
     """
 
@@ -66,13 +65,10 @@ class ModelToLoad(PartToLoad):
     model: nn.Module
     tensors: Mapping[str, Any]
     frozen: bool
-    convert: bool
 
     def check(self) -> None:
-        # First, since a tensor that differs explains the rest.
-        tensors = NestedState.of({MODEL: self.tensors}).tensors
-        check_tensors(str(self.checkpoint.place), self.checkpoint, tensors, self.convert, dtype_advice)
-        check_names(self.checkpoint, MODEL, self.tensors)
+        tensors = NestedState.of(self.tensors).tensors
+        check_shapes(self.checkpoint, MODEL, {name: each.shape for name, each in tensors.items()})
         check_values(self.checkpoint, MODEL, self.tensors)
 
     def restore(self, content: Mapping[str, Any]) -> None:

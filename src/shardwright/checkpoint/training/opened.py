@@ -19,9 +19,14 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys
 from shardwright.checkpoint.format.nested import ignore, nested
-from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
-from shardwright.checkpoint.training.entries import new_room, room_below
+from shardwright.checkpoint.load.collective_load import (
+    check_same_description,
+    identity_of,
+    read_tensors,
+    verify_together,
+)
+from shardwright.checkpoint.training.entries import check_shapes, new_room, room_below
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.collective import RankGroup
 
@@ -40,6 +45,7 @@ class StoredCheckpoint:
         files: the bytes of each file but the description; of torch's folders the least there can be.
         ranks: number of ranks that have saved it; None for torch's folders.
         about: the versions of libraries that wrote it, and the notes of the save.
+        opened: the same, for the package.
     """
 
     path: str
@@ -50,15 +56,20 @@ class StoredCheckpoint:
     files: Mapping[str, int] = field(repr=False)
     ranks: int | None
     about: Mapping[str, str]
-    _opened: Checkpoint = field(repr=False)
+    opened: Checkpoint = field(repr=False)
     _group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def description(self) -> str:
+        """The name of the file that describes it."""
+        return self.opened.origin.name
 
     @cached_property
     def entries(self) -> dict[Keys, Any]:
         """The saved state taken apart: by the keys of each entry a :class:`StoredForm`, or a value as in ``values``.
         In a path an integer key of a dict is a tuple of one, and the place in a list an integer."""
         return {
-            path: self.tensors.get(name, self.values.get(name)) for name, path in self._opened.keys.items()
+            path: self.tensors.get(name, self.values.get(name)) for name, path in self.opened.keys.items()
         }
 
     @cached_property
@@ -109,7 +120,7 @@ class StoredCheckpoint:
             except (LookupError, TypeError):
                 own = None
         fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
-        return own.detach() if fits else new_room(self._opened, form)
+        return own.detach() if fits else new_room(self.opened, form)
 
     def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
         """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
@@ -118,11 +129,15 @@ class StoredCheckpoint:
             Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads. With
                 ``weights_only=False`` a value may run any code.
         """
-        return {} if self.has_digests else self._opened.values_below(parts, weights_only)
+        return {} if self.has_digests else self.opened.values_below(parts, weights_only)
+
+    def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the model has tensors of these names and shapes. Not collective."""
+        check_shapes(self.opened, "model", shapes)
 
     def check_lengths(self) -> None:
         """Compare the lengths of all files. Not collective. Raises :class:`Damaged` for the first that differs."""
-        self._opened.check_lengths()
+        self.opened.check_lengths()
 
     def verify(self, progress: Callable[[int], None] = ignore) -> None:
         """Compare all files with their digests, each rank a share; of torch's folders the lengths. Collective.
@@ -131,7 +146,9 @@ class StoredCheckpoint:
             Damaged: on every rank. The message names the first file that differs.
             OSError, ValueError: the ranks have opened different checkpoints, or this one was replaced.
         """
-        collective_load.verify_together(self._opened, RankGroup(self._group), progress)
+        ranks = RankGroup(self._group)
+        check_same_description(ranks.all_gather(identity_of(self.opened)), ranks)
+        verify_together(self.opened, ranks, progress)
 
     def generators(self) -> tuple[int, dict[str, Tensor]]:
         """The number of ranks that have stored random generators, and states for :func:`set_generator_states`.
@@ -140,7 +157,7 @@ class StoredCheckpoint:
         """
         saved, key = stored_by(self.tensors, RankGroup(self._group))
         start = f"{GENERATORS}.{key}"
-        states = room_below(self._opened, start, {})
+        states = room_below(self.opened, start, {})
         if states:
             self.read({f"{start}.{name}": state for name, state in states.items()})
         return saved, states
@@ -156,7 +173,7 @@ class StoredCheckpoint:
             Damaged: on every rank, if a file cannot be read.
             ValueError: on every rank, if a name is not in the checkpoint, or a tensor has another shape.
         """
-        collective_load.read_tensors(self._opened, tensors, RankGroup(self._group), progress)
+        read_tensors(self.opened, tensors, RankGroup(self._group), progress)
 
 
 def open_checkpoint(

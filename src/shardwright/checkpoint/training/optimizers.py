@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.entries import below, check_names, fitting, room_below
+from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
+from shardwright.checkpoint.training.entries import below, fitting, has, room_below
 from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
 from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
-from shardwright.errors import Damaged
+from shardwright.errors import Damaged, OtherOptimizer
 
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "state", "param_groups"
@@ -192,10 +192,59 @@ class OptimizersToLoad(PartToLoad):
     tensors: Mapping[str, Any]
 
     def check(self) -> None:
-        check_names(self.checkpoint, OPTIMIZER, self.tensors)
+        self._check_state()
         stored = self.checkpoint.leaves.get(_STORED_GROUPS)
         if self.settings and stored is not None:
             check_groups(self.room[_GROUPS], stored)
+        if isinstance(stored, list) and not below(self.checkpoint, f"{OPTIMIZER}.{_STATE}"):
+            self._check_keys(stored)
+
+    def _check_keys(self, stored: list[Any]) -> None:
+        """Raise OtherOptimizer if groups without any state are of another optimizer: each lacks a setting of the other.
+        Another version of an optimizer has more settings, or fewer."""
+        theirs, mine = ({key for group in groups for key in group} for groups in (stored, self.room[_GROUPS]))
+        if theirs - mine and mine - theirs:
+            raise OtherOptimizer(
+                f"{self.checkpoint.place}: expected the optimizer's settings {', '.join(sorted(mine - theirs))}, found "
+                f"{', '.join(sorted(map(str, theirs - mine)))}; this is a checkpoint of another optimizer"
+            )
+
+    def _check_state(self) -> None:
+        """Raise OtherOptimizer unless the optimizers have the stored state of each parameter that has some."""
+        place, stored = self.checkpoint.place, below(self.checkpoint, f"{OPTIMIZER}.{_STATE}")
+        for name, own in self.room[_STATE].items():
+            for key, value in own.items():
+                form = stored.get(f"{name}.{key}")
+                is_there = form is not None or has(self.checkpoint, f"{OPTIMIZER}.{_STATE}.{name}.{key}")
+                shape = list(value.shape) if isinstance(value, Tensor) else None
+                stored_shape = list(form.shape) if isinstance(form, StoredForm) else None
+                if is_there and shape == stored_shape:
+                    continue
+                found = (
+                    "none"
+                    if not is_there
+                    else "no tensor"
+                    if stored_shape is None
+                    else f"shape {stored_shape}"
+                )
+                raise OtherOptimizer(
+                    f"{place}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of "
+                    "another optimizer"
+                )
+        tensors = NestedState.of({OPTIMIZER: self.tensors}).tensors
+        more = next(
+            (
+                name
+                for name in self.checkpoint.tensors
+                if name.startswith(f"{OPTIMIZER}.") and name not in tensors
+            ),
+            None,
+        )
+        if more is not None:
+            raise OtherOptimizer(
+                f"{place} has the tensor {more}, which this optimizer does not have; this is a checkpoint of another "
+                "optimizer"
+            )
 
     def accept(self, content: Mapping[str, Any]) -> None:
         groups = self.room[_GROUPS]

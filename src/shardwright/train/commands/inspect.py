@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from shardwright.checkpoint import Damaged, StoredForm, UnknownVersion, folder_or_url, open_checkpoint
+from shardwright.checkpoint import (
+    Damaged,
+    StoredForm,
+    UnknownVersion,
+    folder_or_url,
+    has_description,
+    open_checkpoint,
+)
 from shardwright.checkpoint.format.index import VERSION
-from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
 from shardwright.train.launch.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -59,13 +64,9 @@ def inspect(
     if run.exists() and not checkpoints.is_dir():
         return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
-    if _is_checkpoint(path) or not (checkpoints.is_dir() or steps):
+    if has_description(path) or not (checkpoints.is_dir() or steps):
         return _inspect_one(path, quick, tensors, show, say)
     return _inspect_run(path, checkpoints if checkpoints.is_dir() else path, quick, tensors, show, say)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return any(os.path.lexists(path / name) for name in (INDEX, METADATA))
 
 
 def _inspect_run(

@@ -13,8 +13,6 @@ from shardwright.checkpoint import Damaged, StoredCheckpoint, open_checkpoint
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import FolderOrUrl, Position
 
-DESCRIPTION = "index.json"
-
 
 @dataclass(frozen=True)
 class RunCheckpoint:
@@ -44,10 +42,10 @@ def examine(folder: FolderOrUrl) -> RunCheckpoint:
             gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
         raise Damaged(gone) from None
     if not checkpoint.has_digests:
-        raise Damaged(f"{DESCRIPTION} is not there")
+        raise Damaged(f"it has {checkpoint.description} alone, so it is no checkpoint of a run")
     position = position_in(checkpoint)
     if str(folder).rpartition("/")[2] != f"step-{position.step}":
-        raise Damaged(f"{DESCRIPTION} is of step {position.step}")
+        raise Damaged(f"{checkpoint.description} is of step {position.step}")
     return RunCheckpoint(position, checkpoint)
 
 
@@ -55,11 +53,11 @@ def position_in(checkpoint: StoredCheckpoint) -> Position:
     """The position of the run. Raises Damaged for a checkpoint that no run has saved."""
     content = checkpoint.value("extra", "position")
     if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
-        raise Damaged(f"{DESCRIPTION} has no position of a run")
+        raise Damaged(f"{checkpoint.description} has no position of a run")
     step, samples = content["step"], content["samples"]
     if type(step) is not int or type(samples) is not int or step < 0 or samples < 0:
-        raise Damaged(f"{DESCRIPTION} has no position of a run")
+        raise Damaged(f"{checkpoint.description} has no position of a run")
     try:
         return Position(step, samples, Past.from_stored(content.get("past", {})))
     except ValueError as error:
-        raise Damaged(f"{DESCRIPTION} has no position of a run: {error}") from None
+        raise Damaged(f"{checkpoint.description} has no position of a run: {error}") from None

@@ -8,7 +8,6 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.finetune import adapters
 from shardwright.train.models.language_model import LanguageModel
-from shardwright.train.step.saving import checkpoint
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class ModelFacts:
         flops_per_token: floating-point operations of forward and backward for each trained token.
         draws: whether forward draws random numbers.
         foreign: whether its code is not of this package.
-        shapes: names and shapes that a checkpoint holds.
     """
 
     in_words: str
@@ -29,7 +27,6 @@ class ModelFacts:
     flops_per_token: int
     draws: bool
     foreign: bool
-    shapes: checkpoint.Shapes
 
     @classmethod
     def of(cls, plain: LanguageModel, config: Config) -> ModelFacts:
@@ -39,5 +36,4 @@ class ModelFacts:
             flops_per_token=plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain),
             draws=plain.draws,
             foreign=plain.foreign,
-            shapes=checkpoint.shapes_of(plain),
         )

@@ -299,7 +299,7 @@ class Trainer:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
         self._loaded = checkpoint.load_newest(
-            checkpoints_of(folder, self.config), self.model, self.optimizer, self.facts.shapes, reporter.say
+            checkpoints_of(folder, self.config), self.model, self.optimizer, reporter.say
         )
         self.position = self._loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
@@ -320,9 +320,7 @@ class Trainer:
     def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
         """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
-        self._loaded = checkpoint.load_newest(
-            checkpoints, self.model, self.optimizer, self.facts.shapes, reporter.say, latest
-        )
+        self._loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
         self.position = self._loaded.position.after_rewind(self.position, stop)
         self._load_hooks(goes_back=True)
         float8.prepare_scales(self.model, self.config)

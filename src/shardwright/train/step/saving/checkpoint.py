@@ -16,18 +16,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardwright as sw
 from shardwright.checkpoint import (
     Damaged,
     StoredCheckpoint,
-    UnknownVersion,
     seed_generators,
     set_generator_states,
 )
 from shardwright.collective import RankGroup
-from shardwright.train.errors import UserError, counted
+from shardwright.errors import OtherOptimizer
+from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.launch.progress import patience, patience_about_bytes
 from shardwright.train.run.position import (
     FolderOrUrl,
@@ -207,7 +206,6 @@ def load_newest(
     checkpoints: FolderOrUrl,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    shapes: Shapes,
     say: Say = _silent,
     latest: float = math.inf,
 ) -> LoadedRun:
@@ -221,7 +219,7 @@ def load_newest(
         steps = RankGroup().run_on_first(
             lambda: [s for s in saved_steps(checkpoints, recover=True) if s <= latest]
         )
-    return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
+    return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, say), say)
 
 
 def load_newest_weights(checkpoints: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
@@ -253,27 +251,20 @@ def load(
     folder: FolderOrUrl,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    shapes: Shapes,
     say: Say = _silent,
 ) -> LoadedRun:
     """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
 
-    `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
-    Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
+    Rates and decay of the optimizer stay as they are. Raises Damaged on every rank where it is not the checkpoint that
+    was saved, UserError where it is of another model or optimizer.
     """
-    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
-
-    def fits(stored: RunCheckpoint) -> None:
-        check_fits(stored, shapes)
-        check_optimizer_fits(stored, state)
-
-    stored = agreed_checkpoint(folder, fits)
+    stored = agreed_checkpoint(folder)
     _load(stored, model, optimizer, say)
     return LoadedRun(stored.position, *stored.checkpoint.generators(), stored.checkpoint)
 
 
 def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Say) -> None:
-    """Read a checkpoint that fits. Precisions may differ from those of the save, and so may an optimizer's groups."""
+    """Read a checkpoint. Precisions may differ from those of the save, and so may an optimizer's groups."""
     started = time.perf_counter()
     whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
@@ -295,13 +286,15 @@ def _load(stored: RunCheckpoint, model: nn.Module, optimizer: torch.optim.Optimi
             )
     except Damaged as problem:
         raise Damaged(str(problem).removeprefix(f"{stored.folder}: ")) from problem
+    except OtherOptimizer as error:
+        raise UserError(f"{error}; resume with the optimizer.name of the saved run") from error
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
 def load_weights(folder: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights alone into a plain model. Every rank, if there are several. Raises as `load` does."""
-    _load(agreed_checkpoint(folder, lambda stored: check_fits(stored, shapes_of(model))), model, None, say)
+    _load(agreed_checkpoint(folder), model, None, say)
 
 
 Read = Callable[[Mapping[str, Tensor]], None]
@@ -326,7 +319,9 @@ def with_weights(
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
 
     def open_folder(folder: FolderOrUrl) -> T:
-        stored = verified_checkpoint(folder, say, lambda stored: check_fits(stored, shapes))
+        stored = verified_checkpoint(folder, say)
+        with as_user_errors(ValueError):
+            stored.checkpoint.check_model(shapes)
 
         def read(tensors: Mapping[str, Tensor]) -> None:
             stored.checkpoint.read({f"model.{name}": tensor for name, tensor in tensors.items()})
@@ -338,48 +333,34 @@ def with_weights(
     return _newest(checkpoints, steps, open_folder, say)
 
 
-def _nothing(stored: RunCheckpoint) -> None:
-    pass
-
-
-def agreed_checkpoint(folder: FolderOrUrl, fits: Callable[[RunCheckpoint], None] = _nothing) -> RunCheckpoint:
-    """A checkpoint that every rank has found sound, and that `fits` accepts. Its files are not compared yet.
+def agreed_checkpoint(folder: FolderOrUrl) -> RunCheckpoint:
+    """A checkpoint that every rank has found sound. Its files are not compared yet.
 
     Raises, on every rank:
         Damaged: its description is damaged, or the ranks read different ones.
-        UserError: a later version of shardwright has saved it, or `fits` raised ValueError.
+        UserError: a later version of shardwright has saved it.
     """
-    found: list[RunCheckpoint] = []
-
-    def look() -> str:
-        try:
-            found.append(examine(folder))
-        except UnknownVersion as error:
-            raise ValueError(f"{folder}: {error}") from error
-        fits(found[0])
-        return found[0].checkpoint.fingerprint
-
+    ranks = RankGroup()
     try:
-        ranks = RankGroup()
-        prints = ranks.run_on_all(look)
+        stored, prints = ranks.run_and_share(
+            lambda: examine(folder), lambda stored: stored.checkpoint.fingerprint
+        )
     except Damaged:
         raise
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    except ValueError as error:  # UnknownVersion, on other ranks without its kind
+        raise UserError(f"{folder}: {error}") from error
     ranks.check_equal(
         prints,
         lambda others, *_: Damaged(
             f"rank {others[0]} reads another description of the checkpoint than rank 0"
         ),
     )
-    return found[0]
+    return stored
 
 
-def verified_checkpoint(
-    folder: FolderOrUrl, say: Say = _silent, fits: Callable[[RunCheckpoint], None] = _nothing
-) -> RunCheckpoint:
+def verified_checkpoint(folder: FolderOrUrl, say: Say = _silent) -> RunCheckpoint:
     """As :func:`agreed_checkpoint`, and its files are those that were saved. Each rank compares its share."""
-    stored = agreed_checkpoint(folder, fits)
+    stored = agreed_checkpoint(folder)
     whole = sum(stored.checkpoint.files.values()) / RankGroup().size / 1e9
 
     def text(done: int) -> str:
@@ -388,37 +369,3 @@ def verified_checkpoint(
     with patience_about_bytes(say, text) as progress:
         stored.checkpoint.verify(progress)
     return stored
-
-
-def check_fits(stored: RunCheckpoint, shapes: Shapes) -> None:
-    """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
-    start, tensors = "model.", stored.checkpoint.tensors
-    there = {name[len(start) :]: each.shape for name, each in tensors.items() if name.startswith(start)}
-    for name in (*shapes, *there):
-        expected, found = shapes.get(name), there.get(name)
-        if expected == found:
-            continue
-        if expected is None:
-            text = f"no parameter {name}, found one of shape {list(found or ())}"
-        else:
-            found_shape = "no such parameter" if found is None else list(found)
-            text = f"{name} of shape {list(expected)}, found {found_shape}"
-        raise ValueError(f"{stored.folder}: expected {text}; this is a checkpoint of another model")
-
-
-def check_optimizer_fits(stored: RunCheckpoint, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError for a checkpoint of another optimizer. Names the first value that it does not hold."""
-    for name, own in state.items():
-        plain = stored.checkpoint.value("optimizer", "state", name)
-        for key, value in own.items():
-            form = stored.checkpoint.tensors.get(f"optimizer.state.{name}.{key}")
-            there = form or (isinstance(plain, Mapping) and key in plain)
-            shape = list(value.shape) if isinstance(value, Tensor) else None
-            stored_shape = None if form is None else list(form.shape)
-            if there and shape == stored_shape:
-                continue
-            found = "none" if not there else "no tensor" if stored_shape is None else f"shape {stored_shape}"
-            raise ValueError(
-                f"{stored.folder}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of "
-                "another optimizer; resume with the optimizer.name of the saved run"
-            )

@@ -10,7 +10,6 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwright import board as boards
-from shardwright.checkpoint import AsyncCheckpoint, Damaged
+from shardwright.checkpoint import AsyncCheckpoint, Damaged, remove_unfinished
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -215,8 +214,7 @@ class Saves:
         ranks, step = RankGroup(), position.step
         if isinstance(self.checkpoints, Path):
             if ranks.is_first:
-                for left in self.checkpoints.glob(".step-*.partial"):
-                    shutil.rmtree(left, ignore_errors=True)
+                remove_unfinished(self.checkpoints)
             return False
         place = step_folder(self.checkpoints, step)
         try:
