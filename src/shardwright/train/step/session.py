@@ -17,12 +17,12 @@ from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.parallel.checks import no_more_steps, only_end_is_missing
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
