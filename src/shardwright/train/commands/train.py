@@ -16,6 +16,7 @@ import torch
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.sinks import check_packages
+from shardwright.train.data.sources.places import locate
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import (
     check_environment,
@@ -29,14 +30,13 @@ from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt
 from shardwright.train.parallel.checks import (
     check_device,
-    check_files,
     check_least_ranks,
     check_ranks,
-    check_steps,
 )
 from shardwright.train.rank.hosts import INTERFACE_VARIABLE, loopback
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.finding import CONTINUE
+from shardwright.train.run.steps_left import check_steps
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
@@ -66,7 +66,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             if alone is not None:
                 return alone(config, run)
             # The ranks would find these, after the seconds that they need to start.
-            check_files(config)
+            _check_files(config)
             if run.resumes and run.attempt == 1:
                 check_steps(config, run.folder)
             arguments = [each for each in without_nproc(argv) if each != CONTINUE]
@@ -91,6 +91,23 @@ def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int
     check_least_ranks(config, ranks)
     check_device(config, choose_device(config))
     return ranks
+
+
+def _check_files(config: Config) -> None:
+    """Refuse local data that is missing. Files on other machines are looked up when they are read."""
+    data = config.data
+    paths = [(f"data.sources.{number}.path", each.path) for number, each in enumerate(data.sources)]
+    paths = paths or [("data.source", data.source)]
+    if config.validation.every:
+        paths += [("data.validation_source", data.validation_source or ())]
+        paths += [
+            (f"data.validation_sources.{number}.path", each.path)
+            for number, each in enumerate(data.validation_sources)
+        ]
+    for key, path in paths:
+        for each in (path,) if isinstance(path, str) else path:
+            if "://" not in each:
+                locate(each, key)
 
 
 def _with_packages(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""Checks before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
+"""Checks before any rank starts: numbers of ranks, devices and batches that a job cannot have.
 
 Nothing here needs a process group. Importing this file imports no engine, see `launch/environment.py`.
 """
@@ -12,12 +12,9 @@ from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.shapes.presets import HybridConfig
-from shardwright.train.data.sources.places import locate
-from shardwright.train.errors import UserError, as_user_errors, counted
+from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import choose_device, under_launcher
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
-from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import saved_steps
 
 EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""
@@ -80,51 +77,6 @@ def check_least_ranks(config: Config, ranks: int) -> None:
         raise UserError(
             f"fault.least_ranks: expected at most {ranks}, the number of ranks, found {config.fault.least_ranks}"
         )
-
-
-def check_files(config: Config) -> None:
-    """Refuse local data that is missing. Files on other machines are looked up when they are read."""
-    data = config.data
-    paths = [(f"data.sources.{number}.path", each.path) for number, each in enumerate(data.sources)]
-    paths = paths or [("data.source", data.source)]
-    if config.validation.every:
-        paths += [("data.validation_source", data.validation_source or ())]
-        paths += [
-            (f"data.validation_sources.{number}.path", each.path)
-            for number, each in enumerate(data.validation_sources)
-        ]
-    for key, path in paths:
-        for each in (path,) if isinstance(path, str) else path:
-            if "://" not in each:
-                locate(each, key)
-
-
-def check_steps(config: Config, folder: RunFolder) -> None:
-    """Refuse a resume for which every checkpoint has enough steps, whole or not."""
-    if config.train.epochs:
-        return  # the data says how many steps there are
-    with as_user_errors(OSError, prefix="checkpoint.folder: "):
-        steps = saved_steps(checkpoints_of(folder, config))
-    if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
-        raise UserError(no_more_steps(config, folder, max(steps)))
-
-
-def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:
-    """Whether a run has `done` all its steps, but was ended before it could write its results."""
-    return done == config.train.steps and folder.record().get("status") != "finished"
-
-
-def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:
-    """The error of a resume to no further step than the `done` ones."""
-    if config.train.epochs:
-        return (
-            f"train.epochs: expected more than the {counted(done, 'step')} that {folder.path} already has, found "
-            f"{config.train.epochs:g}, which makes {config.train.steps}; set more epochs to continue"
-        )
-    return (
-        f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
-        f"{config.train.steps}; set more steps to continue"
-    )
 
 
 def _check_tensor_parallel(config: Config) -> None:

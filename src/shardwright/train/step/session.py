@@ -17,12 +17,12 @@ from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.parallel.checks import no_more_steps, only_end_is_missing
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loop import run_steps
@@ -36,6 +36,7 @@ from shardwright.train.step.reporting.step_reports import (
     open_reporter,
 )
 from shardwright.train.step.saving.best import BestCheckpoint
+from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
@@ -65,7 +66,7 @@ def _train(
     world: World,
     saved: Callable[[int], None] | None,
 ) -> Outcome:
-    trainer = _built(config, run, dataset, world)
+    trainer, loaded = _built(config, run, dataset, world)
     check_model(trainer)
     config, done = (
         trainer.config,
@@ -77,9 +78,9 @@ def _train(
     answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         try:
-            reports = _opened_reports(trainer, run, stack)
+            reports = _opened_reports(trainer, run, stack, loaded)
             answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
-            ended = _run_steps(trainer, run.folder, reports, stop, saved)
+            ended = _run_steps(trainer, run.folder, reports, stop, saved, loaded)
             answers.reach_end()
             return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
@@ -88,8 +89,11 @@ def _train(
             raise
 
 
-def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Trainer:
-    """The model in training, with its adapters, at the newest checkpoint if the run goes on."""
+def _built(
+    config: Config, run: OpenedRun, dataset: Dataset, world: World
+) -> tuple[Trainer, LoadedRun | None]:
+    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is returned,
+    too: hooks and random generators go on from it later."""
     folder, resumes = run.folder, run.resumes
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
@@ -102,18 +106,19 @@ def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Tr
             notices.say(line)
         reads_weights = not resumes or config.finetune.method != "full"
         trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config))
+        loaded = None
         if resumes:
             notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
-                trainer.load(folder, notices)
+                loaded = trainer.load(folder, notices)
         if config.finetune.method != "full":
             plain = trainer.engine.unwrapped(trainer.model)
             finetuning.prepare(plain, config, folder.base_file, resumes, world.mesh)
             notices.say(adapters.statement(trainer.model))
-    return trainer
+    return trainer, loaded
 
 
-def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Reports:
+def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack, loaded: LoadedRun | None) -> Reports:
     """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them."""
     folder, config = run.folder, trainer.config
     record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
@@ -127,7 +132,7 @@ def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Repor
     if config.checkpoint.keep_best:
         best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
     own = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
-    trainer.open_hooks(reporter, [*own, *([best] if best else [])])
+    trainer.open_hooks(reporter, [*own, *([best] if best else [])], loaded)
     return Reports(record, reporter, memory, best)
 
 
@@ -137,6 +142,7 @@ def _run_steps(
     reports: Reports,
     stop: StopRequest,
     saved: Callable[[int], None] | None,
+    loaded: LoadedRun | None,
 ) -> LoopEnd:
     """The steps that the run still has to do, with its checkpoints."""
 
@@ -148,6 +154,14 @@ def _run_steps(
     config, done = trainer.config, trainer.position.step
     checkpoints = checkpoints_of(folder, config)
     with Saves(
-        config.checkpoint, checkpoints, reports.reporter, done, note_saved, reports.best, config.fault.rewind_steps
+        config.checkpoint,
+        checkpoints,
+        reports.reporter,
+        done,
+        note_saved,
+        reports.best,
+        config.fault.rewind_steps,
     ) as saves:
-        return run_steps(trainer, reports.reporter, saves, stop) if done < config.train.steps else LoopEnd()
+        if done >= config.train.steps:
+            return LoopEnd()
+        return run_steps(trainer, reports.reporter, saves, stop, loaded)

@@ -43,6 +43,7 @@ from shardwright.train.step.numerics import looking, verifying
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
 from shardwright.train.step.saving import checkpoint
+from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 
 
@@ -114,10 +115,11 @@ class Trainer:
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
-        self._loaded: checkpoint.LoadedRun | None = None  # until the generators go on from it
 
-    def open_hooks(self, reporter: Reporter, own: Sequence[TrainerHook] = ()) -> None:
-        """Set the hooks up, after the trainer's `own`, with the state that a loaded checkpoint has of them."""
+    def open_hooks(
+        self, reporter: Reporter, own: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
+    ) -> None:
+        """Set the hooks up, after the trainer's `own`, with the states that the `loaded` checkpoint has of them."""
         world = self.world
         job = JobOfHooks(
             self.config,
@@ -130,14 +132,15 @@ class Trainer:
             lambda: self.position.step,
         )
         self.hooks.setup(job, own)
-        self._load_hooks()
+        if loaded is not None:
+            self._load_hooks(loaded)
 
-    def _load_hooks(self, goes_back: bool = False) -> None:
+    def _load_hooks(self, loaded: LoadedRun, goes_back: bool = False) -> None:
         """Give the hooks the states that the loaded checkpoint has of them. Unless the run `goes_back` to it, it need
         not have any, since hooks can be new."""
-        if self._loaded is None or not (own := self.hooks.state_dict()):
+        if not (own := self.hooks.state_dict()):
             return
-        states = checkpoint.hook_states(self._loaded, own)
+        states = checkpoint.hook_states(loaded, own)
         if goes_back and (missing := next((name for name in own if name not in states), None)) is not None:
             raise UserError(
                 f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, to "
@@ -295,13 +298,17 @@ class Trainer:
         saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
 
     @boards.during(boards.LOAD)
-    def load(self, folder: RunFolder, reporter: Reporter) -> None:
-        """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
+    def load(self, folder: RunFolder, reporter: Reporter) -> LoadedRun:
+        """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since.
+
+        The states of hooks and random generators are still to load: `open_hooks` and `continue_generators` take the
+        returned value.
+        """
         self.close()
-        self._loaded = checkpoint.load_newest(
+        loaded = checkpoint.load_newest(
             checkpoints_of(folder, self.config), self.model, self.optimizer, reporter.say
         )
-        self.position = self._loaded.position
+        self.position = loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
         self._set_data(self.config, dataset)
@@ -311,24 +318,24 @@ class Trainer:
             )
         for line in lines:
             reporter.say(line)
+        return loaded
 
     def skip(self) -> None:
         """Leave the samples of the next step out."""
         self.close()  # its loader ends where no sample was left out
         self.position = self.position.after_skip(self.config.train.global_batch)
 
-    def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
-        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
+    def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> LoadedRun:
+        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`. The random
+        generators are still to go on from the returned value, as after `load`."""
         self.close()
-        self._loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
-        self.position = self._loaded.position.after_rewind(self.position, stop)
-        self._load_hooks(goes_back=True)
+        loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
+        self.position = loaded.position.after_rewind(self.position, stop)
+        self._load_hooks(loaded, goes_back=True)
         float8.prepare_scales(self.model, self.config)
+        return loaded
 
-    def continue_generators(self, reporter: Reporter) -> None:
+    def continue_generators(self, loaded: LoadedRun, reporter: Reporter) -> None:
         """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None and (
-            line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup())
-        ):
+        if line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup()):
             reporter.say(line)

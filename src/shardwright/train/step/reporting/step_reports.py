@@ -57,8 +57,8 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
         else Lines(steps, every, printed=record.reached_before)
     )
     reporter = Reporter(sinks, added, steps_done)
-    for name, error in slow.items():
-        reporter.not_opened(name, error)
+    for name, problem in slow.items():
+        reporter.not_opened(name, problem)
     return reporter
 
 
