@@ -226,7 +226,7 @@ OPTIMIZERS: dict[str, Any] = {
 def test_parameters_without_a_gradient_resume_with_the_same_optimizer_alone(
     tmp_path: Path, mine: str, theirs: str, used: int
 ) -> None:
-    """Of two layers some had gradients. The checkpoint has the state that the optimizer has, and no other."""
+    """Some of two layers had gradients. The checkpoint has the state that the optimizer has, and no other."""
 
     def run(seed: int, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -245,7 +245,7 @@ def test_parameters_without_a_gradient_resume_with_the_same_optimizer_alone(
     checkpoint.save(tmp_path, model, optimizer, Position(3, 3))
     other, its = run(1, mine)
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    same = mine == theirs or {mine, theirs} <= {"plain", "momentum"} and not optimizer.state_dict()["state"]
+    same = mine == theirs or ({mine, theirs} <= {"plain", "momentum"} and not optimizer.state_dict()["state"])
     if not same and not (used == 0 and {mine, theirs} == {"adamw", "amsgrad"}):
         with pytest.raises(
             UserError, match=r"another optimizer; resume with the optimizer\.name of the saved"

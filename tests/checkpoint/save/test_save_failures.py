@@ -208,7 +208,7 @@ def test_a_file_whose_close_fails_is_closed_once(
         writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
         real(descriptor)
         if writes and not others:
-            others.append(open(tmp_path / "other", "wb"))
+            others.append(open(tmp_path / "other", "wb"))  # noqa: SIM115  closed below
             assert others[0].fileno() == descriptor
             raise OSError(reason, os.strerror(reason))
 

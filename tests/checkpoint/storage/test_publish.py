@@ -181,7 +181,7 @@ def test_a_disk_that_fails_is_not_another_program(
 def test_a_save_that_cannot_look_for_leftovers_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """What fails after the rename is no failure of the save: the next one removes what is left."""
+    """A failure after the rename is none of the save: the next one removes what is left."""
     name, save, step_of = KINDS[kind]
     path = tmp_path / "c" / name
     path.parent.mkdir()

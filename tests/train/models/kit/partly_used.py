@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Module(nn.Module):
-    """``sometimes`` takes part in forwards 5 to 8 of each eight, on all ranks at once. A checkpoint has their number."""
+    """``sometimes`` takes part in forwards 5 to 8 of each eight, on all ranks. A checkpoint has their number."""
 
     calls: Tensor
 
@@ -23,7 +23,7 @@ class Module(nn.Module):
         for layer in self.layers:
             x = x + layer(x).tanh()
         if self.training:
-            if 4 <= int(self.calls) % 8:
+            if int(self.calls) % 8 >= 4:
                 x = x + self.sometimes(x).tanh()
             self.calls += 1
         logits: Tensor = self.out(x)
