@@ -27,9 +27,9 @@ class FolderLock:
         self.folder, self._descriptor = folder, descriptor
 
     def release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def remove(self) -> None:
         """Release it and delete its file, with a folder in which no run began."""
