@@ -46,7 +46,7 @@ def fit(
 
     def plan(keys: Keys) -> Found | None:
         try:
-            program = program_of(configured(keys), ranks, caches)
+            program = program_of(configured(keys), ranks, caches, device.kind)
         except UserError:  # they do not go together
             return None
         speed = speed_of(program, device, ranks, with_range=False)

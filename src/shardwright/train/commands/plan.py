@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from shardwright.extend import strategies
 from shardwright.planner import cache
@@ -49,7 +50,7 @@ def plan(
     config = configured(())
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
-    program = program_of(config, ranks, caches)
+    program = program_of(config, ranks, caches, device.kind)
     verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
     if not json:
         print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
@@ -64,7 +65,7 @@ def plan(
             if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
                 continue
             try:
-                program = program_of(configured(keys), ranks, caches)
+                program = program_of(configured(keys), ranks, caches, device.kind)
             except UserError:  # it does not go together with another key
                 continue
             speed = speed_of(program, device, ranks, with_range=False)
@@ -93,14 +94,16 @@ def _run(config: Config, verdict: Verdict) -> Iterator[str]:
         yield f"{'run':8} {words}"
 
 
-def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
-    """The program of the configuration on GPUs, from the cache if it is there."""
-    key = plan_key(config, ranks, "cuda") if caches else None
+def program_of(
+    config: Config, ranks: int, caches: bool = True, kind: Literal["cpu", "cuda"] = "cuda"
+) -> Program:
+    """The program of the configuration on devices of this kind, from the cache if it is there."""
+    key = plan_key(config, ranks, kind) if caches else None
     program = cache.load(key) if key is not None else None
     if program is None:
         from shardwright.train import planning
 
-        program = planning.program_of(config, ranks)
+        program = planning.program_of(config, ranks, kind)
         if key is not None:
             cache.store(key, program)
     return program
