@@ -22,8 +22,9 @@ from shardwright.planner.work import work_of
 from shardwright.tracing.recorder import Recorder
 
 #: Bytes of the tensors among which repetitions change, so that they do not find all of them in a cache.
-ROTATED = 64 << 20
+ROTATED = {"cpu": 16 << 20, "cuda": 256 << 20}
 MOST_SETS = 16
+IN_STEPS = ("forward", "backward", "optimizer", "after the optimizer")  #: phases
 SAMPLES = 5  #: of each measurement, of which the median counts
 SECONDS = 2e-3  #: of a sample at least
 GPU_SECONDS = 1e-3  #: by which the host queues a sample earlier than a GPU begins it
@@ -68,7 +69,7 @@ def noting(recorder: Recorder, operations: dict[Kernel, Operation]) -> Iterator[
     def kernel(*arguments: Any) -> None:
         plain(*arguments)
         name, nbytes, shapes, dtype = arguments[:4]
-        if recorder.stream != HOST:
+        if recorder.stream != HOST and recorder.current_phase in IN_STEPS:
             noted.append(Kernel(name, recorder.stream, nbytes, shapes, dtype))
 
     recorder.kernel = kernel  # type: ignore[method-assign]
@@ -114,18 +115,22 @@ class _Maker:
         self._rows = self._bound(operation)
 
     def __call__(self, form: _Form) -> Tensor:
-        tensor = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self._device)
-        if "grouped_mm" in self._name and form.dtype == torch.int32:  # ends of groups
-            groups = max(form.size[0], 1)
-            ends = torch.arange(1, groups + 1, device=self._device) * self._rows // groups
-            return tensor.copy_(ends)
-        if tensor.dtype == torch.bool:
-            return tensor.fill_(True)
-        if not tensor.is_floating_point():
-            return tensor.random_(0, self._rows) if tensor.numel() else tensor
-        if tensor.dtype.itemsize < 2:  # float8 has no kernel that draws
-            return tensor.copy_(torch.ones(form.size, device=self._device))
-        return tensor.uniform_(0.5, 1.5)  # no number that repetitions make tiny, which CPUs are slow with
+        last = sum((size - 1) * stride for size, stride in zip(form.size, form.stride, strict=True))
+        memory = torch.empty(last + 1 if 0 not in form.size else 0, dtype=form.dtype, device=self._device)
+        return self._filled(memory).as_strided(form.size, form.stride)
+
+    def _filled(self, memory: Tensor) -> Tensor:
+        if "grouped_mm" in self._name and memory.dtype == torch.int32:  # ends of groups
+            groups = len(memory)
+            return memory.copy_(torch.arange(1, groups + 1, device=self._device) * self._rows // max(groups, 1))
+        if memory.dtype == torch.bool:
+            return memory.fill_(True)
+        if not memory.is_floating_point():
+            return memory.random_(0, self._rows) if len(memory) else memory
+        # No number that repetitions make tiny, with which CPUs are slow. Of a GPU the clock follows the numbers.
+        if self._device.type == "cpu" or memory.dtype.itemsize < 2:
+            return memory.copy_(torch.ones(1, device=self._device))
+        return memory.uniform_(0.5, 1.5)
 
     def _bound(self, operation: Operation) -> int:
         """Integers are indices below this."""
@@ -171,7 +176,7 @@ class Timer:
     def operation(self, operation: Operation) -> float | None:
         """The seconds of an operation. None: it does not run alone on such tensors."""
         nbytes = max(operation.kernel.nbytes, 1)
-        count = min(MOST_SETS, -(-ROTATED // nbytes))
+        count = min(MOST_SETS, -(-ROTATED[self.device.type] // nbytes))
         try:
             with torch.no_grad():
                 sets = [operation.tensors(self.device) for _ in range(count)]

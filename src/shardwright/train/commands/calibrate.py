@@ -54,7 +54,7 @@ from shardwright.train.planning import AbsentData, traced_program
 from shardwright.train.step.trainer import Trainer
 
 Kind = Literal["cpu", "cuda"]
-PASSES = 2  #: over all operations
+PASSES = 3  #: over all operations
 MOST = 0.15  #: by which repeated measurements may differ
 LEAST = 0.02  #: the smallest spread that a file has
 WARM, STEPS = 3, 12  #: steps of small jobs
@@ -89,27 +89,27 @@ def _job(
 
 
 def _training(seq_len: int, batch: int) -> dict[str, Any]:
-    return {"train": {"steps": 10, "seq_len": seq_len, "micro_batch": batch}}
+    return {"data": {"workers": 0}, "train": {"steps": 1000, "seq_len": seq_len, "micro_batch": batch}}
 
 
 _BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 ON_CPU = Task(
     (
-        _job(64, 192, 512, 64, 2),
+        _job(96, 256, 512, 128, 2),
         _job(192, 512, 1024, 128, 2, parallel={"strategy": "zero2"}),
         _job(256, 640, 2048, 256, 4, parallel={"strategy": "ddp"}),
         _job(512, 1408, 4096, 512, 2, head_dim=64),
-        _job(64, 192, 512, 64, 2, parallel=_BF16),
+        _job(96, 256, 512, 128, 2, parallel=_BF16),
         _job(192, 512, 1024, 128, 2, parallel=_BF16),
         _job(512, 1408, 4096, 512, 2, head_dim=64, parallel=_BF16),
         {"model": {"kind": "hybrid", "preset": "debug"}, **_training(256, 2)},
     ),
     (
-        _job(64, 128, 256, 32, 1, layers=1),
-        _job(64, 128, 256, 32, 1, layers=6),
-        _job(64, 128, 256, 32, 1, layers=6, parallel={"strategy": "ddp"}),
-        _job(64, 128, 256, 32, 1, layers=6, parallel=_BF16),
-        _job(64, 128, 256, 32, 1, layers=4, activations={"checkpoint": "full"}),
+        _job(128, 256, 256, 128, 2, layers=1),
+        _job(128, 256, 256, 128, 2, layers=5),
+        _job(128, 256, 256, 128, 2, layers=5, parallel={"strategy": "ddp"}),
+        _job(128, 256, 256, 128, 2, layers=5, parallel=_BF16),
+        _job(128, 256, 256, 128, 2, layers=4, activations={"checkpoint": "full"}),
     ),
     (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
 )
