@@ -4,18 +4,21 @@
     python -m benchmarks.calibrated mine.toml
 
 No job has the sizes of those that `calibrate` measures. Each one runs in two processes of one thread, with random
-tokens. A row has medians over the steps of the slower rank:
+tokens. A row has the steps of the slower rank, in milliseconds:
 
-real:     milliseconds of the rank's thread on its core, which other programs slow down less than the time on the clock
-planned:  milliseconds of the plan
+real:     of the rank's thread on its core, which other programs slow down less than the time on the clock: the lower
+          quartile over the steps, as in the file
+planned:  of the plan
 ratio:    planned / real
-anchored: the same, with the plan's time as much longer or shorter as operations beside the steps take than in the file
-clock:    milliseconds on the clock, with waits for the other rank, and for other programs
+anchored: the same, with times of the plan as much longer or shorter as operations of their kind take beside the steps
+          than in the file
+clock:    on the clock, the median, with waits for the other rank, and for other programs
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -39,7 +42,7 @@ from shardwright.planner.program import Kernel
 from shardwright.planner.speed import speed_of
 from shardwright.planner.work import work_of
 from shardwright.tracing.timing import Operation, Timer, noting
-from shardwright.train.commands.calibrate import ON_CPU, configured
+from shardwright.train.commands.calibrate import ON_CPU, configured, steady
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.launch.signals import StopRequest
@@ -50,7 +53,12 @@ from shardwright.train.step.trainer import Trainer
 RANKS = 2
 SECONDS = 4.0  #: of steps of a job
 LEAST, MOST = 5, 60  #: steps
-ANCHORS = (("mm", "float32"), ("mul", "float32"), ("_fused_adamw_", "float32"))
+#: Operations beside steps: name, dtype, the job of `calibrate` that has them, and the kind of work whose times they scale.
+ANCHORS = (
+    ("mm", "float32", 1, "products"), ("mm", "float32", 3, "products"), ("mm", "bfloat16", 6, "bfloat16"),
+    ("_scaled_dot_product_flash_attention_for_cpu", "float32", 3, "attention"),
+    ("mul", "float32", 1, "memory"), ("mul", "float32", 3, "memory"), ("_fused_adamw_", "float32", 1, "optimizer"),
+)  # fmt: skip
 _BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
@@ -94,15 +102,25 @@ class Random(AbsentStream):
 
 
 def anchors() -> list[Operation]:
-    """The largest operations of each of the names in a job of `calibrate`."""
-    operations: dict[Kernel, Operation] = {}
-    values = ON_CPU.operations[3]
-    traced_program(configured(values, RANKS), RANKS, "cpu", lambda recorder: noting(recorder, operations))
+    """The largest operation of each name and dtype in a job of `calibrate`."""
     chosen = []
-    for name, dtype in ANCHORS:
+    for name, dtype, number, _ in ANCHORS:
+        operations: dict[Kernel, Operation] = {}
+        config = configured(ON_CPU.operations[number], RANKS)
+        traced_program(config, RANKS, "cpu", functools.partial(noting, operations=operations))
         of = [each for kernel, each in operations.items() if (kernel.name, kernel.dtype) == (name, dtype)]
         chosen.append(max(of, key=lambda each: each.kernel.nbytes))
     return chosen
+
+
+def factors(now: list[float], in_file: list[float], bfloat16: bool) -> dict[str, float]:
+    """By kind of work how much longer its operations take beside a job than in the file."""
+    found: dict[str, list[float]] = {}
+    for (*_, kind), a, b in zip(ANCHORS, now, in_file, strict=True):
+        if kind == "bfloat16" or (kind == "products" and bfloat16):
+            kind = "products" if (kind == "bfloat16") == bfloat16 else ""
+        found.setdefault(kind, []).append(math.log(a / b))
+    return {kind: math.exp(statistics.mean(each)) for kind, each in found.items()}
 
 
 def run(rank: int, folder: str, names: list[str]) -> None:
@@ -167,16 +185,20 @@ def rows(names: list[str], device: Device) -> Iterator[tuple[str, float, float, 
     assert figures is not None and figures.measured is not None
     in_file = [figures.measured.seconds(each.kernel, work_of(each.kernel)) for each in anchors()]
     for name in names:
-        real = max(statistics.median(each[name]["own"]) for each in of_ranks)
+        real = max(steady(each[name]["own"]) for each in of_ranks)
         clock = max(statistics.median(each[name]["clock"]) for each in of_ranks)
         now = [
-            statistics.median(row[i] for each in of_ranks for row in each[name]["anchors"])
+            steady([row[i] for each in of_ranks for row in each[name]["anchors"]])
             for i in range(len(ANCHORS))
         ]
-        factor = math.exp(statistics.mean(math.log(a / b) for a, b in zip(now, in_file, strict=True)))
-        speed = speed_of(program_of(configured(JOBS[name], RANKS), RANKS, "cpu"), device, RANKS)
+        config = configured(JOBS[name], RANKS)
+        speed = speed_of(program_of(config, RANKS, "cpu"), device, RANKS)
         assert speed is not None
-        yield name, real, speed.seconds[1], speed.seconds[1] * factor, clock, speed.seconds
+        longer = factors(now, in_file, config.parallel.param_dtype == "bfloat16")
+        busy = speed.timeline.busy
+        rest = speed.seconds[1] - sum(busy.values())  # of the host, and of collectives
+        anchored = sum(longer[kind] * seconds for kind, seconds in busy.items()) + longer["memory"] * rest
+        yield name, real, speed.seconds[1], anchored, clock, speed.seconds
 
 
 def main() -> None:

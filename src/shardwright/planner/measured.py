@@ -190,7 +190,7 @@ def as_toml(values: Mapping[str, Any]) -> str:
 
 def _write(lines: list[str], head: str, values: Mapping[str, Any]) -> None:
     tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-    if head and len(tables) < len(values):
+    if head and (len(tables) < len(values) or not values):
         lines += ["", f"[{head}]"]
     for key, value in values.items():
         if key not in tables:

@@ -60,7 +60,7 @@ class Verdict:
     @property
     def room(self) -> int:
         """Bytes for PyTorch's allocator, if the runtime takes the most."""
-        return room_of(self.device, self.runtime)
+        return room_of(self.device, self.runtime, self.ranks)
 
     @property
     def left(self) -> int:
@@ -95,12 +95,14 @@ class Verdict:
         missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
         if missing and self.answer == "barely":
             missing += ", which PyTorch's allocator gets by emptying its cache in each step"
+        shared = f", of which each rank has a part of {self.ranks}," if self.device.kind == "cpu" else ""
+        runs = "Python and PyTorch" if self.device.kind == "cpu" else "CUDA context and NCCL"
         rows = [
             ("fits?", _ANSWERS[self.answer] + missing),
             (
                 "",
                 f"{in_gib(usage.reserved)} GiB reserved of {in_gib(self.room)}, which are the "
-                f"{in_gib(self.device.nbytes)} of {self.device.name} less a runtime of {most}",
+                f"{in_gib(self.device.nbytes)} of {self.device.name}{shared} less a runtime of {most}",
             ),
             ("exact", _sum(self.exact)),
             ("traced", _sum(self.traced)),
@@ -108,7 +110,7 @@ class Verdict:
                 "cache",
                 f"{in_gib(self.cached):>7}  reserved and not live when most is reserved: PyTorch's allocator",
             ),
-            ("runtime", f"{most:>7}  CUDA context and NCCL, between {least} and {most}; not measured here"),
+            ("runtime", f"{most:>7}  {runs}, between {least} and {most}; not measured here"),
             ("peak", peak_in_words(peak)),
         ]
         if len(self.parts) > 1:
@@ -147,9 +149,10 @@ def _sum(groups: Mapping[str, int]) -> str:
     return f"{in_gib(sum(groups.values())):>7}  {parts or 'less than 0.01 GiB each'}"
 
 
-def room_of(device: Device, runtime: tuple[int, int]) -> int:
-    """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all."""
-    return max(0, device.nbytes - runtime[1])
+def room_of(device: Device, runtime: tuple[int, int], ranks: int) -> int:
+    """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all. Ranks share the memory of a CPU."""
+    nbytes = device.nbytes // ranks if device.kind == "cpu" else device.nbytes
+    return max(0, nbytes - runtime[1])
 
 
 def judge(
@@ -162,9 +165,9 @@ def judge(
     peak = program.peak(starts[0] if starts else 0)
     endless = replay(program.events, rules)
     least, most = CONTEXT
-    if ranks > 1:
+    if ranks > 1 and device.kind == "cuda":
         least, most = least + NCCL[0], most + NCCL[1]
-    room = room_of(device, (least, most))
+    room = room_of(device, (least, most), ranks)
     answer: Literal["yes", "barely", "no"] = "yes"
     if room - endless.peak.reserved < MARGIN * endless.peak.reserved:
         answer = "barely"

@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -38,7 +39,6 @@ from shardwright.planner.measured import (
     merged,
     table_of,
 )
-from shardwright.planner.program import HOST as ON_HOST
 from shardwright.planner.program import Kernel
 from shardwright.planner.rates import Rates
 from shardwright.planner.timeline import Step, replay
@@ -54,6 +54,8 @@ from shardwright.train.planning import AbsentData, traced_program
 from shardwright.train.step.trainer import Trainer
 
 Kind = Literal["cpu", "cuda"]
+CPU: Kind = "cpu"
+CUDA: Kind = "cuda"
 PASSES = 3  #: over all operations
 MOST = 0.15  #: by which repeated measurements may differ
 LEAST = 0.02  #: the smallest spread that a file has
@@ -127,15 +129,12 @@ ON_GPU = Task(
 )
 
 
-def calibrate(
-    out: Path, ranks: int, kind: Kind, most: float = MOST, force: bool = False, task: Task | None = None
-) -> int:
-    """Measure and write the file ``out``; returns 0.
+def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task | None = None) -> int:
+    """Measure and write the file ``out``, also over one that is there; returns 0.
 
     Raises:
-        UserError: the file is there already, or its folder is not; repeated measurements differ by more than ``most``.
+        UserError: a rank fails; repeated measurements differ by more than ``most``; the file cannot be written.
     """
-    _check_place(out, force)
     began = time.monotonic()
     task = task or (ON_CPU if kind == "cpu" else ON_GPU)
     print(f"measuring {_name(kind)} with {ranks} rank{'s' * (ranks > 1)}; stop other programs", flush=True)
@@ -163,7 +162,13 @@ def _named(out: Path) -> str:
     return text if "/" in text else f"./{text}"
 
 
-def _check_place(out: Path, force: bool) -> None:
+def default_place(kind: Kind) -> Path:
+    """A file with the device's name in the working folder, where the user sees it and names it as ``./NAME.toml``."""
+    return Path(re.sub(r"[^a-z0-9]+", "-", _name(kind).lower()).strip("-") + ".toml")
+
+
+def check_place(out: Path, force: bool) -> None:
+    """Raises UserError if ``out`` cannot be written, or is there and not to be written over by ``force``."""
     if out.suffix != ".toml":
         raise UserError(f"--out: expected the path of a .toml file, found {str(out)!r}")
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
@@ -311,7 +316,7 @@ def _collectives(
         }
         for name, call in calls.items():
             samples = []
-            for _ in range(3 if nbytes > 1 << 25 else 9):
+            for _ in range(4 if nbytes > 1 << 25 else 9 if nbytes > 1 << 20 else 25):
                 dist.barrier()
                 samples.append(timer.once(call))
             into[name].setdefault(nbytes, []).append(statistics.median(samples[1:]))
@@ -349,12 +354,12 @@ def summary(
     kernels: dict[str, list[Point]] = defaultdict(list)
     differences: dict[str, list[float]] = {name: [] for name in ("products", "attention", "memory", "links", "host")}
     for (table, point), seconds in sorted(samples.items()):
-        kernels[table].append((*point, statistics.median(seconds)))
+        kernels[table].append((*point, steady(seconds)))
         which = "attention" if "attention" in table else "products" if len(point) == 4 else "memory"
         differences[which].append(difference(seconds))
     collectives: dict[str, list[Point]] = defaultdict(list)
     for (name, nbytes), seconds in sorted(of_links.items()):
-        collectives[name].append((nbytes, statistics.median(seconds)))
+        collectives[name].append((nbytes, steady(seconds)))
         differences["links"].append(difference(seconds))
     steps = [[seconds for rank in found for seconds in rank["steps"][i]] for i in range(len(task.steps))]
     differences["host"] = [difference(each) for each in steps]
@@ -364,15 +369,27 @@ def summary(
     without = dict.fromkeys(("host", "host_compiled", "host_collective"), 0.0)
     measured = Measured(kernels, collectives, without, spread, ranks if ranks > 1 else 0, kind == "cpu")
     figures = replace(_figures(measured, ranks, kind), measured=measured)
-    host = _host(task, [statistics.median(each) for each in steps], figures, ranks, kind)
+    host = _host(task, [steady(each) for each in steps], figures, ranks, kind)
     measured = replace(measured, host=host)
     return measured, replace(figures, measured=measured)
 
 
+def steady(seconds: Sequence[float]) -> float:
+    """The time of repeated measurements: their lower quartile, since other programs only make them longer."""
+    return _quartiles(seconds)[0]
+
+
 def difference(seconds: Sequence[float]) -> float:
-    """How far repeated measurements are from their median, as a part of it: half the width of the middle ones."""
-    middle = sorted(seconds)
-    return (middle[-1] - middle[0]) / 2 / statistics.median(middle)
+    """How far repeated measurements are from each other: half the width of their middle half, as a part of the median."""
+    low, middle, high = _quartiles(seconds)
+    return (high - low) / 2 / middle
+
+
+def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    if len(seconds) == 1:
+        return (seconds[0],) * 3
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _host(

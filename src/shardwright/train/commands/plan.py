@@ -88,8 +88,9 @@ def _run(config: Config, verdict: Verdict) -> Iterator[str]:
         steps = config.train.steps
         seconds = steps * verdict.speed.seconds[1]
         hours = seconds / 3600 * verdict.ranks
+        kind = "GPU" if verdict.device.kind == "cuda" else "CPU"
         words = (
-            f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} GPU-hours, without validations and saves"
+            f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} {kind}-hours, without validations and saves"
         )
         yield f"{'run':8} {words}"
 
