@@ -51,9 +51,9 @@ from shardwright.train.planning import AbsentData, AbsentStream, program_of, tra
 from shardwright.train.step.trainer import Trainer
 
 RANKS = 2
-SECONDS = 4.0  #: of steps of a job
-LEAST, MOST = 5, 60  #: steps
-#: Operations beside steps: name, dtype, the job of `calibrate` that has them, and the kind of work whose times they scale.
+SECONDS = 9.0  #: of steps of a job
+LEAST, MOST = 9, 60  #: steps
+#: Operations beside steps: name, dtype, the job of `calibrate` that has them, and the kind of work that they stand for.
 ANCHORS = (
     ("mm", "float32", 1, "products"), ("mm", "float32", 3, "products"), ("mm", "bfloat16", 6, "bfloat16"),
     ("_scaled_dot_product_flash_attention_for_cpu", "float32", 3, "attention"),
@@ -178,7 +178,9 @@ def measured(names: list[str]) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def rows(names: list[str], device: Device) -> Iterator[tuple[str, float, float, float, float, tuple[float, ...]]]:
+def rows(
+    names: list[str], device: Device
+) -> Iterator[tuple[str, float, float, float, float, tuple[float, ...]]]:
     """Of each job its name; real, planned, anchored and clock's seconds; and the planned range."""
     of_ranks = measured(names)
     figures = device.figures
@@ -224,9 +226,10 @@ def main() -> None:
         off = [max(row[i] / row[1], row[1] / row[i]) - 1 for row in found]  # type: ignore[operator]
         pairs = [(a, b) for a in found for b in found if a[1] > 1.1 * b[1]]
         wrong = sum(a[i] <= b[i] for a, b in pairs)  # type: ignore[operator]
+        near = sum(each <= 0.15 for each in off)
         print(
-            f"{name}: {sum(each <= 0.15 for each in off)} of {len(off)} within 15%, the median {statistics.median(off):.0%}, "
-            f"the most {max(off):.0%}; {wrong} of {len(pairs)} pairs that differ by 10% are in the wrong order"
+            f"{name}: {near} of {len(off)} within 15%, the median {statistics.median(off):.0%}, the most "
+            f"{max(off):.0%}; {wrong} of {len(pairs)} pairs that differ by 10% are in the wrong order"
         )
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))

@@ -29,12 +29,14 @@ from shardwright.planner.work import work_of
 
 HOST = {"host": 1e-5, "host_compiled": 5e-6, "host_collective": 1e-4}
 SPREAD = {"products": 0.1, "attention": 0.05, "memory": 0.2, "links": 0.3, "host": 0.04}
-KERNELS = {
+KERNELS: dict[str, list[tuple[float, ...]]] = {
     "add float32 2:=,=": [(1000.0, 1e-6), (1e6, 1e-3)],
     "mul float32 2:1-,=": [(1000.0, 4e-6)],
     "mm float32": [(1, 64, 64, 64, 1e-5), (1, 512, 512, 512, 2e-3)],
 }
-LINKS = {name: [(4096.0, 1e-4), (1e7, 1e-2)] for name in ("gather", "scatter", "reduce")}
+LINKS: dict[str, list[tuple[float, ...]]] = {
+    name: [(4096.0, 1e-4), (1e7, 1e-2)] for name in ("gather", "scatter", "reduce")
+}
 MEASURED = Measured(KERNELS, LINKS, HOST, SPREAD, 2, True)
 FIGURES = Figures("measured", {"float32": 1e11}, 1e10, 1, 1.0, 2, 1e9, 1e9, "", MEASURED)
 ADD = Kernel("add", "compute", 1000, ((50, 5),) * 3, "float32")

@@ -44,8 +44,8 @@ def _add_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--out", metavar="FILE.toml",
-        help="the file to write, for `shardwright plan JOB.toml --on 8x./FILE.toml`; default: the device's name, in this "
-        "folder",
+        help="the file to write, for `shardwright plan JOB.toml --on 8x./FILE.toml`; default: the name of the device, "
+        "in this folder",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Times that ``shardwright calibrate`` has measured on a machine: tables by operation, and how they are read and written.
+"""Times that ``shardwright calibrate`` has measured on a machine: tables by operation, and their form in files.
 
 A table has points, each with the sizes of a kernel and its seconds. A time between points is interpolated. Nothing here
 imports torch.
@@ -61,7 +61,9 @@ class Measured:
         """The time of a collective of so many whole bytes; NCCL's rings are assumed between GPUs."""
         kind = kind_of_collective(name)
         seconds = interpolated(self.collectives[kind], nbytes)
-        if self.on_host:  # through shared memory each rank reads the whole, in sums over ranks once for each of them
+        if (
+            self.on_host
+        ):  # through shared memory each rank reads the whole, in sums over ranks once for each of them
             return seconds * (ranks / self.ranks if kind == "reduce" else 1)
         return seconds * ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
 
@@ -84,7 +86,7 @@ class Measured:
 
     @functools.cached_property
     def _of_all(self) -> list[Point]:
-        points = [point for points in self.kernels.values() for point in points if len(point) == 2]
+        points: list[Point] = [each for rows in self.kernels.values() for each in rows if len(each) == 2]
         if not points:
             raise MeasuredError("expected times of operations that read and write memory, found none")
         return points
@@ -158,7 +160,9 @@ def key_of(kernel: Kernel) -> str:
         if shape == first:
             words.append("=")
         elif len(shape) == len(first):
-            words.append("".join("-" if a == b else "1" if b == 1 else "x" for a, b in zip(first, shape, strict=True)))
+            words.append(
+                "".join("-" if a == b else "1" if b == 1 else "x" for a, b in zip(first, shape, strict=True))
+            )
         else:
             words.append(str(len(shape)))
     return f"{kernel.name} {kernel.dtype} {len(first)}:{','.join(words)}"
@@ -244,17 +248,23 @@ def read_measured(key: str, values: Any, on_host: bool) -> Measured:
 
     def numbers(name: str, names: Sequence[str]) -> dict[str, float]:
         table = values.get(name)
+        found: dict[str, float] = {}
         for each in names:
             number = table.get(each) if isinstance(table, dict) else None
             if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
-                raise MeasuredError(f"device {key}: [measured.{name}] needs {each}, a number, found {number!r}")
-        return {each: float(table[each]) for each in names}
+                raise MeasuredError(
+                    f"device {key}: [measured.{name}] needs {each}, a number, found {number!r}"
+                )
+            found[each] = float(number)
+        return found
 
     def points(name: str) -> dict[str, list[Point]]:
         table = values.get(name)
         if not isinstance(table, dict):
             raise MeasuredError(f"device {key}: expected a table [measured.{name}], found {table!r}")
-        return {each: [_point(key, name, each, point) for point in _listed(rows)] for each, rows in table.items()}
+        return {
+            each: [_point(key, name, each, point) for point in _listed(rows)] for each, rows in table.items()
+        }
 
     ranks = values.get("ranks")
     if not isinstance(ranks, int) or ranks < 0:
@@ -263,7 +273,9 @@ def read_measured(key: str, values: Any, on_host: bool) -> Measured:
     if not any(len(point) == 2 for rows in kernels.values() for point in rows):
         raise MeasuredError(f"device {key}: [measured.kernels] needs points of bytes and seconds, found none")
     if ranks and not all(collectives.get(kind) for kind in ("gather", "scatter", "reduce")):
-        raise MeasuredError(f"device {key}: [measured.collectives] needs points of gather, scatter and reduce")
+        raise MeasuredError(
+            f"device {key}: [measured.collectives] needs points of gather, scatter and reduce"
+        )
     return Measured(kernels, collectives, numbers("host", HOST), numbers("spread", SPREADS), ranks, on_host)
 
 
@@ -274,5 +286,7 @@ def _listed(rows: Any) -> list[Any]:
 def _point(key: str, name: str, table: str, point: Any) -> Point:
     numbers = isinstance(point, list) and all(isinstance(each, int | float) for each in point)
     if not numbers or len(point) not in (2, 5) or not all(0 < each < math.inf for each in point):
-        raise MeasuredError(f"device {key}: [measured.{name}] {table!r}: expected sizes and seconds, found {point!r}")
+        raise MeasuredError(
+            f"device {key}: [measured.{name}] {table!r}: expected sizes and seconds, found {point!r}"
+        )
     return tuple(map(float, point))

@@ -96,8 +96,8 @@ class Rates:
         if work.kind == "nothing":
             return 0.0
         if (measured := self.figures.measured) is not None:
-            share = work.kind if work.kind in ("products", "attention") else "memory"
-            return measured.seconds(kernel, work) / self.shares[share]
+            name = work.kind if work.kind in ("products", "attention") else "memory"
+            return measured.seconds(kernel, work) / self.shares[name]
         shares, launch = self.shares, self.shares["launch"] * work.launches
         moved = work.nbytes / (self.figures.bandwidth * shares["memory"])
         if work.kind == "products":

@@ -72,7 +72,7 @@ def noting(recorder: Recorder, operations: dict[Kernel, Operation]) -> Iterator[
         if recorder.stream != HOST and recorder.current_phase in IN_STEPS:
             noted.append(Kernel(name, recorder.stream, nbytes, shapes, dtype))
 
-    recorder.kernel = kernel  # type: ignore[method-assign]
+    recorder.kernel = kernel  # type: ignore[method-assign, assignment]
     try:
         with _Noting(noted, operations):
             yield
@@ -96,8 +96,9 @@ class _Noting(TorchDispatchMode):
                 return NotImplemented
         del self._noted[:]
         out = func(*args, **kwargs)
-        if len(self._noted) == 1 and (kernel := self._noted[0]) not in self._operations:
-            if work_of(kernel).kind not in ("communication", "nothing"):
+        if len(self._noted) == 1:
+            kernel = self._noted[0]
+            if kernel not in self._operations and work_of(kernel).kind not in ("communication", "nothing"):
                 forms = _mapped(_form_of, args), _mapped(_form_of, kwargs)
                 self._operations[kernel] = Operation(kernel, func, *forms)
         return out
@@ -122,7 +123,9 @@ class _Maker:
     def _filled(self, memory: Tensor) -> Tensor:
         if "grouped_mm" in self._name and memory.dtype == torch.int32:  # ends of groups
             groups = len(memory)
-            return memory.copy_(torch.arange(1, groups + 1, device=self._device) * self._rows // max(groups, 1))
+            return memory.copy_(
+                torch.arange(1, groups + 1, device=self._device) * self._rows // max(groups, 1)
+            )
         if memory.dtype == torch.bool:
             return memory.fill_(True)
         if not memory.is_floating_point():
@@ -180,15 +183,18 @@ class Timer:
         try:
             with torch.no_grad():
                 sets = [operation.tensors(self.device) for _ in range(count)]
+                results: list[Any] = [None] * max(
+                    count, 2
+                )  # a step does not write into the same memory again at once
                 turn = 0
 
                 def run() -> None:
                     nonlocal turn
-                    turn = (turn + 1) % count
-                    arguments, keywords = sets[turn]
-                    operation.function(*arguments, **keywords)
+                    turn += 1
+                    arguments, keywords = sets[turn % count]
+                    results[turn % len(results)] = operation.function(*arguments, **keywords)
 
-                return self.repeated(run, count)
+                return self.repeated(run, len(results))
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             return None
 
@@ -240,4 +246,6 @@ def anchor(timer: Timer) -> tuple[float, float]:
     product = torch.ones(size, size, device=timer.device)
     row = torch.ones((8 << 20) if timer.device.type == "cpu" else (256 << 20), device=timer.device)
     result = torch.empty_like(row)
-    return timer.repeated(lambda: torch.mm(product, product)), timer.repeated(lambda: torch.add(row, row, out=result))
+    return timer.repeated(lambda: torch.mm(product, product)), timer.repeated(
+        lambda: torch.add(row, row, out=result)
+    )

@@ -167,7 +167,7 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_rank_that_fails_is_one_line(tmp_path: Path) -> None:
     broken = calibrate.Task(({"model": {"kind": "llama", "dim": -1}, **calibrate._training(64, 1)},), (), ())
-    with pytest.raises(calibrate.UserError, match="calibrate: rank 0 failed: UserError: .*model.dim"):
+    with pytest.raises(calibrate.UserError, match=r"calibrate: rank 0 failed: UserError: .*model.dim"):
         calibrate.calibrate(tmp_path / "mine.toml", 1, "cpu", task=broken)
     assert not list(tmp_path.iterdir())
 

@@ -132,7 +132,9 @@ def _read(key: str, text: str) -> Device:
         except MeasuredError as error:
             raise DeviceError(str(error)) from error
     elif kind == "cpu" and figures is not None:
-        raise DeviceError(f"device {key}: the speed of a CPU is known only by measurement: shardwright calibrate")
+        raise DeviceError(
+            f"device {key}: the speed of a CPU is known only by measurement: shardwright calibrate"
+        )
     elif figures is not None and figures.generation == MEASURED:
         raise DeviceError(f"device {key}: a generation {MEASURED!r} needs a table [measured], found none")
     name, source = str(values.get("name", key)), str(values.get("source", ""))

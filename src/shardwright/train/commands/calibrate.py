@@ -6,6 +6,7 @@ of small models, and runs the operations of these again. Then they make collecti
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import multiprocessing
@@ -17,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -35,15 +36,14 @@ from shardwright.planner.measured import (
     Point,
     as_toml,
     as_values,
-    kind_of_collective,
     merged,
     table_of,
 )
-from shardwright.planner.program import Kernel
+from shardwright.planner.program import HostWait, Kernel, Mark, Wait
 from shardwright.planner.rates import Rates
 from shardwright.planner.timeline import Step, replay
 from shardwright.planner.work import work_of
-from shardwright.tracing.timing import Operation, Timer, noting
+from shardwright.tracing.timing import MOST_SETS, ROTATED, Operation, Timer, noting
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
 from shardwright.train.data.dataset import Dataset
@@ -79,7 +79,14 @@ class Task:
 
 
 def _job(
-    dim: int, ffn: int, vocab: int, seq_len: int, batch: int, layers: int = 2, head_dim: int = 32, **others: Any
+    dim: int,
+    ffn: int,
+    vocab: int,
+    seq_len: int,
+    batch: int,
+    layers: int = 2,
+    head_dim: int = 32,
+    **others: Any,
 ) -> dict[str, Any]:
     """A Llama. ``others``: further tables."""
     heads = max(dim // head_dim, 2)
@@ -104,6 +111,8 @@ ON_CPU = Task(
         _job(96, 256, 512, 128, 2, parallel=_BF16),
         _job(192, 512, 1024, 128, 2, parallel=_BF16),
         _job(512, 1408, 4096, 512, 2, head_dim=64, parallel=_BF16),
+        _job(192, 384, 512, 256, 2, layers=1, head_dim=64),
+        _job(192, 384, 512, 256, 2, layers=1, head_dim=64, parallel=_BF16),
         {"model": {"kind": "hybrid", "preset": "debug"}, **_training(256, 2)},
     ),
     (
@@ -153,7 +162,8 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     except OSError as error:
         raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
     print(*_words(measured, figures), sep="\n")
-    print(f"{out} is written, after {time.monotonic() - began:.0f} s: shardwright plan JOB.toml --on {ranks}x{_named(out)}")
+    print(f"{out} is written, after {time.monotonic() - began:.0f} s; for plans with these times:")
+    print(f"  shardwright plan JOB.toml --on {ranks}x{_named(out)}")
     return 0
 
 
@@ -172,7 +182,9 @@ def check_place(out: Path, force: bool) -> None:
     if out.suffix != ".toml":
         raise UserError(f"--out: expected the path of a .toml file, found {str(out)!r}")
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UserError(f"--out: expected a file in a folder that is there and can be written, found {str(out)!r}")
+        raise UserError(
+            f"--out: expected a file in a folder that is there and can be written, found {str(out)!r}"
+        )
     if out.exists() and not force:
         raise UserError(f"{out} exists already; choose another --out, or add --force to measure again")
 
@@ -284,10 +296,14 @@ def measure(
     dist.destroy_process_group()
     return {
         "kernels": [
-            [table, list(point), seconds] for table, points in tables.items() for point, seconds in points.items()
+            [table, list(point), seconds]
+            for table, points in tables.items()
+            for point, seconds in points.items()
         ],
         "collectives": [
-            [name, nbytes, seconds] for name, sizes in collectives.items() for nbytes, seconds in sizes.items()
+            [name, nbytes, seconds]
+            for name, sizes in collectives.items()
+            for nbytes, seconds in sizes.items()
         ],
         "steps": [list(each) for each in zip(*steps, strict=True)],
     }
@@ -295,9 +311,9 @@ def measure(
 
 def configured(values: Mapping[str, Any], ranks: int) -> Config:
     """The configuration of a small job on so many ranks: one micro-batch a step on each."""
-    values = json.loads(json.dumps(values))
-    values["train"]["global_batch"] = values["train"]["micro_batch"] * ranks
-    return checked_config(values, "a job of calibrate", ranks=ranks)
+    tables: dict[str, Any] = json.loads(json.dumps(values))
+    tables["train"]["global_batch"] = tables["train"]["micro_batch"] * ranks
+    return checked_config(tables, "a job of calibrate", ranks=ranks)
 
 
 def _collectives(
@@ -305,21 +321,28 @@ def _collectives(
 ) -> None:
     """Gathers, reductions and sums of so many whole bytes, with all ranks."""
     communicator = Communicator(dist.group.WORLD, device)
-    division = plan_division(torch.float32, communicator.world_size, None)
+    ranks = communicator.world_size
+    division = plan_division(torch.float32, ranks, None)
+
+    def gather(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.all_gather([whole.view(torch.uint8)], [part.view(torch.uint8)]).wait()
+
+    def scatter(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.reduce_scatter([part], [whole], division).wait()
+
+    def reduce(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.all_reduce(whole, division).wait()
+
     for nbytes in sizes:
-        whole = torch.ones(nbytes // 4, device=device)
-        part = torch.ones(len(whole) // communicator.world_size, device=device)
-        calls: dict[str, Callable[[], Any]] = {
-            "gather": lambda: communicator.all_gather([whole.view(torch.uint8)], [part.view(torch.uint8)]).wait(),
-            "scatter": lambda: communicator.reduce_scatter([part], [whole], division).wait(),
-            "reduce": lambda: communicator.all_reduce(whole, division).wait(),
-        }
-        for name, call in calls.items():
+        count = max(2, min(MOST_SETS, ROTATED[device.type] // nbytes))
+        sets = [(torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4 // ranks, device=device))
+                for _ in range(count)]  # fmt: skip
+        for name, call in (("gather", gather), ("scatter", scatter), ("reduce", reduce)):
             samples = []
-            for _ in range(4 if nbytes > 1 << 25 else 9 if nbytes > 1 << 20 else 25):
+            for i in range(count + (4 if nbytes > 1 << 25 else 9 if nbytes > 1 << 20 else 25)):
                 dist.barrier()
-                samples.append(timer.once(call))
-            into[name].setdefault(nbytes, []).append(statistics.median(samples[1:]))
+                samples.append(timer.once(functools.partial(call, *sets[i % count])))
+            into[name].setdefault(nbytes, []).append(statistics.median(samples[count:]))
 
 
 def _step(config: Config, rank: int, ranks: int, device: torch.device) -> float:
@@ -352,7 +375,9 @@ def summary(
         for name, nbytes, seconds in rank["collectives"]:
             of_links[name, nbytes] += seconds
     kernels: dict[str, list[Point]] = defaultdict(list)
-    differences: dict[str, list[float]] = {name: [] for name in ("products", "attention", "memory", "links", "host")}
+    differences: dict[str, list[float]] = {
+        name: [] for name in ("products", "attention", "memory", "links", "host")
+    }
     for (table, point), seconds in sorted(samples.items()):
         kernels[table].append((*point, steady(seconds)))
         which = "attention" if "attention" in table else "products" if len(point) == 4 else "memory"
@@ -364,7 +389,8 @@ def summary(
     steps = [[seconds for rank in found for seconds in rank["steps"][i]] for i in range(len(task.steps))]
     differences["host"] = [difference(each) for each in steps]
     spread = {
-        name: round(max(LEAST, statistics.median(each)), 3) if each else LEAST for name, each in differences.items()
+        name: round(max(LEAST, statistics.median(each)), 3) if each else LEAST
+        for name, each in differences.items()
     }
     without = dict.fromkeys(("host", "host_compiled", "host_collective"), 0.0)
     measured = Measured(kernels, collectives, without, spread, ranks if ranks > 1 else 0, kind == "cpu")
@@ -380,7 +406,7 @@ def steady(seconds: Sequence[float]) -> float:
 
 
 def difference(seconds: Sequence[float]) -> float:
-    """How far repeated measurements are from each other: half the width of their middle half, as a part of the median."""
+    """How far repeated measurements are apart: half the width of their middle half, as a part of the median."""
     low, middle, high = _quartiles(seconds)
     return (high - low) / 2 / middle
 
@@ -392,15 +418,14 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _host(
-    task: Task, steps: Sequence[float], figures: Figures, ranks: int, kind: Kind
-) -> dict[str, float]:
+def _host(task: Task, steps: Sequence[float], figures: Figures, ranks: int, kind: Kind) -> dict[str, float]:
     """Seconds of the host for an operation and for a collective, from steps of small jobs: what these take beside the
     kernels, by least squares over the jobs."""
     rows: list[tuple[float, float, float]] = []
     for values, seconds in zip(task.steps, steps, strict=True):
         step = Step.of(traced_program(configured(values, ranks), ranks, kind))
-        counts = Counter(step.kernels[e.number][1].kind == "communication" for e in step.events if hasattr(e, "number"))
+        queued = [each for each in step.events if not isinstance(each, (Mark, Wait, HostWait))]
+        counts = Counter(step.kernels[each.number][1].kind == "communication" for each in queued)
         beside = replay(step, Rates.of(figures)).seconds if kind == "cpu" else 0.0
         rows.append((counts[False], counts[True] if ranks > 1 else 0, max(seconds - beside, 0.0)))
     one, other = _least_squares(rows)
@@ -434,7 +459,9 @@ def _figures(measured: Measured, ranks: int, kind: Kind) -> Figures:
         for *sizes, seconds in points:
             if len(sizes) == 4 and "attention" not in name:
                 flops[dtype] = max(flops.get(dtype, 0.0), 2 * math.prod(sizes) / seconds)
-            elif len(sizes) == 1 and name in ("add", "mul", "copy_", "_foreach_copy_") and sizes[0] >= 1 << 22:
+            elif (
+                len(sizes) == 1 and name in ("add", "mul", "copy_", "_foreach_copy_") and sizes[0] >= 1 << 22
+            ):
                 bandwidth = max(bandwidth, sizes[0] / seconds)
     flops.setdefault("float32", max(flops.values(), default=1e9))
     node, within, across = max(ranks, 1), 25e9, 12.5e9

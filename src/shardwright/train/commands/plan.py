@@ -89,9 +89,7 @@ def _run(config: Config, verdict: Verdict) -> Iterator[str]:
         seconds = steps * verdict.speed.seconds[1]
         hours = seconds / 3600 * verdict.ranks
         kind = "GPU" if verdict.device.kind == "cuda" else "CPU"
-        words = (
-            f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} {kind}-hours, without validations and saves"
-        )
+        words = f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} {kind}-hours, without validations and saves"
         yield f"{'run':8} {words}"
 
 
