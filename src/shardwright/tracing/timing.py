@@ -104,7 +104,9 @@ class _Noting(TorchDispatchMode):
         return out
 
 
-def _form_of(tensor: Tensor) -> _Form:
+def _form_of(tensor: Tensor | torch.device) -> _Form | torch.device:
+    if isinstance(tensor, torch.device):
+        return tensor
     return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -115,7 +117,9 @@ class _Maker:
         self._name, self._device = operation.kernel.name, device
         self._rows = self._bound(operation)
 
-    def __call__(self, form: _Form) -> Tensor:
+    def __call__(self, form: _Form | torch.device) -> Tensor | torch.device:
+        if isinstance(form, torch.device):
+            return self._device
         last = sum((size - 1) * stride for size, stride in zip(form.size, form.stride, strict=True))
         memory = torch.empty(last + 1 if 0 not in form.size else 0, dtype=form.dtype, device=self._device)
         return self._filled(memory).as_strided(form.size, form.stride)
@@ -129,7 +133,8 @@ class _Maker:
         if memory.dtype == torch.bool:
             return memory.fill_(True)
         if not memory.is_floating_point():
-            return memory.random_(0, self._rows) if len(memory) else memory
+            wide = memory.dtype in (torch.uint64, torch.uint32, torch.uint16)  # no kernel draws these
+            return memory.zero_() if wide or not len(memory) else memory.random_(0, self._rows)
         # No number that repetitions make tiny, with which CPUs are slow. Of a GPU the clock follows the numbers.
         if self._device.type == "cpu" or memory.dtype.itemsize < 2:
             return memory.copy_(torch.ones(1, device=self._device))
@@ -137,8 +142,9 @@ class _Maker:
 
     def _bound(self, operation: Operation) -> int:
         """Integers are indices below this."""
-        forms: list[_Form] = []
-        _mapped(forms.append, operation.arguments)
+        found: list[Any] = []
+        _mapped(found.append, operation.arguments)
+        forms = [each for each in found if isinstance(each, _Form)]
         if not forms or not forms[0].size:
             return 1
         if operation.kernel.name == "embedding_dense_backward":
@@ -152,15 +158,13 @@ class _Maker:
 
 
 def _mapped(make: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with tensors, or with forms, replaced."""
-    if isinstance(tree, (Tensor, _Form)):
+    """The tree with tensors, or with forms, replaced, and with devices."""
+    if isinstance(tree, (Tensor, _Form, torch.device)):
         return make(tree)
     if isinstance(tree, (list, tuple)):
         return type(tree)(_mapped(make, each) for each in tree)
     if isinstance(tree, dict):
         return {key: _mapped(make, each) for key, each in tree.items()}
-    if isinstance(tree, torch.device):
-        return None  # that of the tensors
     return tree
 
 

@@ -32,6 +32,7 @@ from shardwright.comm.division import plan_division
 from shardwright.durable import replace_file
 from shardwright.planner.devices import GIB, MEASURED, Figures, known_devices
 from shardwright.planner.measured import (
+    HOST,
     Measured,
     Point,
     as_toml,
@@ -162,6 +163,8 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     except OSError as error:
         raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
     print(*_words(measured, figures), sep="\n")
+    if without := sorted({name for rank in found for name in rank["without"]}):
+        print(f"{'without':10} {', '.join(without)}: they do not run alone")
     print(f"{out} is written, after {time.monotonic() - began:.0f} s; for plans with these times:")
     print(f"  shardwright plan JOB.toml --on {ranks}x{_named(out)}")
     return 0
@@ -273,7 +276,8 @@ def measure(
     else:
         torch.cuda.set_device(device)
     operations: dict[Kernel, Operation] = {}
-    steps: list[list[Any]] = []
+    without: set[str] = set()
+    steps: list[list[float]] = []
     for values in task.operations:
         traced_program(configured(values, ranks), ranks, kind, lambda recorder: noting(recorder, operations))
     dist.init_process_group(
@@ -286,7 +290,9 @@ def measure(
     for _ in range(PASSES):
         for kernel, operation in operations.items():
             seconds = timer.operation(operation)
-            if seconds is not None:
+            if seconds is None:
+                without.add(kernel.name)
+            else:
                 table, point = table_of(kernel, work_of(kernel))
                 tables[table].setdefault(point, []).append(seconds)
         if ranks > 1:
@@ -305,6 +311,7 @@ def measure(
             for name, sizes in collectives.items()
             for nbytes, seconds in sizes.items()
         ],
+        "without": sorted(without),
         "steps": [list(each) for each in zip(*steps, strict=True)],
     }
 
@@ -349,12 +356,14 @@ def _step(config: Config, rank: int, ranks: int, device: torch.device) -> float:
     """Seconds of the host for a step of a small job."""
     world = World.of(config.parallel, rank, ranks, device)
     trainer = Trainer(config, world, cast(Dataset, AbsentData.of(config, ranks)), reads_weights=False)
+    # With a GPU another thread makes the backward.
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
     samples = []
     try:
         for _ in range(WARM + STEPS):
-            begin = time.thread_time()
+            begin = clock()
             trainer.train_step(StopRequest())
-            samples.append(time.thread_time() - begin)
+            samples.append(clock() - begin)
     finally:
         trainer.close()
     return statistics.median(samples[WARM:])
@@ -392,8 +401,8 @@ def summary(
         name: round(max(LEAST, statistics.median(each)), 3) if each else LEAST
         for name, each in differences.items()
     }
-    without = dict.fromkeys(("host", "host_compiled", "host_collective"), 0.0)
-    measured = Measured(kernels, collectives, without, spread, ranks if ranks > 1 else 0, kind == "cpu")
+    no_host = dict.fromkeys(HOST, 0.0)
+    measured = Measured(kernels, collectives, no_host, spread, ranks if ranks > 1 else 0, kind == "cpu")
     figures = replace(_figures(measured, ranks, kind), measured=measured)
     host = _host(task, [steady(each) for each in steps], figures, ranks, kind)
     measured = replace(measured, host=host)
