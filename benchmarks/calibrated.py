@@ -114,7 +114,7 @@ def anchors() -> list[Operation]:
 
 
 def factors(now: list[float], in_file: list[float], bfloat16: bool) -> dict[str, float]:
-    """By kind of work how much longer its operations take beside a job than in the file."""
+    """The time of operations beside a job, as a multiple of that in the file, by kind of work."""
     found: dict[str, list[float]] = {}
     for (*_, kind), a, b in zip(ANCHORS, now, in_file, strict=True):
         if kind == "bfloat16" or (kind == "products" and bfloat16):
@@ -181,7 +181,7 @@ def measured(names: list[str]) -> list[dict[str, Any]]:
 def rows(
     names: list[str], device: Device
 ) -> Iterator[tuple[str, float, float, float, float, tuple[float, ...]]]:
-    """Of each job its name; real, planned, anchored and clock's seconds; and the planned range."""
+    """A row for each job: its name; real, planned, anchored and clock's seconds; and the planned range."""
     of_ranks = measured(names)
     figures = device.figures
     assert figures is not None and figures.measured is not None

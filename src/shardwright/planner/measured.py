@@ -68,7 +68,7 @@ class Measured:
         return seconds * ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
 
     def _points(self, kernel: Kernel) -> list[Point]:
-        """Of the operation with such shapes; else with this dtype; else of any; else of all operations."""
+        """The points of the operation with such shapes; else with its dtype; else with any; else of all operations."""
         exact = key_of(kernel)
         if (points := self._found.get(exact)) is None:
             name, dtype, _ = exact.split(" ", 2)

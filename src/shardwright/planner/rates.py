@@ -162,7 +162,7 @@ def spans_of(figures: Figures) -> dict[str, Span]:
 
 
 def _of_measured(measured: Measured) -> dict[str, Span]:
-    """Of measured times, as far as repeated measurements differ."""
+    """The shares of measured times: 1, with a range as far as repeated measurements differ."""
 
     def around(name: str, likely: float = 1.0, way: int = 1) -> Span:
         other = measured.spread[name]

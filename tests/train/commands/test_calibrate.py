@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,7 +166,9 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device: expected a CUDA device, found none" in capsys.readouterr().err
 
 
-def test_a_rank_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = multiprocessing.get_context("fork")  # at once, where a new process would import PyTorch
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forks)
     broken = calibrate.Task(({"model": {"kind": "llama", "dim": -1}, **calibrate._training(64, 1)},), (), ())
     with pytest.raises(calibrate.UserError, match=r"calibrate: rank 0 failed: UserError: .*model.dim"):
         calibrate.calibrate(tmp_path / "mine.toml", 1, "cpu", task=broken)

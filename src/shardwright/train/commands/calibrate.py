@@ -66,7 +66,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Task:
-    """What ranks measure.
+    """The measurements to make.
 
     Attributes:
         operations: jobs whose operations are measured.
@@ -415,7 +415,7 @@ def steady(seconds: Sequence[float]) -> float:
 
 
 def difference(seconds: Sequence[float]) -> float:
-    """How far repeated measurements are apart: half the width of their middle half, as a part of the median."""
+    """The width of the middle half of repeated measurements: half of it, as a part of the median."""
     low, middle, high = _quartiles(seconds)
     return (high - low) / 2 / middle
 
