@@ -150,7 +150,7 @@ def run(rank: int, folder: str, names: list[str]) -> None:
             trainer.train_step(StopRequest())
             own.append(time.thread_time() - before)
             clock.append(time.perf_counter() - wall)
-            if len(own) % 5 == 1:
+            if len(own) % 2:
                 anchored.append([timer.operation(each) for each in beside])
             steps.fill_(len(own) >= LEAST and (time.monotonic() - began > SECONDS or len(own) >= MOST))
             dist.broadcast(steps, 0)

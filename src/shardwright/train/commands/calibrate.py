@@ -44,7 +44,7 @@ from shardwright.planner.program import HostWait, Kernel, Mark, Wait
 from shardwright.planner.rates import Rates
 from shardwright.planner.timeline import Step, replay
 from shardwright.planner.work import work_of
-from shardwright.tracing.timing import MOST_SETS, ROTATED, Operation, Timer, noting
+from shardwright.tracing.timing import MOST_SETS, Operation, Timer, noting
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
 from shardwright.train.data.dataset import Dataset
@@ -60,6 +60,8 @@ CUDA: Kind = "cuda"
 PASSES = 3  #: over all operations
 MOST = 0.15  #: by which repeated measurements may differ
 LEAST = 0.02  #: the smallest spread that a file has
+#: Bytes of the tensors among which repeated collectives change: a step comes back to a parameter after as many.
+MOVED = 128 << 20
 WARM, STEPS = 3, 12  #: steps of small jobs
 TIMEOUT = timedelta(minutes=10)
 
@@ -341,7 +343,7 @@ def _collectives(
         communicator.all_reduce(whole, division).wait()
 
     for nbytes in sizes:
-        count = max(2, min(MOST_SETS, ROTATED[device.type] // nbytes))
+        count = max(2, min(MOST_SETS, MOVED // nbytes))
         sets = [(torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4 // ranks, device=device))
                 for _ in range(count)]  # fmt: skip
         for name, call in (("gather", gather), ("scatter", scatter), ("reduce", reduce)):
