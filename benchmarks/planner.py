@@ -79,7 +79,7 @@ def main() -> None:
     head = ("model", "GPUs", "layers", "whole", "composed", "cached", "next", "events", "file")
     widths = (5, 6, 6, 13, 13, 11, 5, 7, 8)
     print("  ".join(each.rjust(width) for each, width in zip(head, widths, strict=True)))
-    from shardwright.train.config.catalog.presets import PRESETS
+    from shardwright.train.config.shapes.presets import PRESETS
 
     for preset, ranks, keys in ROWS:
         if only not in ("", preset):

@@ -33,10 +33,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from shardwright.planner.allocator import GIB, replay
+from shardwright.planner.allocator import GIB, CachingAllocator, run
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
+from shardwright.planner.verdict import FURTHER_STEPS, runtime_of
 from shardwright.tracing.local import local_device
 from shardwright.tracing.loop import program_of_loop
 
@@ -250,31 +251,40 @@ def loop_of(layers: int, row: Row) -> Callable[[], Any]:
     return loop
 
 
-def figures(program: Program) -> tuple[float, float]:
-    """The peaks of live and of reserved bytes, in percent of the device."""
-    peak = replay(program.events).peak
-    return tuple(100 * nbytes / (DEVICE_GIB * GIB) for nbytes in (peak.active, peak.reserved))  # type: ignore[return-value]
+def figures(program: Program) -> tuple[float, float, int]:
+    """The peaks of live and of reserved bytes in a later step, in percent of the device, and how often PyTorch's
+    allocator empties its cache in it. That trainer counted peaks from line to line of its log."""
+    nbytes = DEVICE_GIB * GIB
+    allocator = CachingAllocator(limit=int(nbytes) - runtime_of(RANKS)[1])
+    *before, last, _ = program.with_further_steps(FURTHER_STEPS)
+    for events in before:
+        run(allocator, events)
+    allocator.forget_peak()
+    retries = allocator.retries
+    run(allocator, last)
+    peak = allocator.peak
+    return 100 * peak.active / nbytes, 100 * peak.reserved / nbytes, allocator.retries - retries
 
 
 def lines(layers: int, rows: Iterable[str]) -> Iterable[str]:
     device = parse_devices(str(DEVICE), local_device)[1]
-    yield f"{'':40}percent of {DEVICE_GIB} GiB{'':29}tokens a second of each device"
+    yield f"{'':40}percent of {DEVICE_GIB} GiB{'':37}tokens a second of each device"
     yield (
-        f"{'row':40}{'live':>6}{'published':>10}{'reserved':>9}{'published':>10}"
+        f"{'row':40}{'live':>6}{'published':>10}{'reserved':>9}{'published':>10}{'retries':>8}"
         f"{'likely':>10}{'range':>14}{'published':>10}{'error':>8}"
     )
     for name in rows:
         row = ROWS[name]
         program = program_of_loop(loop_of(layers, row), RANKS)
         program.tokens = row.batch * row.shape.seq_len / row.tensor
-        live, reserved = figures(program)
+        live, reserved, retries = figures(program)
         speed = speed_of(program, device, RANKS)
         assert speed is not None
         low, likely, high = speed.tokens_per_second
         published = "-" if row.live is None else f"{row.live:.2f}"
         between = f"{low:,.0f}-{high:,.0f}"
         yield (
-            f"{name:40}{live:6.2f}{published:>10}{reserved:9.2f}{row.reserved:10.2f}"
+            f"{name:40}{live:6.2f}{published:>10}{reserved:9.2f}{row.reserved:10.2f}{retries:8}"
             f"{likely:10,.0f}{between:>14}{row.rate:10,.0f}{likely / row.rate - 1:8.1%}"
         )
 

@@ -57,7 +57,7 @@ FABRIC = """
 import torch
 from lightning.fabric import Fabric
 from shardwright.train.models.native.llama import Llama
-from shardwright.train.config.catalog.presets import PRESETS
+from shardwright.train.config.shapes.presets import PRESETS
 fabric = Fabric(accelerator="cpu", devices=1)
 fabric.launch()
 fabric.seed_everything(0)

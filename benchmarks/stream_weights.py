@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.train.config.catalog.presets import LlamaConfig
+from shardwright.train.config.shapes.presets import LlamaConfig
 from shardwright.train.models import hugging_face
 from shardwright.train.models.native.llama import Llama
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright.train.config.catalog.presets import LlamaConfig
 from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config.shapes.presets import LlamaConfig
 from shardwright.train.finetune.adapters import adapt, is_adapter, statement
 from shardwright.train.finetune.peft_files import write_adapters
 from shardwright.train.models import hugging_face

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright.train.config.catalog.presets import LlamaConfig
+from shardwright.train.config.shapes.presets import LlamaConfig
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 

@@ -22,7 +22,7 @@ from benchmarks.gpu_rows.crew import run_row
 from benchmarks.gpu_rows.rows import FSDP2, PLAIN, ROWS, SHARDWRIGHT, Row, Variant, need
 from benchmarks.gpu_rows.tables import text_of
 from benchmarks.gpu_rows.worker import Rank
-from shardwright.train.config.catalog.presets import PRESETS
+from shardwright.train.config.shapes.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = (Variant(PLAIN), Variant(FSDP2), Variant(SHARDWRIGHT))

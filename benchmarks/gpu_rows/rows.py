@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardwright.train.config.catalog.presets import PRESETS, LlamaConfig
+from shardwright.train.config.shapes.presets import PRESETS, LlamaConfig
 
 PLAIN, FSDP2, SHARDWRIGHT = "plain torch", "FSDP2", "shardwright"
 WARM_UP = 6

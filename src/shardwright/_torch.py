@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import json
+import logging
 import operator
 import os
 import sys
@@ -738,14 +739,21 @@ def backend_for(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def log_errors_alone() -> None:
+    """Let torch log nothing but errors, unless the user has chosen its logs."""
+    if "TORCH_LOGS" not in os.environ:
+        torch._logging.set_logs(all=logging.ERROR)
+
+
 def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:
     """The ranks of the group, or of the group's name, among the arguments of a collective. Empty: there is none."""
+    resolved: Any = _c10d._resolve_process_group
     for each in arguments:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             each = dist.ProcessGroup.unbox(each).group_name
         if isinstance(each, str):
             with suppress(Exception):
-                return dist.get_process_group_ranks(_c10d._resolve_process_group(each))
+                return dist.get_process_group_ranks(resolved(each))
     return []
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from shardwright.train.config.catalog.presets import PRESETS
+from shardwright.train.config.shapes.presets import PRESETS
 from shardwright.train.models.native.llama import Llama
 from tests.support.live_bytes import LiveBytes
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig
+from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig
 from shardwright.train.models.native.hybrid import Hybrid
 from shardwright.train.models.native.llama import Llama
 

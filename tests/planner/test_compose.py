@@ -103,7 +103,7 @@ def random_rules(seed: int) -> Rules:
                 items.append(("free", *slots.pop(choose.randrange(len(slots))), beside))
             elif kind == "wait" and marks:
                 items.append(("wait", *choose.choice(marks), beside, choose.choice([*STREAMS, None])))
-        ends = [("kernel", f"end{number}", "compute", 64)]
+        ends: list[tuple[Any, ...]] = [("kernel", f"end{number}", "compute", 64)]
         if choose.random() < 0.5:
             ends.append(("grow", number))
         parts.append(Part(f"part {number}", choose.random() < 0.4, items, ends))
@@ -220,3 +220,28 @@ def test_growth_that_is_no_line_gives_no_program() -> None:
 def test_programs_without_layers_give_no_program() -> None:
     program = written(SIMPLE, LEAST)
     assert compose([program, program, program], LEAST, WANTED, EDGE) is None
+
+
+def test_pieces_of_alike_events_are_told_from_sizes_that_grow() -> None:
+    """Weights are drawn layer by layer, the others follow, and some of each layer are drawn again. All of these events
+    are alike except for their sizes."""
+
+    def drawn(layers: int) -> Program:
+        again = [5] * layers
+        sizes = [*[7, 5, 3] * layers, 11, 13, *again, 17]
+        kernels = [Kernel("normal_", "compute", size, ((size,),), "float32") for size in sizes]
+        return Program([Phase("build"), *kernels, Phase("forward")])
+
+    composed = compose([drawn(LEAST + i) for i in range(3)], LEAST, WANTED, EDGE)
+    assert composed is not None and composed.events == drawn(WANTED).events
+
+
+def test_collectives_keep_their_groups() -> None:
+    """Two collectives that differ in their group alone."""
+
+    def gathering(layers: int) -> Program:
+        pair = [Kernel("c10d.gather", "gather", 8, ((8,),), "float32", group) for group in ((2, 1), (4, 2))]
+        return Program([Phase("forward"), *pair * layers, Phase("backward")])
+
+    composed = compose([gathering(LEAST + i) for i in range(3)], LEAST, WANTED, EDGE)
+    assert composed is not None and composed.events == gathering(WANTED).events

@@ -12,7 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
 from shardwright.planner.program import (
+    AFTER_OPTIMIZER,
+    GRAPH,
+    OPTIMIZER,
     STEP,
+    Alloc,
     Event,
     HostWait,
     Kernel,
@@ -23,7 +27,7 @@ from shardwright.planner.program import (
 )
 from shardwright.planner.rates import Rates, spans_of, spread
 from shardwright.planner.speed import in_time, speed_of
-from shardwright.planner.timeline import Step, replay
+from shardwright.planner.timeline import CAPTURE, Step, replay
 from shardwright.planner.work import work_of
 
 H100 = known_devices()["h100"]
@@ -39,7 +43,7 @@ def seconds(kernel: Kernel, rates: Rates = ALONE) -> float:
 
 
 def step_of(*events: Event) -> Step:
-    return Step.of(Program([Phase(STEP), Phase("forward"), *events]))
+    return Step.of(Program([Phase(STEP), Phase("forward"), Phase(STEP), Phase("forward"), *events]))
 
 
 # -- works
@@ -174,7 +178,9 @@ def test_the_host_is_waited_for() -> None:
     found = replay(step_of(*[small] * 100), RATES)
     assert found.seconds == pytest.approx(100 * RATES.shares["host"], rel=0.1)
     assert found.host > 0.5 * found.seconds
-    assert replay(step_of(*[small] * 100), RATES, replays_graph=True).host == 0
+    graphed = [Alloc(0, 4, f"{GRAPH}1 {CAPTURE}", 0), *[small._replace(stream=CAPTURE)] * 100]
+    of_graph = replay(step_of(*graphed), RATES)
+    assert of_graph.host == 0 and of_graph.busy == found.busy
     compiled = replay(step_of(*[small._replace(name="fused_add")] * 100), RATES)
     assert compiled.seconds < found.seconds
     # A host that waits queues nothing.
@@ -206,7 +212,7 @@ def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
             number = draw.choice(known)
             stream = draw.choice(["compute", "gather", "reduce"])
             events.append(Wait(stream, number) if kind == 3 else HostWait(number))
-    program = Program([Phase(STEP), Phase("forward"), *events], [], 4096, 1e12)
+    program = Program([Phase(STEP), Phase(STEP), Phase("forward"), *events], [], 4096, 1e12)
     speed = speed_of(program, H100, 8)
     assert speed is not None
     found = speed.timeline
@@ -232,16 +238,17 @@ def test_the_last_step_counts() -> None:
     loops: list[Event] = [
         Phase("build"),
         *first,
-        Phase("optimizer"),
+        Phase(OPTIMIZER),
+        Phase(AFTER_OPTIMIZER),
         *second,
-        Phase("optimizer"),
-        Phase("after the optimizer"),
+        Phase(OPTIMIZER),
+        Phase(AFTER_OPTIMIZER),
     ]
     for events in (trainers, loops):
         kernels = Step.of(Program(events)).events
         assert len(kernels) == 3, events
     with pytest.raises(ValueError, match="no second step"):
-        Step.of(Program([Phase("build"), *first, Phase("optimizer")]))
+        Step.of(Program([Phase("build"), *first, Phase(OPTIMIZER), Phase(AFTER_OPTIMIZER)]))
     assert speed_of(Program([Phase("build"), *first]), H100, 8) is None
 
 

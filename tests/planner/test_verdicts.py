@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,8 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import GIB, Device, DeviceError, known_devices, parse_devices
-from shardwright.planner.program import Alloc, Free, HostWait, Kernel, Mark, Owner, Phase, Program, Wait
+from shardwright.planner.program import (
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Owner,
+    Phase,
+    Program,
+    Wait,
+)
 from shardwright.planner.text import as_json
 from shardwright.planner.verdict import judge
 
@@ -55,6 +68,82 @@ def test_answers(gib: float, answer: str, status: int) -> None:
     assert figures["fits"] == answer
     assert figures["exact"]["parameters"] == 10 * GIB
     assert sum(figures["exact"].values()) + sum(figures["traced"].values()) == figures["live_bytes"]
+
+
+def steps(*sizes: float, kept: float = 0.0, rest: float = 0.0, streams: str = "a") -> Program:
+    """A program whose steps take and free blocks of these sizes in GiB one after another, on these streams in turn, and
+    hold one from a step to the next. ``rest``: a block that a validation takes."""
+    events: list[Event] = [Phase("build"), Alloc(0, 10 * GIB, "compute", 0)]
+    block, last = 1, 0
+    for _ in range(2):
+        events += [Phase("step"), Phase("forward")]
+        for size, stream in zip(sizes, itertools.cycle(streams)):
+            events += [Alloc(block, int(size * GIB), stream, 1), Free(block)]
+            block += 1
+        if last:
+            events.append(Free(last))
+        if kept:
+            events.append(Alloc(last := block, int(kept * GIB), "compute", 1))
+            block += 1
+        events += [Phase("optimizer"), Phase("after the optimizer")]
+    events.append(Phase("validation"))
+    if rest:
+        events += [Alloc(block, int(rest * GIB), "compute", 1), Free(block)]
+    if kept:
+        events.append(Free(last))
+    return Program(events, OWNERS)
+
+
+def test_a_full_device_gives_its_cache_back() -> None:
+    """The room of an H100 is 76.3 GiB: two blocks of 40 and 45 GiB do not fit beside each other and 10."""
+    verdict = judge(steps(40, 45), known_devices()["h100"], 8)
+    assert (verdict.answer, verdict.status) == ("barely", 0)
+    assert verdict.unlimited.reserved == 95 * GIB
+    assert verdict.usage.reserved == 55 * GIB < verdict.room
+    assert verdict.usage.requested == verdict.peak.nbytes == 55 * GIB
+    assert (verdict.retries, verdict.retries_each_step) == (1, 0)  # 45 serves both from then on
+    assert verdict.left == verdict.room - 95 * GIB < 0
+    lines = str(verdict).splitlines()
+    assert lines[2].strip() == (
+        "PyTorch's allocator empties its cache once, and not in later steps; the host waits for the GPU each time"
+    )
+    assert all(len(line) < 120 for line in lines)
+    figures = json.loads(as_json(verdict))
+    assert (figures["reserved_bytes"], figures["unlimited_reserved_bytes"]) == (55 * GIB, 95 * GIB)
+    assert (figures["retries"], figures["retries_each_step"]) == (1, 0)
+
+
+def test_a_cache_that_is_given_back_in_each_step() -> None:
+    """Each of two streams needs 40 GiB in turn."""
+    program = steps(40, 40, streams="ab")
+    verdict = judge(program, known_devices()["h100"], 8)
+    assert (verdict.answer, verdict.retries, verdict.retries_each_step) == ("barely", 3, 2)
+    assert "empties its cache 2 times in each step; the host waits" in str(verdict)
+    assert judge(program, known_devices()["b200"], 8).retries_each_step == 0
+    assert judge(steps(40, 40, rest=70, streams="ab"), known_devices()["h100"], 8).answer == "no"
+    assert judge(program, known_devices()["h100"], 8, Rules(fraction=0.6)).answer == "no"
+
+
+def test_further_steps_are_as_the_last_one() -> None:
+    program = steps(2, 3, kept=1)
+    before, last, *further, rest = program.with_further_steps(2)
+    assert [*before, *last, *rest] != program.events  # the block that is held has another number now
+    assert len(further) == 2 and all(len(step) == len(last) for step in further)
+    whole = Program([each for part in program.with_further_steps(2) for each in part], program.owners)
+    numbers = [each.block for each in whole.events if isinstance(each, Alloc)]
+    assert len(set(numbers)) == len(numbers)
+    assert [each.block for each in whole.live()] == [0]
+    assert whole.peak().nbytes == program.peak().nbytes
+    assert [*itertools.chain(*program.with_further_steps(0))] == program.events
+
+
+def test_steps_that_leave_more_than_they_find_have_no_further_ones() -> None:
+    program = steps(2)
+    program.events.insert(-4, Alloc(99, 5, "compute", 1))
+    parts = list(program.with_further_steps(2))
+    assert len(parts) == 3 and [*itertools.chain(*parts)] == program.events
+    once = Program(program.events[:7], OWNERS)
+    assert [*itertools.chain(*once.with_further_steps(2))] == once.events
 
 
 def test_one_rank_needs_no_buffers_of_nccl() -> None:
@@ -105,8 +194,10 @@ def test_torch_is_not_imported() -> None:
 
 def test_blocks_that_pass_in_a_phase_are_left_out() -> None:
     owners = [Owner("temporary", "", "draw", ""), Owner("parameters", "w", "", "")]
-    events = [Phase("build"), Alloc(1, 100, "", 0), Alloc(2, 10, "", 1), Free(1), Phase("forward"), Alloc(5, 7, "", 0),
-              Free(5), Free(2)]  # fmt: skip
+    events: list[Event] = [
+        Phase("build"), Alloc(1, 100, "", 0), Alloc(2, 10, "", 1), Free(1), Phase("forward"), Alloc(5, 7, "", 0),
+        Free(5), Free(2),
+    ]  # fmt: skip
     expected = [Phase("build"), Alloc(1, 10, "", 0), Phase("forward"), Alloc(3, 7, "", 1), Free(3), Free(1)]
     found = Program(events, owners).without_passing("build")
     assert (found.events, found.owners) == (expected, owners[::-1])
@@ -115,7 +206,7 @@ def test_blocks_that_pass_in_a_phase_are_left_out() -> None:
 
 def test_the_verdict_takes_the_largest_phase() -> None:
     owners = [*OWNERS, Owner("temporary", "", "logits", ""), Owner("staging", "", "parts", "")]
-    events = [
+    events: list[Event] = [
         *program(GIB).events, Phase("validation"), Alloc(2, 3 * GIB, "compute", 2), Free(2), Phase("save"),
         Alloc(3, 5 * GIB - 7, "host", 3), Alloc(4, 9, "compute", 2), Free(4),
     ]  # fmt: skip

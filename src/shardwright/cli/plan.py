@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import warnings
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command import Call, Command
@@ -12,11 +12,18 @@ from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
     from shardwright.planner.devices import Device
-    from shardwright.train.commands.plan import Keys
-    from shardwright.train.config import Config
 
 
 def _run(call: Call) -> int:
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # collectives without other ranks are nobody's mistake
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _plan(call)
+
+
+def _plan(call: Call) -> int:
     if call.options.accuracy:
         from shardwright.planner.accuracy import in_words, read
 
@@ -34,39 +41,44 @@ def _run(call: Call) -> int:
     except DeviceError as error:
         raise UserError(f"--on: {error}") from error
 
-    from shardwright.train.config import assumed, load_config
+    from shardwright.train.commands.planned_job import PlannedJob
     from shardwright.train.config.planned import check_planned
-    from shardwright.train.models.vocabulary import with_vocabulary
-
-    job, assumes = call.options.config, call.options.config.startswith(assumed.PREFIX)
-
-    def of_file(keys: Keys) -> Config:
-        return with_vocabulary(load_config(Path(job), [*call.overrides, *keys], ranks=ranks))
-
-    configured = assumed.assumed_job(job, call.overrides, ranks) if assumes else of_file
-    check_planned(configured(()))  # mistakes are reported before PyTorch is imported
 
     options = call.options
-    if options.fit:
+    names = [name for name in (options.config, options.other) if name is not None]
+    jobs = [PlannedJob(name, tuple(call.overrides), ranks) for name in names]
+    for each in jobs:
+        check_planned(each())  # mistakes are reported before PyTorch is imported
+    caches = not options.no_cache
+    if options.fit or len(jobs) > 1:
         from shardwright.planner.allocator import Rules
-        from shardwright.train.commands.fit import fit
         from shardwright.train.errors import as_user_errors
 
+        if options.fit and len(jobs) > 1:
+            raise UserError("plan: expected one job with --fit, found two")
         with as_user_errors(ValueError):
             rules = Rules.of(os.environ)
-        return fit(configured, ranks, device, rules, options.json, caches=not options.no_cache)
+        if options.fit:
+            from shardwright.train.commands.fit import fit
+
+            processes = options.processes or min(8, os.cpu_count() or 1)
+            return fit(jobs[0], device, rules, options.json, caches, processes)
+        from shardwright.train.commands.plan_difference import plan_difference
+
+        return plan_difference(jobs, device, rules, options.json, caches)
 
     from shardwright.train.commands.plan import plan
+    from shardwright.train.config import assumed
 
-    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if assumes else []
+    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     return plan(
-        configured,
+        jobs[0],
         ranks,
         device,
         options.json,
         unset,
         names_edits=not options.no_edits,
-        caches=not options.no_cache,
+        caches=caches,
     )
 
 
@@ -78,8 +90,10 @@ def _local_device() -> Device:
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--fit] [--json] [--no-edits] [--no-cache]\n"
+        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits] [--no-cache]\n"
         "                        [--section.key value ...] [--debug]\n"
+        "       shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE --fit [--processes N] [--json] [--no-cache] ...\n"
+        "       shardwright plan CONFIG.toml OTHER.toml --on NxDEVICE [--json] [--no-cache] [--section.key value ...]\n"
         "       shardwright plan --accuracy"
     )
     parser.add_argument(
@@ -87,6 +101,12 @@ def _add_options(parser: Parser) -> None:
         help="the job, in TOML, which is not started; or hf: with the folder of a model of transformers, or its name "
         "on the hub: only its config.json is read, and the rest of the job is assumed",
     )  # fmt: skip
+    parser.add_argument(
+        "other",
+        metavar="OTHER.toml",
+        nargs="?",
+        help="another job: what makes the difference between the two plans",
+    )
     parser.add_argument(
         "--on", metavar="NxDEVICE",
         help="the devices, such as 8xh100 (h100: one): a name, a .toml file with the memory of a device as `gib`, or "
@@ -98,7 +118,11 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fit", action="store_true", help="find the fastest settings that fit: strategy, micro-batch, activation "
-        "checkpointing and compilation",
+        "checkpointing and compilation; keys of the command line stay as they are",
+    )  # fmt: skip
+    parser.add_argument(
+        "--processes", metavar="N", type=int, default=0,
+        help="with --fit: plans that are made at a time (default: the processors of this machine, 8 at most)",
     )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")

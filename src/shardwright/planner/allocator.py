@@ -1,19 +1,19 @@
 """A model of PyTorch's CUDA caching allocator: the bytes that it reserves for a program.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 to 2.13, and of PyTorch's notes on CUDA
-semantics; each has a test in ``tests/planner/test_allocator.py``. Three are simpler here. A free block inside an
-expandable segment is taken before the segment's end also where PyTorch prefers the end. The cache gives back pages at
-the end of such a segment alone. Garbage collection takes the oldest segments, and not those older than the mean.
+semantics; each has a test in ``tests/planner/test_allocator.py``. An allocation takes the smallest free block of its
+stream that is large enough. Without one it takes memory of the device. On a full device the allocator first gives back
+free blocks that may not be split, then all free memory, and tries again each time.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.planner.program import Alloc, Event, Free
+from shardwright.planner.program import GRAPH, Alloc, Event, Free
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNIT = 512  #: sizes are multiples of this
@@ -22,6 +22,7 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  #: for sizes below ``LARGE``
 LARGE = 10 * MIB  #: sizes from here get segments of their own, in multiples of ``LARGE_STEP``
 LARGE_STEP = 2 * MIB
+ADDRESSES = (1 << 21) * LARGE_SEGMENT  #: of an expandable segment; few of them have memory
 
 
 class OutOfMemoryError(Exception):
@@ -46,13 +47,16 @@ class Rules:
         expandable: ``expandable_segments``.
         max_split: ``max_split_size_mb`` in bytes; None: every block may be split.
         divisions: ``roundup_power2_divisions``; 0: sizes are rounded to multiples of 512.
-        collect_above: ``garbage_collection_threshold``, a part of the limit; 0: never.
+        collect_above: ``garbage_collection_threshold``, a part of the bytes that ``fraction`` allows; 0: never. PyTorch
+            does not collect if ``fraction`` is 1.
+        fraction: ``per_process_memory_fraction``, the part of the device's memory that may be reserved.
     """
 
     expandable: bool = False
     max_split: int | None = None
     divisions: int = 0
     collect_above: float = 0.0
+    fraction: float = 1.0
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Rules:
@@ -90,29 +94,94 @@ def _flag(text: str) -> bool:
     return {"True": True, "False": False}[text]
 
 
+def _part(text: str) -> float:
+    part = float(text)
+    if not 0 < part <= 1:
+        raise ValueError
+    return part
+
+
 CONF = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  #: the first one that is set counts
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "expandable_segments": ("expandable", _flag),
     "max_split_size_mb": ("max_split", lambda text: int(text) << 20),
     "roundup_power2_divisions": ("divisions", int),
+    "garbage_collection_threshold": ("collect_above", _part),
+    "per_process_memory_fraction": ("fraction", _part),
 }
+
+
+class _Pool:
+    """The free blocks of a stream, either small or large ones.
+
+    Attributes:
+        free: from the smallest block to the largest, with sizes and addresses.
+        unmapped: addresses of expandable segments without memory, in their order.
+        page: bytes of the device's memory in which an expandable segment grows.
+        is_of_graph: whether a CUDA graph uses the blocks, so that nothing is given back. Nothing of any pool is given
+            back while the graph is captured.
+    """
+
+    __slots__ = ("free", "is_of_graph", "is_small", "page", "unmapped")
+
+    def __init__(self, is_small: bool, is_of_graph: bool) -> None:
+        self.is_small, self.is_of_graph = is_small, is_of_graph
+        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
+        self.free: list[tuple[int, int, _Block]] = []
+        self.unmapped: list[tuple[int, _Block]] = []
+
+    def insert(self, block: _Block) -> None:
+        if block.is_mapped:
+            bisect.insort(self.free, (block.size, block.address, block))
+        else:
+            bisect.insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: _Block) -> None:
+        if block.is_mapped:
+            del self.free[bisect.bisect_left(self.free, (block.size, block.address))]  # type: ignore[type-var]
+        else:
+            del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]  # type: ignore[type-var]
 
 
 class _Block:
     """A piece of a segment, between its neighbours."""
 
-    __slots__ = ("address", "age", "is_used", "next", "pool", "previous", "segment", "size")
+    __slots__ = (
+        "address",
+        "age",
+        "is_expandable",
+        "is_mapped",
+        "is_used",
+        "next",
+        "pool",
+        "previous",
+        "size",
+    )
 
-    def __init__(self, size: int, address: int, segment: int, pool: tuple[str, bool]) -> None:
-        self.size, self.address, self.segment, self.pool = size, address, segment, pool
+    def __init__(self, size: int, address: int, pool: _Pool, is_expandable: bool, is_mapped: bool) -> None:
+        self.size, self.address, self.pool = size, address, pool
+        self.is_expandable, self.is_mapped, self.is_used = is_expandable, is_mapped, False
         self.previous: _Block | None = None
         self.next: _Block | None = None
-        self.is_used = False
-        self.age = 0  #: when it was freed
+        self.age = 0  #: searches of large blocks before it became free
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.size, self.address
+    def is_whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.previous is None and self.next is None
+
+    @property
+    def room(self) -> int:
+        """Its size, with the addresses behind it into which it can grow."""
+        behind = self.next
+        return self.size if behind is None or behind.is_mapped else self.size + behind.size
+
+    def put_between(self, previous: _Block | None, behind: _Block | None) -> None:
+        self.previous, self.next = previous, behind
+        if previous is not None:
+            previous.next = self
+        if behind is not None:
+            behind.previous = self
 
 
 @dataclass
@@ -136,25 +205,25 @@ class CachingAllocator:
     Args:
         rules: settings.
         limit: bytes that the device can give to segments; None: any number.
+        allowed: bytes that ``rules.fraction`` allows; None: no such limit.
 
     Attributes:
         now, peak: usage, and the largest of each figure so far.
         live_at_peak: requested bytes when most was reserved.
-        retries: how often the cache was emptied for an allocation.
+        retries: how often all free memory was given back for an allocation; ``num_alloc_retries`` of PyTorch.
+        live: by number, the live blocks and the bytes that were asked for.
     """
 
-    def __init__(self, rules: Rules = Rules(), limit: int | None = None) -> None:
-        self.rules, self.limit = rules, limit
+    def __init__(self, rules: Rules = Rules(), limit: int | None = None, allowed: int | None = None) -> None:
+        self.rules, self.limit, self.allowed = rules, limit, allowed
         self.now, self.peak = Usage(), Usage()
         self.live_at_peak = 0
         self.retries = 0
-        self._used: dict[
-            int, tuple[_Block, int]
-        ] = {}  #: by number, the block and the bytes that were asked for
-        self._free: dict[tuple[str, bool], list[_Block]] = {}  #: by stream and smallness, from the smallest
-        self._next_address = 1 << 40
-        self._ends: dict[tuple[str, bool], _Block] = {}  #: the last block of each expandable segment
-        self._time = 0
+        self.live: dict[int, tuple[_Block, int]] = {}
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._graphs: set[str] = set()
+        self._next_address = 1 << 46
+        self._searches = 0  #: of large blocks
 
     def rounded(self, nbytes: int) -> int:
         """The size of a block for so many bytes."""
@@ -172,49 +241,77 @@ class CachingAllocator:
         Raises:
             OutOfMemoryError: the limit is reached.
         """
-        self._time += 1
         size = self.rounded(nbytes)
-        pool = stream, size <= SMALL
+        is_small = size <= SMALL
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._new_pool(stream, is_small)
         block = self._fitting(pool, size) or self._new(pool, size)
-        self._split(block, size)
+        if self._splits(block, size):
+            part = _Block(block.size - size, block.address + size, pool, block.is_expandable, True)
+            part.put_between(block, block.next)
+            block.size = size
+            self._insert(part)
         block.is_used = True
-        self._used[number] = block, nbytes
-        self.now.active += block.size
-        self.now.requested += nbytes
-        self._note_peak()
+        self.live[number] = block, nbytes
+        now, peak = self.now, self.peak
+        now.active += block.size
+        now.requested += nbytes
+        if now.reserved > peak.reserved:
+            self.live_at_peak, peak.reserved = now.requested, now.reserved
+        if now.active > peak.active:
+            peak.active = now.active
+        if now.requested > peak.requested:
+            peak.requested = now.requested
 
     def give_back(self, number: int) -> None:
         """Free the block of a number."""
-        self._time += 1
-        block, nbytes = self._used.pop(number)
+        block, nbytes = self.live.pop(number)
         self.now.active -= block.size
         self.now.requested -= nbytes
         block.is_used = False
-        block.age = self._time
-        for other in (block.previous, block.next):
-            if other is not None and not other.is_used:
-                self._remove(other)
-                self._merge(block, other)
+        self._merge_with_neighbours(block)
         self._insert(block)
 
     def empty_cache(self) -> None:
-        """Give free memory back to the device: whole segments, and the free ends of expandable ones."""
-        for pool, free in self._free.items():
-            for block in list(free):
-                if self.rules.expandable:
-                    self._unmap(pool, block)
-                elif block.previous is None and block.next is None:
-                    self._drop(block)
+        """Give free memory back to the device: whole segments, and whole pages of expandable ones."""
+        for pool in self._pools.values():
+            for _, _, block in () if pool.is_of_graph else list(pool.free):
+                if block.is_expandable:
+                    self._unmap(block)
+                elif block.is_whole:
+                    self._release(block)
+
+    def forget_peak(self) -> None:
+        """Count peaks from here on."""
+        self.peak, self.live_at_peak = replace(self.now), self.now.requested
 
     # -- finding
 
-    def _fitting(self, pool: tuple[str, bool], size: int) -> _Block | None:
+    def _new_pool(self, stream: str, is_small: bool) -> _Pool:
+        is_of_graph = stream.startswith(GRAPH)
+        if is_of_graph:
+            graph = stream.removeprefix(GRAPH).partition(" ")[0]
+            if graph not in self._graphs:  # torch.cuda.graph empties the cache before a capture
+                self._graphs.add(graph)
+                self.empty_cache()
+        pool = self._pools[stream, is_small] = _Pool(is_small, is_of_graph)
+        return pool
+
+    def _fitting(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block of the pool that is large enough, if the rules allow it."""
-        free = self._free.get(pool, [])
-        i = bisect.bisect_left(free, (size, 0), key=lambda block: block.key)
+        if not pool.is_small:
+            self._searches += 1
+        free = pool.free
+        i = bisect.bisect_left(free, (size,))  # type: ignore[type-var]
         if i == len(free):
             return None
-        block, limit = free[i], self.rules.max_split
+        block = free[i][2]
+        if block.is_expandable:  # a block that can grow is as large as it can become
+            while i + 1 < len(free) and free[i + 1][2].room < block.room:
+                i += 1
+                block = free[i][2]
+        limit = self.rules.max_split
         if limit is not None:
             if size < limit <= block.size:  # a large block is for large sizes
                 return None
@@ -223,166 +320,204 @@ class CachingAllocator:
         del free[i]
         return block
 
-    def _new(self, pool: tuple[str, bool], size: int) -> _Block:
-        if self.limit is not None and self.rules.collect_above:
-            self._collect(size)
-        return self._grow(pool, size) if self.rules.expandable else self._segment(pool, size)
+    def _new(self, pool: _Pool, size: int) -> _Block:
+        """A block in memory that the device gives."""
+        if self.allowed is not None and self.rules.collect_above:
+            self._collect(int(self.allowed * self.rules.collect_above))
+        block = self._reserved(pool, size)
+        if block is None and self._release_unsplit(pool, size):
+            block = self._reserved(pool, size)
+        if block is None and not pool.is_of_graph:
+            self.retries += 1
+            self.empty_cache()
+            block = self._reserved(pool, size)
+        if block is None:
+            raise OutOfMemoryError(_segment_for(size), self.now.reserved, self.now.active)
+        return block
 
-    def _segment(self, pool: tuple[str, bool], size: int) -> _Block:
-        nbytes = SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else _up(size, LARGE_STEP)
-        self._reserve(nbytes)
-        block = _Block(nbytes, self._next_address, self._next_address, pool)
+    def _reserved(self, pool: _Pool, size: int) -> _Block | None:
+        nbytes = _segment_for(size)
+        if self.allowed is not None and self.now.reserved + nbytes > self.allowed:
+            return None
+        if self.rules.expandable:
+            return self._grown(pool, size)
+        if not self._has_room(nbytes):
+            return None
+        self.now.reserved += nbytes
+        block = _Block(nbytes, self._next_address, pool, False, True)
         self._next_address += nbytes + GIB
         return block
-
-    def _grow(self, pool: tuple[str, bool], size: int) -> _Block:
-        """The free end of the pool's segment, with further pages."""
-        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        end, there = self._free_end(pool)
-        more = _up(size - there, page)
-        if not self._has_room(more):
-            self._make_room()
-            end, there = self._free_end(pool)  # the cache may have given it back
-            more = _up(size - there, page)
-        self._reserve(more)
-        if end is not None and there:
-            self._remove(end)
-            end.size += more
-            return end
-        if end is None:
-            address = self._next_address
-            self._next_address += 1 << 44
-            block = _Block(more, address, address, pool)
-        else:
-            block = _Block(more, end.address + end.size, end.segment, pool)
-            block.previous, end.next = end, block
-        self._ends[pool] = block
-        return block
-
-    def _free_end(self, pool: tuple[str, bool]) -> tuple[_Block | None, int]:
-        """The last block of the pool's expandable segment, and its size if it is free."""
-        end = self._ends.get(pool)
-        return end, end.size if end is not None and not end.is_used else 0
 
     def _has_room(self, nbytes: int) -> bool:
         return self.limit is None or self.now.reserved + nbytes <= self.limit
 
-    def _make_room(self) -> None:
-        self.retries += 1
-        self.empty_cache()
+    def _splits(self, block: _Block, size: int) -> bool:
+        rest = block.size - size
+        if block.pool.is_small or self.rules.expandable:
+            return rest >= UNIT
+        limit = self.rules.max_split
+        return (limit is None or size < limit) and rest > SMALL
 
-    def _reserve(self, nbytes: int) -> None:
+    # -- expandable segments
+
+    def _grown(self, pool: _Pool, size: int) -> _Block | None:
+        """A free block of an expandable segment, with further pages."""
+        block = self._growing(pool, size)
+        if not block.is_mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            behind = block.next
+            assert behind is not None
+            if not self._map(behind, min(behind.size, size - block.size)):
+                return None
+            block = behind  # it has merged with the one before
+        pool.remove(block)
+        return block
+
+    def _growing(self, pool: _Pool, size: int) -> _Block:
+        """The first free block in the order of addresses that can have a size after it has got pages."""
+        for _, block in pool.unmapped:
+            first = block
+            if (before := block.previous) is not None and not before.is_used:
+                first = before
+            room, each = 0, first
+            while room < size and each is not None and not each.is_used:
+                room += each.size
+                each = each.next  # type: ignore[assignment]
+            if room >= size:
+                return first
+        block = _Block(
+            ADDRESSES, _up(self._next_address, LARGE_SEGMENT), pool, True, False
+        )  # pages begin there
+        self._next_address = block.address + 2 * ADDRESSES
+        pool.insert(block)
+        return block
+
+    def _map(self, block: _Block, size: int) -> bool:
+        """Give memory to the first bytes of a block without memory, in whole pages."""
+        pool = block.pool
+        nbytes = _up(size, pool.page)
         if not self._has_room(nbytes):
-            self._make_room()
-            if not self._has_room(nbytes):
-                raise OutOfMemoryError(nbytes, self.now.reserved, self.now.active)
+            return False
+        pool.remove(block)
+        block.is_mapped = True
+        if nbytes < block.size:
+            rest = _Block(block.size - nbytes, block.address + nbytes, pool, True, False)
+            rest.put_between(block, block.next)
+            block.size = nbytes
+            pool.insert(rest)
+        self._merge_with_neighbours(block)
+        self._insert(block)
         self.now.reserved += nbytes
-        self._note_peak()
+        return True
 
-    def _collect(self, size: int) -> None:
-        """Free the oldest whole segments if too much is reserved."""
-        assert self.limit is not None
-        threshold = int(self.limit * self.rules.collect_above)
-        if self.now.reserved <= threshold or self.rules.expandable:
+    def _unmap(self, block: _Block) -> None:
+        """Take the memory of the whole pages inside a free block."""
+        pool = block.pool
+        first, stop = _up(block.address, pool.page), (block.address + block.size) // pool.page * pool.page
+        if first >= stop:
             return
-        whole = [
-            block
-            for free in self._free.values()
-            for block in free
-            if block.previous is None and block.next is None and not block.pool[1]
-        ]
-        for block in sorted(whole, key=lambda block: block.age):
-            if self.now.reserved <= threshold:
+        pool.remove(block)
+        if before := first - block.address:
+            part = _Block(before, block.address, pool, True, True)
+            part.put_between(block.previous, block)
+            self._insert(part)
+        if after := block.address + block.size - stop:
+            part = _Block(after, stop, pool, True, True)
+            part.put_between(block, block.next)
+            self._insert(part)
+        block.address, block.size, block.is_mapped = first, stop - first, False
+        self._merge_with_neighbours(block)
+        self.now.reserved -= stop - first
+        if not block.is_whole:  # else the segment is gone
+            pool.insert(block)
+
+    # -- giving back
+
+    def _release_unsplit(self, pool: _Pool, size: int) -> bool:
+        """Give blocks of the pool back that are too large to be split: one that is as large as the size, or the largest
+        ones until they are. Whether enough were given back."""
+        limit = self.rules.max_split
+        if limit is None:
+            return False
+        least = max(size, limit)
+        i = bisect.bisect_left(pool.free, (least,))  # type: ignore[type-var]
+        if i < len(pool.free) and not pool.free[i][2].is_expandable:
+            self._release(pool.free[i][2])
+            return True
+        released = 0
+        for _, _, block in reversed(pool.free[:i]):
+            if released >= least or block.size < limit:
+                break
+            if not block.is_expandable:
+                released += block.size
+                self._release(block)
+        return released >= least
+
+    def _collect(self, threshold: int) -> None:
+        """Free segments of large blocks if more is reserved: those that nobody took for longer than the mean."""
+        target = self.now.reserved - threshold
+        while target > 0:
+            whole = [
+                block
+                for pool in self._pools.values()
+                for _, _, block in pool.free
+                if not (pool.is_small or pool.is_of_graph) and block.is_whole and not block.is_expandable
+            ]
+            if not whole:
                 return
-            self._drop(block)
+            mean = sum(self._searches - block.age for block in whole) / len(whole)
+            for block in whole:
+                if self._searches - block.age >= mean:
+                    target -= block.size
+                    self._release(block)
+
+    def _release(self, block: _Block) -> None:
+        block.pool.remove(block)
+        self.now.reserved -= block.size
 
     # -- blocks
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = block.size - size
-        if block.pool[1] or self.rules.expandable:
-            splits = rest >= UNIT
-        else:
-            limit = self.rules.max_split
-            splits = (limit is None or size < limit) and rest > SMALL
-        if not splits:
-            return
-        part = _Block(rest, block.address + size, block.segment, block.pool)
-        part.previous, part.next = block, block.next
-        if block.next is not None:
-            block.next.previous = part
-        block.next, block.size = part, size
-        if self._ends.get(block.pool) is block:
-            self._ends[block.pool] = part
-        part.age = self._time
-        self._insert(part)
-
-    def _merge(self, block: _Block, other: _Block) -> None:
-        if other is block.previous:
-            block.address, block.previous = other.address, other.previous
-            if other.previous is not None:
-                other.previous.next = block
-        else:
-            block.next = other.next
-            if other.next is not None:
-                other.next.previous = block
-        block.size += other.size
-        if self._ends.get(block.pool) is other:
-            self._ends[block.pool] = block
-
     def _insert(self, block: _Block) -> None:
-        bisect.insort(self._free.setdefault(block.pool, []), block, key=lambda each: each.key)
+        block.age = self._searches
+        block.pool.insert(block)
 
-    def _remove(self, block: _Block) -> None:
-        free = self._free[block.pool]
-        i = bisect.bisect_left(free, block.key, key=lambda each: each.key)
-        assert free[i] is block
-        del free[i]
-
-    def _drop(self, block: _Block) -> None:
-        self._remove(block)
-        self.now.reserved -= block.size
-
-    def _unmap(self, pool: tuple[str, bool], block: _Block) -> None:
-        """Give back the whole pages inside a free block of an expandable segment, if it is the segment's end."""
-        if self._ends.get(pool) is not block:
-            return
-        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        kept = _up(block.address - block.segment, page) - (block.address - block.segment)
-        if kept >= block.size:
-            return
-        self._remove(block)
-        self.now.reserved -= block.size - kept
-        block.size = kept
-        if kept:
-            self._insert(block)
-        elif block.previous is not None:
-            self._ends[pool], block.previous.next = block.previous, None
-        else:
-            del self._ends[pool]
-
-    def _note_peak(self) -> None:
-        now, peak = self.now, self.peak
-        if now.reserved > peak.reserved:
-            self.live_at_peak = now.requested
-        peak.requested = max(peak.requested, now.requested)
-        peak.active = max(peak.active, now.active)
-        peak.reserved = max(peak.reserved, now.reserved)
+    def _merge_with_neighbours(self, block: _Block) -> None:
+        """Make one block of a block that is in no list and the free blocks beside it."""
+        other = block.previous
+        if other is not None and not other.is_used and other.is_mapped == block.is_mapped:
+            other.pool.remove(other)
+            block.address, block.size = other.address, other.size + block.size
+            block.put_between(other.previous, block.next)
+        other = block.next
+        if other is not None and not other.is_used and other.is_mapped == block.is_mapped:
+            other.pool.remove(other)
+            block.size += other.size
+            block.put_between(block.previous, other.next)
 
 
-def replay(events: Iterable[Event], rules: Rules = Rules(), limit: int | None = None) -> CachingAllocator:
+def replay(
+    events: Iterable[Event], rules: Rules = Rules(), limit: int | None = None, allowed: int | None = None
+) -> CachingAllocator:
     """The allocator after the allocations and frees of a program. Blocks of the host are not the allocator's."""
-    allocator = CachingAllocator(rules, limit)
-    on_host: set[int] = set()
+    allocator = CachingAllocator(rules, limit, allowed)
+    run(allocator, events)
+    return allocator
+
+
+def run(allocator: CachingAllocator, events: Iterable[Event]) -> None:
+    """Make the allocations and frees of further events."""
+    used = allocator.live
     for event in events:
         if isinstance(event, Alloc):
-            if event.on_host:
-                on_host.add(event.block)
-            else:
+            if not event.on_host:
                 allocator.take(event.block, event.nbytes, event.stream)
-        elif isinstance(event, Free) and event.block not in on_host:
+        elif isinstance(event, Free) and event.block in used:
             allocator.give_back(event.block)
-    return allocator
+
+
+def _segment_for(size: int) -> int:
+    return SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else _up(size, LARGE_STEP)
 
 
 def _up(value: int, step: int) -> int:

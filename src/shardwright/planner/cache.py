@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwright.planner.cycles import without_collections
 from shardwright.planner.program import (
     Alloc,
     Event,
@@ -38,6 +39,7 @@ def folder() -> Path:
     return base / "shardwright" / "plans"
 
 
+@without_collections()
 def load(key: str) -> Program | None:
     """The program that was stored for a key; None: there is none that can be read."""
     path = _path(key)
@@ -52,6 +54,7 @@ def load(key: str) -> Program | None:
         return None
 
 
+@without_collections()
 def store(key: str, program: Program) -> None:
     """Store a program. Nothing happens if the folder cannot be written."""
     path = _path(key)

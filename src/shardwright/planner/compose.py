@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwright.planner.cycles import without_collections
 from shardwright.planner.program import (
     Alloc,
     Event,
@@ -26,7 +27,6 @@ from shardwright.planner.program import (
     Kernel,
     Mark,
     Owner,
-    Phase,
     Program,
     Wait,
 )
@@ -37,6 +37,7 @@ _DIGITS = re.compile(r"\d+")
 Values = tuple[int, ...]
 
 
+@without_collections()
 def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) -> Program | None:
     """The program of ``wanted`` layers, from three programs of ``layers``, ``layers + 1`` and ``layers + 2``.
 
@@ -89,38 +90,55 @@ class _Read:
         born: dict[int, int] = {}
         marked: dict[int, int] = {}
         owners = [self._owner(each) for each in program.owners]
+        #: What an event has, by the event without its number.
+        known: dict[Hashable, tuple[int, int, Values]] = {}
         for i, event in enumerate(program.events):
-            exact: Hashable
-            kind: Hashable
-            values: Values = ()
             refers = NO_EVENT
+            key: Hashable = event
             if isinstance(event, Alloc):
                 born[event.block] = i
-                exact_owner, kind_owner, of_owner = owners[event.owner]
-                exact, kind = (0, event.nbytes, event.stream, exact_owner), (0, event.stream, kind_owner)
-                values = event.nbytes, *of_owner
+                key = 0, event.nbytes, event.stream, event.owner
             elif isinstance(event, Free):
                 refers = born[event.block]
-                exact, kind = (1, self.exact[refers]), (1, self.kinds[refers])
-            elif isinstance(event, Kernel):
-                exact = event
-                kind = 2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes))
-                values = event.nbytes, *(size for shape in event.shapes for size in shape)
+                key = 1, self.exact[refers]
             elif isinstance(event, Mark):
                 marked[event.number] = i
-                exact = kind = 3, event.stream
+                key = 3, event.stream
             elif isinstance(event, Wait):
                 refers = marked[event.mark]
-                exact = kind = 4, event.stream, self.kinds[refers]
+                key = 4, event.stream, self.kinds[refers]
             elif isinstance(event, HostWait):
                 refers = marked[event.mark]
-                exact = kind = 5, self.kinds[refers]
-            else:
-                exact = kind = 6, event.name
-            self.exact.append(words(exact))
-            self.kinds.append(words(kind))
+                key = 5, self.kinds[refers]
+            if (found := known.get(key)) is None:
+                found = known[key] = self._described(event, key, refers, owners, words)
+            exact, kind, values = found
+            self.exact.append(exact)
+            self.kinds.append(kind)
             self.values.append(values)
             self.refers.append(refers)
+
+    def _described(
+        self,
+        event: Event,
+        key: Hashable,
+        refers: int,
+        owners: list[tuple[Hashable, Hashable, Values]],
+        words: _Words,
+    ) -> tuple[int, int, Values]:
+        """An event's exact number, its kind and its values."""
+        if isinstance(event, Alloc):
+            exact_owner, kind_owner, of_owner = owners[event.owner]
+            exact = words((0, event.nbytes, event.stream, exact_owner))
+            return exact, words((0, event.stream, kind_owner)), (event.nbytes, *of_owner)
+        if isinstance(event, Free):
+            return words(key), words((1, self.kinds[refers])), ()
+        if isinstance(event, Kernel):
+            kind = words(
+                (2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes)))
+            )
+            return words(key), kind, (event.nbytes, *(size for shape in event.shapes for size in shape))
+        return words(key), words(key), ()
 
     @staticmethod
     def _owner(owner: Owner) -> tuple[Hashable, Hashable, Values]:
@@ -163,10 +181,14 @@ def _runs(short: _Read, long: _Read) -> list[_Run] | None:
         if i < len(a) and j < len(b) and a[i] == b[j]:
             i, j = i + 1, j + 1
             continue
-        # Either a size grows at this event, or a piece is there once more. The right one goes on for longer.
+        # Either a size grows at this event, or a piece is there once more. The right one goes on for longer. If both go
+        # on for as long, it is the one behind which more events are equal.
         alike = _common(short.kinds, long.kinds, i, j)
         period, further = _period(short, long, i, j)
-        if period and further > alike:
+        if period and (
+            further > alike
+            or (further == alike and _common(a, b, i, j + period) > _common(a, b, i + 1, j + 1))
+        ):
             count = _repetitions(a, b[j : j + period], behind, i)
             if count < 2:
                 return None
@@ -290,7 +312,7 @@ class _Shape:
 
 class _Law(NamedTuple):
     """The values ``constant + by_repetition * repetition + by_layers * layers`` of an event, and where it refers to:
-    the last value is then the repetition there."""
+    the last value is then the repetition there. Factors that are all zero are empty."""
 
     run: int
     offset: int
@@ -298,11 +320,21 @@ class _Law(NamedTuple):
     by_repetition: Values
     by_layers: Values
 
+    def of_layers(self, layers: int) -> Values:
+        """The values in repetition 0."""
+        return _added(self.constant, self.by_layers, layers)
+
     def values(self, repetition: int, layers: int) -> Values:
-        return tuple(
-            c + r * repetition + n * layers
-            for c, r, n in zip(self.constant, self.by_repetition, self.by_layers, strict=True)
-        )
+        return _added(self.of_layers(layers), self.by_repetition, repetition)
+
+
+def _added(values: Values, factors: Values, times: int) -> Values:
+    return tuple([v + f * times for v, f in zip(values, factors, strict=True)]) if factors else values
+
+
+def _difference(one: Values, two: Values) -> Values:
+    """The differences of two lists of values; empty if there are none."""
+    return tuple([b - a for a, b in zip(one, two, strict=True)]) if one != two else ()
 
 
 class _Sample(NamedTuple):
@@ -373,11 +405,9 @@ class _Laws:
         two, three = (samples[2].added[number][offset + i * run.period] for i in (0, 1))
         if not one[:3] == two[:3] == three[:3]:
             return None
-        by_repetition = tuple(b - a for a, b in zip(two.values, three.values, strict=True))
-        by_layers = tuple(b - a for a, b in zip(one.values, two.values, strict=True))
-        constant = tuple(
-            v - r * at - n * layers[1] for v, r, n in zip(one.values, by_repetition, by_layers, strict=True)
-        )
+        by_repetition = _difference(two.values, three.values)
+        by_layers = _difference(one.values, two.values)
+        constant = _added(_added(one.values, by_repetition, -at), by_layers, -layers[1])
         law = _Law(one.run, one.offset, constant, by_repetition, by_layers)
         # A repetition beside those that are added follows it, too: the one before, or the one after.
         before = (at - 1, 0, run.middle - run.period + offset), (at, 1, run.middle + offset)
@@ -417,14 +447,11 @@ def _fitted(samples: Sequence[_Sample], layers: list[int]) -> _Law | None:
     one, two, three = samples
     if not one[:3] == two[:3] == three[:3]:
         return None
-    zeros = (0,) * len(one.values)
-    if one.values == two.values == three.values:
-        return _Law(one.run, one.offset, one.values, zeros, zeros)
-    by_layers = tuple(b - a for a, b in zip(one.values, two.values, strict=True))
-    if three.values != tuple(b + n for b, n in zip(two.values, by_layers, strict=True)):
+    by_layers = _difference(one.values, two.values)
+    if three.values != _added(two.values, by_layers, 1):
         return None
-    constant = tuple(v - n * layers[0] for v, n in zip(one.values, by_layers, strict=True))
-    return _Law(one.run, one.offset, constant, zeros, by_layers)
+    constant = _added(one.values, by_layers, -layers[0])
+    return _Law(one.run, one.offset, constant, (), by_layers)
 
 
 # -- writing
@@ -447,6 +474,7 @@ class _Writer:
         self._filled: dict[tuple[int, Values], int] = {}
         self._live: set[int] = set()
         self._marks: dict[int, int] = {}
+        self._kernels: dict[Hashable, Kernel] = {}
 
     def program(self) -> Program | None:
         try:
@@ -454,51 +482,61 @@ class _Writer:
                 if number % 2:
                     self._add(number // 2, stop)
                 else:
-                    for i in range(first, stop):
-                        self._write(i, self._laws.outside[i], 0)
+                    for event, law in zip(
+                        self._short.events[first:stop], self._laws.outside[first:stop], strict=True
+                    ):
+                        self._write(event, law, law.of_layers(self._layers))
         except _Impossible:
             return None
         return Program(self._events, list(self._owners))
 
     def _add(self, number: int, stop: int) -> None:
         run, laws = self._shape.runs[number], self._laws.added[number]
-        for k in range(stop // run.period):
-            for offset, law in enumerate(laws):
-                self._write(run.middle - run.period + offset, law, run.before + k)
+        like = self._short.events[run.middle - run.period : run.middle]
+        piece = [(event, law, law.of_layers(self._layers)) for event, law in zip(like, laws, strict=True)]
+        for repetition in range(run.before, run.before + stop // run.period):
+            for event, law, values in piece:
+                factors = law.by_repetition
+                self._write(event, law, _added(values, factors, repetition) if factors else values)
 
-    def _write(self, like: int, law: _Law, repetition: int) -> None:
-        """Write an event as event ``like`` of the shortest program, with the values of a law."""
-        event, at = self._short.events[like], len(self._events)
-        values = law.values(repetition, self._layers)
-        if isinstance(event, Alloc):
-            nbytes, *numbers = values
+    def _write(self, event: Event, law: _Law, values: Values) -> None:
+        """Write an event as one of the shortest program, with the values of a law."""
+        events = self._events
+        at = len(events)
+        if isinstance(event, Kernel):
+            events.append(self._kernel(event, values))
+        elif isinstance(event, Alloc):
+            nbytes = values[0]
             if (nbytes > self._edge) != (event.nbytes > self._edge) or min(values) < 0:
                 raise _Impossible
             self._live.add(at)
-            self._events.append(Alloc(at, nbytes, event.stream, self._owner(event.owner, tuple(numbers))))
+            events.append(Alloc(at, nbytes, event.stream, self._owner(event.owner, values[1:])))
         elif isinstance(event, Free):
             block = self._place(law, values[-1])
             if block not in self._live:
                 raise _Impossible
             self._live.remove(block)
-            self._events.append(Free(block))
-        elif isinstance(event, Kernel):
+            events.append(Free(block))
+        elif isinstance(event, Mark):
+            self._marks[at] = len(self._marks) + 1
+            events.append(Mark(self._marks[at], event.stream))
+        elif isinstance(event, Wait):
+            events.append(Wait(event.stream, self._mark(law, values[-1])))
+        elif isinstance(event, HostWait):
+            events.append(HostWait(self._mark(law, values[-1])))
+        else:
+            events.append(event)
+
+    def _kernel(self, event: Kernel, values: Values) -> Kernel:
+        key = event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes)), values
+        if (kernel := self._kernels.get(key)) is None:
             nbytes, *sizes = values
             if min(values) < 0:
                 raise _Impossible
             rest = iter(sizes)
             shapes = tuple(tuple(next(rest) for _ in shape) for shape in event.shapes)
-            self._events.append(event._replace(nbytes=nbytes, shapes=shapes))
-        elif isinstance(event, Mark):
-            self._marks[at] = len(self._marks) + 1
-            self._events.append(Mark(self._marks[at], event.stream))
-        elif isinstance(event, Wait):
-            self._events.append(Wait(event.stream, self._mark(law, values[-1])))
-        elif isinstance(event, HostWait):
-            self._events.append(HostWait(self._mark(law, values[-1])))
-        else:
-            assert isinstance(event, Phase)
-            self._events.append(event)
+            kernel = self._kernels[key] = event._replace(nbytes=nbytes, shapes=shapes)
+        return kernel
 
     def _owner(self, like: int, numbers: Values) -> int:
         key = like, numbers

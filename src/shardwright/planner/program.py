@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+STEP = "step"  #: the phase in which each step of a trainer begins; another one follows at once
+OPTIMIZER, AFTER_OPTIMIZER = "optimizer", "after the optimizer"  #: phases in a step
 #: Phases between steps.
 VALIDATION, SAVE = "validation", "save"
-STEP = "step"  #: the phase in which each step of a trainer begins; another one follows at once
 HOST = "host"  #: in place of a stream: the block is in the host's memory
+#: The stream of a block that a CUDA graph uses begins with this, and with the graph's number and a space. The memory
+#: stays the graph's after the block is freed.
+GRAPH = "graph "
 
 
 class Alloc(NamedTuple):
@@ -136,6 +140,11 @@ class Program:
     tokens: float = 0
     model_flops: float = 0
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a CUDA graph does the work of its last step."""
+        return any(isinstance(event, Alloc) and event.stream.startswith(GRAPH) for event in self.events)
+
     def phase_starts(self) -> Iterator[tuple[int, str]]:
         """The index and the name of each phase."""
         return ((i, event.name) for i, event in enumerate(self.events) if isinstance(event, Phase))
@@ -204,6 +213,75 @@ class Program:
             elif isinstance(event, Free):
                 del live[event.block]
         return list(live.values())
+
+    def with_further_steps(self, count: int) -> Iterator[list[Event]]:
+        """The events before the last step, those of it, of each further step, and the events after these.
+
+        Blocks of further steps have new numbers, marks do not. There are no further steps if the program has a single
+        one, or if the last one does not leave blocks as it has found them. Frees in the events after the steps have the
+        numbers of the last further step.
+        """
+        first, stop = self.last_step()
+        last = self.events[first:stop]
+        taken = {event.block: event for event in last if isinstance(event, Alloc)}
+        freed = {event.block for event in last if isinstance(event, Free)}
+        found = freed - taken.keys()
+        left: dict[Hashable, list[int]] = {}
+        for block, alloc in taken.items():
+            if block not in freed:
+                left.setdefault(self._likeness(alloc), []).append(block)
+        heirs: dict[int, int] = {}  # the blocks that a step leaves in the place of those that it has found
+        for event in self.events[:first]:
+            if (
+                isinstance(event, Alloc)
+                and event.block in found
+                and (like := left.get(self._likeness(event)))
+            ):
+                heirs[event.block] = like.pop(0)
+        if len(heirs) < len(found) or any(left.values()):
+            count = 0
+        yield self.events[:first]
+        yield last
+        number = len(self.events)
+        names: dict[int, int] = {}
+        for _ in range(count):
+            before, names = names, {}
+            step: list[Event] = []
+            for each in last:
+                if isinstance(each, Alloc):
+                    names[each.block] = number = number + 1
+                    step.append(each._replace(block=number))
+                elif isinstance(each, Free):
+                    heir = heirs.get(each.block)
+                    step.append(Free(names[each.block] if heir is None else before.get(heir, heir)))
+                else:
+                    step.append(each)
+            yield step
+        yield [
+            Free(names.get(each.block, each.block)) if isinstance(each, Free) else each
+            for each in self.events[stop:]
+        ]
+
+    def _likeness(self, alloc: Alloc) -> Hashable:
+        """A value that is equal for blocks of two steps if one is there in the place of the other."""
+        return alloc.nbytes, alloc.stream, self.owners[alloc.owner]._replace(group="")
+
+    def last_step(self) -> tuple[int, int]:
+        """The first event of the last step, and the one after it; both 0 if there are no two steps.
+
+        A trainer says where steps begin. In another loop they end with the optimizer.
+        """
+        phases = list(self.phase_starts())
+        starts = [i for i, name in phases if name == STEP]
+        if len(starts) > 1:
+            return starts[-1], next((i for i, name in phases if name in (VALIDATION, SAVE)), len(self.events))
+        following = [name for _, name in phases[1:]] + [""]
+        ends = [
+            i
+            for (i, name), behind in zip(phases, following, strict=True)
+            if name == AFTER_OPTIMIZER and behind != OPTIMIZER
+        ]
+        return (ends[-2], ends[-1]) if len(ends) > 1 else (0, 0)
 
     def without_passing(self, phase: str) -> Program:
         """The program without the blocks that are taken and freed in the first phase of this name."""

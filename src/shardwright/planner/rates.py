@@ -1,4 +1,4 @@
-"""How fast a device works: times of kernels and collectives, by figures of the device and by shares of them.
+"""Times of kernels and collectives on a device, by figures of the device and by shares of them.
 
 Figures of a device are in its file. Shares of them, which programs reach, are here, each with a range. None is fitted
 to a published step (``docs/planning.md``).

@@ -38,27 +38,37 @@ class Found(NamedTuple):
     seconds: float
 
 
-def search(axes: Sequence[Axis], plan: Callable[[Keys], Found | None]) -> list[Found]:
+def search(
+    axes: Sequence[Axis], plan: Callable[[Sequence[Keys]], Iterable[Found | None]], width: int = 1
+) -> list[Found]:
     """Plans of points, among them the fastest that fits if the order of the values holds; in the order of planning.
 
-    ``plan``: None where settings do not go together. The neighbours of the fastest point are planned too, so that it is
-    not missed where an order does not hold by one value.
+    The neighbours of the fastest point are planned too, so that it is not missed where an order does not hold by one
+    value.
+
+    Args:
+        axes: the grid.
+        plan: makes the plans of several points; None where settings do not go together.
+        width: points that are planned at a time.
     """
     sizes = [len(axis.values) for axis in axes]
     unknown = set(itertools.product(*map(range, sizes)))
     found: dict[Point, Found | None] = {}
 
-    def visit(point: Point) -> None:
-        keys = tuple(pair for axis, i in zip(axes, point, strict=True) for pair in axis.values[i])
-        found[point] = result = plan(keys)
-        unknown.discard(point)
-        if result is not None:
-            unknown.difference_update(
-                {p for p in unknown if (_after(p, point) if result.fits else _after(point, p))}
-            )
+    def keys_of(point: Point) -> Keys:
+        return tuple(pair for axis, i in zip(axes, point, strict=True) for pair in axis.values[i])
+
+    def visit(points: Sequence[Point]) -> None:
+        for point, result in zip(points, plan([*map(keys_of, points)]), strict=True):
+            found[point] = result
+            unknown.discard(point)
+            if result is not None:
+                unknown.difference_update(
+                    {p for p in unknown if (_after(p, point) if result.fits else _after(point, p))}
+                )
 
     while unknown:
-        visit(_dividing(unknown))
+        visit(_dividing(unknown, width))
     while (best := fastest(found.values())) is not None:
         at = next(point for point, each in found.items() if each is best)
         near = [
@@ -68,10 +78,9 @@ def search(axes: Sequence[Axis], plan: Callable[[Keys], Found | None]) -> list[F
             if 0 <= at[i] + step < sizes[i]
         ]
         new = [point for point in near if point not in found]
-        for point in new:
-            visit(point)
         if not new:
             break
+        visit(new)
     return [each for each in found.values() if each is not None]
 
 
@@ -95,12 +104,18 @@ def _after(one: Point, other: Point) -> bool:
     return all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def _dividing(unknown: set[Point]) -> Point:
-    """The point whose plan decides most points in the worse case."""
+def _dividing(unknown: set[Point], width: int) -> list[Point]:
+    """Points whose plans decide most points in the worse case. None of them decides another one."""
 
     def decides(point: Point) -> tuple[int, Point]:
         after = sum(_after(each, point) for each in unknown)
         before = sum(_after(point, each) for each in unknown)
         return min(after, before), tuple(-i for i in point)
 
-    return max(unknown, key=decides)
+    chosen: list[Point] = []
+    for point in sorted(unknown, key=decides, reverse=True):
+        if not any(_after(point, each) or _after(each, point) for each in chosen):
+            chosen.append(point)
+            if len(chosen) == width:
+                break
+    return chosen

@@ -1,4 +1,4 @@
-"""How fast a program runs: tokens a second with a range, and the losses between a device's peak and that."""
+"""The speed of a program: tokens a second with a range, and the losses between a device's peak and that."""
 
 from __future__ import annotations
 
@@ -123,9 +123,7 @@ def in_time(seconds: float) -> str:
     return f"{seconds / 3600:.3g} hours" if seconds < 72 * 3600 else f"{seconds / 86400:,.3g} days"
 
 
-def speed_of(
-    program: Program, device: Device, ranks: int, replays_graph: bool = False, with_range: bool = True
-) -> Speed | None:
+def speed_of(program: Program, device: Device, ranks: int, with_range: bool = True) -> Speed | None:
     """The speed of a program's last step. None: the device's speed is not known, or the program makes one step.
 
     ``with_range``: find the range, too, which takes ten times as long.
@@ -137,17 +135,15 @@ def speed_of(
     except ValueError:
         return None
     rates = Rates.of(device.figures)
-    likely = replay(step, rates, replays_graph)
+    likely = replay(step, rates)
     seconds = (likely.seconds,) * 3
     if with_range:
-        seconds = _range(step, device.figures, rates, likely.seconds, replays_graph)
+        seconds = _range(step, device.figures, rates, likely.seconds)
     peak = device.figures.flops.get("bfloat16") or device.figures.flops["float32"]
     return Speed(likely, seconds, program.tokens, program.model_flops, peak, ranks)
 
 
-def _range(
-    step: Step, figures: Figures, rates: Rates, likely: float, replays_graph: bool
-) -> tuple[float, float, float]:
+def _range(step: Step, figures: Figures, rates: Rates, likely: float) -> tuple[float, float, float]:
     """The least, the likely and the largest time: the differences that groups of shares make, as if they were
     independent of one another."""
     slower = faster = 0.0
@@ -157,7 +153,7 @@ def _range(
             other = rates
             for name in group:
                 other = other.with_share(name, getattr(spans[name], way))
-            difference = replay(step, other, replays_graph).seconds - likely
+            difference = replay(step, other).seconds - likely
             if difference > 0:
                 slower += difference**2
             else:

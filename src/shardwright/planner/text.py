@@ -26,6 +26,9 @@ def as_json(
             "device_bytes": verdict.device.nbytes,
             "ranks": verdict.ranks,
             "reserved_bytes": verdict.usage.reserved,
+            "unlimited_reserved_bytes": verdict.unlimited.reserved,
+            "retries": verdict.retries,
+            "retries_each_step": verdict.retries_each_step,
             "active_bytes": verdict.usage.active,
             "live_bytes": peak.nbytes,
             "cached_bytes": verdict.cached,
@@ -46,6 +49,7 @@ def as_json(
                     "fits": other.answer,
                     "reserved_bytes": other.usage.reserved,
                     "step_seconds": None if other.speed is None else other.speed.seconds[1],
+                    "unlimited_reserved_bytes": other.unlimited.reserved,
                 }
                 for words, other in edits
             ],

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from shardwright.planner.program import (
     HOST,
-    SAVE,
-    STEP,
-    VALIDATION,
+    OPTIMIZER,
     HostWait,
     Kernel,
     Mark,
@@ -22,6 +20,7 @@ from shardwright.planner.rates import Rates, spread
 from shardwright.planner.work import Work, work_of
 
 COMPUTE = "compute"  #: the stream of the computation
+CAPTURE = "capture"  #: the same inside a CUDA graph
 
 
 @dataclass
@@ -51,11 +50,19 @@ class Timeline:
 
 
 class _Queued(NamedTuple):
-    """A kernel of the program. ``number``: among the different ones."""
+    """A kernel of the program.
+
+    Attributes:
+        number: among the different kernels.
+        stream: of the kernel.
+        optimizes: whether the optimizer runs.
+        in_graph: whether a CUDA graph queues it, for which the host needs no time.
+    """
 
     number: int
     stream: str
     optimizes: bool
+    in_graph: bool
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,21 @@ class Step:
         """Raises ValueError if the program makes no second step."""
         numbers: dict[Kernel, int] = {}
         events: list[_Queued | Mark | Wait | HostWait] = []
-        optimizes = False
-        begin, end = _last_step(program)
+        optimizes, has_graph = False, program.has_graph
+        begin, end = program.last_step()
+        if begin == end:
+            raise ValueError("the program has no second step")
         for event in program.events[begin:end]:
             if isinstance(event, Kernel):
                 if event.stream != HOST:
                     number = numbers.setdefault(event, len(numbers))
-                    events.append(_Queued(number, event.stream, optimizes))
+                    stream = COMPUTE if event.stream == CAPTURE else event.stream
+                    events.append(_Queued(number, stream, optimizes, has_graph and not optimizes))
             elif isinstance(event, Phase):
-                optimizes = event.name == "optimizer"
-            elif isinstance(event, (Mark, Wait, HostWait)):
+                optimizes = event.name == OPTIMIZER
+            elif isinstance(event, (Mark, Wait)):
+                events.append(event._replace(stream=COMPUTE) if event.stream == CAPTURE else event)
+            elif isinstance(event, HostWait):
                 events.append(event)
         works = [(kernel, work_of(kernel)) for kernel in numbers]
         nothing = {number for number, (_, work) in enumerate(works) if work.kind == "nothing"}
@@ -92,27 +104,13 @@ class Step:
         return cls(works, events)
 
 
-def _last_step(program: Program) -> tuple[int, int]:
-    """The events from which and before which it is."""
-    starts = list(program.phase_starts())
-    begins = [i for i, name in starts if name == STEP]
-    if not begins:  # a loop of somebody's own: a step ends with its optimizer
-        ends = [n for n, (_, name) in enumerate(starts) if name == "optimizer"]
-        begins = [starts[n + 1][0] for n in ends[:-1] if n + 1 < len(starts)]
-        if not begins:
-            raise ValueError("the program has no second step")
-    begin = begins[-1]
-    end = next((i for i, name in starts if i > begin and name in (VALIDATION, SAVE)), len(program.events))
-    return begin, end
-
-
-def replay(step: Step, rates: Rates, replays_graph: bool = False) -> Timeline:
-    """The time of a step. ``replays_graph``: it is a CUDA graph, for which the host needs no time."""
+def replay(step: Step, rates: Rates) -> Timeline:
+    """The time of a step."""
     found = Timeline()
     node, longer = rates.figures.node, rates.shares["beside"] - 1
     seconds_of = [rates.seconds(kernel, work) for kernel, work in step.kernels]
     ideal_of = [rates.ideal(kernel, work) for kernel, work in step.kernels]
-    host_of = [0.0 if replays_graph else rates.host(kernel, work) for kernel, work in step.kernels]
+    host_of = [rates.host(kernel, work) for kernel, work in step.kernels]
     ready: dict[str, float] = defaultdict(float)
     links: dict[bool, float] = defaultdict(
         float
@@ -133,10 +131,10 @@ def replay(step: Step, rates: Rates, replays_graph: bool = False) -> Timeline:
 
     for event in step.events:
         if isinstance(event, _Queued):
-            number, stream, optimizes = event
+            number, stream, optimizes, in_graph = event
             kernel, work = step.kernels[number]
             seconds = seconds_of[number]
-            now += host_of[number]
+            now += 0.0 if in_graph else host_of[number]
             if work.kind == "communication":
                 crosses = spread(*kernel.group, node)[0] > 1
                 start = max(ready[stream], now, links[crosses])

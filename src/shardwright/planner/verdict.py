@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.planner.allocator import GIB, OutOfMemoryError, Rules, Usage, replay
+from shardwright.planner.allocator import (
+    GIB,
+    CachingAllocator,
+    OutOfMemoryError,
+    Rules,
+    Usage,
+    replay,
+    run,
+)
+from shardwright.planner.cycles import without_collections
 from shardwright.planner.devices import Device
 from shardwright.planner.program import SAVE, Peak, Program
 from shardwright.planner.speed import Speed
@@ -24,6 +33,8 @@ NCCL = int(0.4 * GIB), int(2.2 * GIB)
 STAGING_STEP = 2 << 20
 #: A part of the reserved bytes by which the plan may be off.
 MARGIN = 0.03
+#: Steps after those of a program, in which the allocator comes to rest if the device is full.
+FURTHER_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -31,14 +42,19 @@ class Verdict:
     """The memory of a program on a device, in bytes.
 
     Attributes:
-        answer: ``yes``; ``barely``, with less room than the plan's margin, or only after the allocator has emptied its
+        answer: ``yes``; ``barely``, with less room than the plan's margin, or only because the allocator empties its
             cache; or ``no``.
         device: the device.
         ranks: processes with a device each.
         peak: the moment at which most bytes are live.
-        usage: the largest figures of PyTorch's allocator on a device without end.
-        cached: bytes that are reserved and not live when most is reserved.
+        usage: the largest figures of PyTorch's allocator in :attr:`room`; without a limit if the job does not fit.
+        unlimited: the same on a device without end. The job needs no more room.
+        cached: bytes of ``usage`` that are reserved and not live when most is reserved.
+        retries: how often the allocator empties its cache for an allocation in the first steps, a validation and a
+            save. The host waits for the GPU each time.
+        retries_each_step: how often it does so in each later step.
         runtime: the least and the most that CUDA and NCCL take.
+        room: bytes for PyTorch's allocator, if the runtime takes the most.
         parts: by part of the run (``step``, ``validation``, ``save``) the most live bytes of the device, and of the
             host.
         host: bytes of the host's memory of one rank when most of them are live, by group: ``staging`` is the copy of an
@@ -51,21 +67,20 @@ class Verdict:
     ranks: int
     peak: Peak
     usage: Usage
+    unlimited: Usage
     cached: int
+    retries: int
+    retries_each_step: int
     runtime: tuple[int, int]
+    room: int
     parts: dict[str, tuple[int, int]]
     host: dict[str, int]
     speed: Speed | None = None
 
     @property
-    def room(self) -> int:
-        """Bytes for PyTorch's allocator, if the runtime takes the most."""
-        return room_of(self.device, self.runtime, self.ranks)
-
-    @property
     def left(self) -> int:
-        """Bytes of :attr:`room` that are not reserved; negative if some are missing."""
-        return self.room - self.usage.reserved
+        """Bytes of :attr:`room` that are never reserved without a limit; negative if some are missing."""
+        return self.room - self.unlimited.reserved
 
     @property
     def exact(self) -> dict[str, int]:
@@ -93,8 +108,6 @@ class Verdict:
         usage, peak = self.usage, self.peak
         least, most = (in_gib(each) for each in self.runtime)
         missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
-        if missing and self.answer == "barely":
-            missing += ", which PyTorch's allocator gets by emptying its cache in each step"
         shared = f", of which each rank has a part of {self.ranks}," if self.device.kind == "cpu" else ""
         runs = "Python and PyTorch" if self.device.kind == "cpu" else "CUDA context and NCCL"
         rows = [
@@ -104,6 +117,7 @@ class Verdict:
                 f"{in_gib(usage.reserved)} GiB reserved of {in_gib(self.room)}, which are the "
                 f"{in_gib(self.device.nbytes)} of {self.device.name}{shared} less a runtime of {most}",
             ),
+            *([("", _retries_in_words(self))] if self.retries or self.retries_each_step else []),
             ("exact", _sum(self.exact)),
             ("traced", _sum(self.traced)),
             (
@@ -130,6 +144,15 @@ _ANSWERS = {
 }
 
 
+def _retries_in_words(verdict: Verdict) -> str:
+    """The number of times that the allocator empties its cache, and their cost."""
+    each, first = verdict.retries_each_step, verdict.retries
+    times = f"{each} times in each step" if each > 1 else "once in each step" if each else ""
+    if not times:
+        times = f"{first} times, and not in later steps" if first > 1 else "once, and not in later steps"
+    return f"PyTorch's allocator empties its cache {times}; the host waits for the GPU each time"
+
+
 def peak_in_words(peak: Peak) -> str:
     """The moment of a peak, in a line."""
     owner = peak.owner
@@ -149,12 +172,19 @@ def _sum(groups: Mapping[str, int]) -> str:
     return f"{in_gib(sum(groups.values())):>7}  {parts or 'less than 0.01 GiB each'}"
 
 
+def runtime_of(ranks: int, kind: str = "cuda") -> tuple[int, int]:
+    """The least and the most bytes of a device that CUDA and NCCL take, or Python and PyTorch on a CPU."""
+    least, most = CONTEXT
+    return (least + NCCL[0], most + NCCL[1]) if ranks > 1 and kind == "cuda" else (least, most)
+
+
 def room_of(device: Device, runtime: tuple[int, int], ranks: int) -> int:
     """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all. Ranks share the memory of a CPU."""
     nbytes = device.nbytes // ranks if device.kind == "cpu" else device.nbytes
     return max(0, nbytes - runtime[1])
 
 
+@without_collections()
 def judge(
     program: Program, device: Device, ranks: int, rules: Rules | None = None, speed: Speed | None = None
 ) -> Verdict:
@@ -163,22 +193,54 @@ def judge(
     rules = rules or Rules()
     starts = [i for i, name in program.phase_starts() if name == "forward"]
     peak = program.peak(starts[0] if starts else 0)
-    endless = replay(program.events, rules)
-    least, most = CONTEXT
-    if ranks > 1 and device.kind == "cuda":
-        least, most = least + NCCL[0], most + NCCL[1]
-    room = room_of(device, (least, most), ranks)
+    runtime = runtime_of(ranks, device.kind)
+    allowed = int(rules.fraction * device.nbytes) if rules.fraction < 1 else None
+    room = min(room_of(device, runtime, ranks), device.nbytes if allowed is None else allowed)
+    unlimited = replay(program.events, rules)
     answer: Literal["yes", "barely", "no"] = "yes"
-    if room - endless.peak.reserved < MARGIN * endless.peak.reserved:
+    if room - unlimited.peak.reserved < MARGIN * unlimited.peak.reserved:
         answer = "barely"
+    allocator, first, each = unlimited, 0, 0
+    if answer == "barely" or (allowed is not None and rules.collect_above):
         try:
-            replay(program.events, rules, room)
+            allocator, first, each = _in_room(program, rules, room, allowed)
         except OutOfMemoryError:
             answer = "no"
-    cached = endless.peak.reserved - endless.live_at_peak
-    runtime = least, most
-    parts = _of_parts_and_host(program)
-    return Verdict(answer, device, ranks, peak, endless.peak, cached, runtime, *parts, speed)
+    cached = allocator.peak.reserved - allocator.live_at_peak
+    return Verdict(
+        answer,
+        device,
+        ranks,
+        peak,
+        allocator.peak,
+        unlimited.peak,
+        cached,
+        first,
+        each,
+        runtime,
+        room,
+        *_of_parts_and_host(program),
+        speed,
+    )
+
+
+def _in_room(
+    program: Program, rules: Rules, room: int, allowed: int | None
+) -> tuple[CachingAllocator, int, int]:
+    """The allocator after the program with further steps in so much room, and how often it has emptied its cache: in
+    the events of the program, and in the last further step.
+
+    Raises:
+        OutOfMemoryError: an allocation does not fit.
+    """
+    allocator = CachingAllocator(rules, room, allowed)
+    counts: list[int] = []
+    for events in program.with_further_steps(FURTHER_STEPS):
+        before = allocator.retries
+        run(allocator, events)
+        counts.append(allocator.retries - before)
+    first, last, *further, rest = counts
+    return allocator, first + last + rest, further[-1] if further else last
 
 
 def _of_parts_and_host(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:

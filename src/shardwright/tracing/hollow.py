@@ -7,6 +7,7 @@ a result without content. So addresses, storages, version counters and graph hoo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from shardwright._torch import (
 from shardwright.planner.program import HOST
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
-from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, workspaces
+from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
 #: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
@@ -75,6 +76,7 @@ class AbsentDeviceError(ValueError):
         super().__init__(f"{line or 'PyTorch'} {what}, and a plan runs on the CPU in place of the GPU. {way}")
 
 
+_ARE_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _Line = tuple[str, bool]  #: a line, and whether the engine runs inside it
 
 
@@ -83,8 +85,9 @@ class _Form(NamedTuple):
 
     name: str
     namespace: str
-    is_view: bool
+    touches_memory: bool
     writes: tuple[tuple[int, str, bool], ...]  #: position, name, keyword only
+    returns_arguments: bool  #: and nothing else, so that no meta kernel is needed
 
 
 class _Shape(NamedTuple):
@@ -139,13 +142,12 @@ class Hollow(TorchDispatchMode):
         kwargs = kwargs or {}
         if infers_shapes(types):  # DTensor asks for shapes; it makes tensors only for that
             return func(*args, **kwargs)
-        for kind in types:
-            if kind is not Tensor and kind is not torch.nn.Parameter and dispatches(kind):
-                return NotImplemented
+        if not _ARE_PLAIN.issuperset(types) and any(map(dispatches, types)):
+            return NotImplemented
         self._recorder.look_at_backward()
         form = self._forms.get(func) or self._form_of(func)
         line = self._recorder.note_line() if torch.is_grad_enabled() else None
-        if form.is_view or form.name in _AS_THEY_ARE:
+        if not form.touches_memory:
             return func(*args, **kwargs)
         if form.name == "wait_tensor":  # its meta kernel would make a new tensor
             return args[0]
@@ -154,7 +156,9 @@ class Hollow(TorchDispatchMode):
         _collect(kwargs, tensors)
         if form.namespace == "c10d":
             return self._communicate(func, form, tensors, args, kwargs)
-        if self._recorder.uses_host and self._recorder.computes_on_host(tensors, copies=_writes_only(func)):
+        if self._recorder.uses_host and self._recorder.computes_on_host(
+            tensors, copies=form.returns_arguments
+        ):
             with self._recorder.on(HOST):
                 return self._run(func, form, line, tensors, args, kwargs)
         return self._run(func, form, line, tensors, args, kwargs)
@@ -178,7 +182,7 @@ class Hollow(TorchDispatchMode):
             self._check_known(tensors, "equal")
             return True
         small = all(map(self._has_content, tensors))
-        result = None if _writes_only(func) else self._result(func, args, kwargs, small)
+        result = None if form.returns_arguments else self._result(func, args, kwargs, small)
         shapes = result.shapes if result is not None else ()
         if small:
             known = all(map(self._is_known, tensors))
@@ -196,7 +200,7 @@ class Hollow(TorchDispatchMode):
         else:
             assert result is not None
             out = self._make(result, form, line)
-        if self._on_gpu:
+        if self._on_gpu and form.name in TAKING:
             self._take_workspaces(form.name, args, line)
         if form.namespace == "_c10d_functional":
             self._note(form._replace(name=f"c10d.{form.name}"), tensors, out, _group_of(args, kwargs))
@@ -227,7 +231,13 @@ class Hollow(TorchDispatchMode):
             if each.alias_info is not None and each.alias_info.is_write
         )
         is_view = bool(aliases) and any(each is not None and not each.is_write for each in aliases)
-        form = self._forms[func] = _Form(name, namespace, is_view, writes)
+        form = self._forms[func] = _Form(
+            name,
+            namespace,
+            not is_view and name not in _AS_THEY_ARE,
+            writes,
+            all(each is not None for each in aliases),
+        )
         return form
 
     # -- results
@@ -337,12 +347,12 @@ class Hollow(TorchDispatchMode):
         if not form.writes:
             _collect(out, outs)
         nbytes = sum(map(_size, tensors)) + sum(map(_size, outs))
-        first = tensors[0] if tensors else outs[0] if outs else None
+        shown = [*tensors[:4], *outs[:1]]
         self._recorder.kernel(
             form.name,
             nbytes,
-            tuple(tuple(each.shape) for each in (*tensors[:4], *outs[:1])),
-            str(first.dtype).removeprefix("torch.") if first is not None else "",
+            tuple([tuple(each.shape) for each in shown]),
+            _word(shown[0].dtype) if shown else "",
             group,
         )
 
@@ -382,20 +392,17 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter or not dispatches(type(tensor))
 
 
-def _writes_only(func: Any) -> bool:
-    """Whether all results are arguments, so that no meta kernel is needed."""
-    return all(each.alias_info is not None for each in func._schema.returns)
-
-
 def _stays_on_meta(name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether the result is on the meta device, or is an error there. ``to_empty`` takes one from it to the CPU."""
     device = kwargs.get("device")
-    kind = "cpu" if device is None else torch.device(device).type
+    if device is None:
+        return any(each.is_meta for each in tensors)
+    kind = torch.device(device).type
     if kind not in ("cpu", "meta"):
         raise AbsentDeviceError(f"makes a tensor on {kind!r}", reader_of_value())
     if kind == "meta" or not any(each.is_meta for each in tensors):
         return kind == "meta"
-    return device is None or name == "_to_copy"
+    return name == "_to_copy"
 
 
 def _most(dtype: torch.dtype, known: bool) -> int:
@@ -409,7 +416,12 @@ def _size(tensor: Tensor) -> int:
 
 def _in_words(name: str, shape: _Shape | Tensor) -> str:
     size = shape.size if isinstance(shape, _Shape) else tuple(shape.shape)
-    return f"{name} {str(shape.dtype).removeprefix('torch.')} [{', '.join(map(str, size))}]"
+    return f"{name} {_word(shape.dtype)} [{', '.join(map(str, size))}]"
+
+
+@functools.cache
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shape_of(value: Any) -> _Shape | None:
@@ -448,11 +460,11 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def _key(tree: Any) -> Any:
     """A value that is equal for arguments whose results have the same shapes."""
     if isinstance(tree, Tensor):
-        return tree.dtype, tuple(tree.shape), tree.stride()
+        return tree.dtype, tree.shape, tree.stride()
     if isinstance(tree, (list, tuple)):
-        return tuple(map(_key, tree))
+        return tuple([_key(each) for each in tree])
     if isinstance(tree, dict):
-        return tuple((name, _key(each)) for name, each in sorted(tree.items()))
+        return tuple([(name, _key(each)) for name, each in sorted(tree.items())]) if tree else ()
     if isinstance(tree, torch.device | torch.Generator):
         return None
     return type(tree), tree

@@ -14,6 +14,7 @@ import torch
 
 from shardwright._torch import in_backward, number_of_next_node, number_of_running_node
 from shardwright.planner.program import (
+    GRAPH,
     HOST,
     Alloc,
     Event,
@@ -64,6 +65,8 @@ class Recorder:
         self._put: set[int] = set()  #: those of which this was known later
         self._lifts = False  #: whether results of tensors on the host are on the device
         self._marks = 0
+        self._pool = ""  #: before the streams of blocks
+        self._captured: list[Event] | None = None  #: the work of a graph, which does not run yet
         #: The line and the module of forward, by autograd's sequence number.
         self._lines: dict[int, tuple[str, str]] = {}
         self._module = ""
@@ -75,7 +78,8 @@ class Recorder:
         owner = Owner(group, module, what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
-        self._events.append(Alloc(block, nbytes, self.stream, index))
+        stream = self.stream if self.stream == HOST else self._pool + self.stream
+        self._events.append(Alloc(block, nbytes, stream, index))
         self._sizes[block] = nbytes
         self.now += nbytes
         if self.stream == HOST:
@@ -212,18 +216,47 @@ class Recorder:
         dtype: str,
         group: tuple[int, int] = (1, 1),
     ) -> None:
-        self._events.append(Kernel(name, self.stream, nbytes, shapes, dtype, group))
+        self._work.append(Kernel(name, self.stream, nbytes, shapes, dtype, group))
+
+    @property
+    def _work(self) -> list[Event]:
+        """The events to which work is added."""
+        return self._events if self._captured is None else self._captured
 
     def mark(self, stream: str) -> int:
-        self._marks += 1
-        self._events.append(Mark(self._marks, stream))
-        return self._marks
+        if self._captured is not None:  # each run of the graph makes other marks
+            number = -1 - len(self._captured)
+        else:
+            number = self._marks = self._marks + 1
+        self._work.append(Mark(number, stream))
+        return number
 
     def wait(self, stream: str, mark: int) -> None:
-        self._events.append(Wait(stream, mark))
+        if self._captured is not None or mark > 0:
+            self._work.append(Wait(stream, mark))
 
     def host_wait(self, mark: int) -> None:
         self._events.append(HostWait(mark))
+
+    @contextmanager
+    def capturing(self, number: int) -> Iterator[list[Event]]:
+        """Inside the context work is added to a graph, and does not run. Blocks are those of the graph."""
+        self._pool, self._captured = f"{GRAPH}{number} ", []
+        try:
+            yield self._captured
+        finally:
+            self._pool, self._captured = "", None
+
+    def run_graph(self, work: Iterable[Event]) -> None:
+        """Queue the work of a graph. Its marks are new ones each time."""
+        numbers: dict[int, int] = {}
+        for event in work:
+            if isinstance(event, Mark):
+                numbers[event.number] = self.mark(event.stream)
+            elif isinstance(event, Wait):
+                self.wait(event.stream, numbers.get(event.mark, event.mark))
+            else:
+                self._events.append(event)
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -258,27 +291,22 @@ class Recorder:
                 ends[event.block] = i
             phases.append(name)
         owners = list(self._owners)
-        index = dict(self._owners)
+        used: dict[Owner, int] = {}
         events: list[Event] = []
         for i, event in enumerate(written):
             if isinstance(event, Alloc):
-                owner = owners[event.owner]
-                if (claim := self._claims.get(event.block)) is not None:
+                block, nbytes, stream, number = event
+                owner = owners[number]
+                if (claim := self._claims.get(block)) is not None:
                     owner = claim
                 elif owner.group in (BY_LIFE, OF_ENGINE):
-                    end = ends.get(event.block)
+                    end = ends.get(block)
                     freed = None if end is None else phases[end]
-                    owner = owner._replace(group=_group(owner.group, phases[i], freed))
-                stream = HOST if event.block in self._put else event.stream
-                event = event._replace(owner=index.setdefault(owner, len(index)), stream=stream)
+                    owner = Owner(_group(owner.group, phases[i], freed), *owner[1:])
+                stream = HOST if block in self._put else stream
+                event = Alloc(block, nbytes, stream, used.setdefault(owner, len(used)))
             events.append(event)
-        used = dict.fromkeys(each.owner for each in events if isinstance(each, Alloc))
-        number = {old: new for new, old in enumerate(used)}
-        everyone = list(index)
-        return Program(
-            [each._replace(owner=number[each.owner]) if isinstance(each, Alloc) else each for each in events],
-            [everyone[old] for old in used],
-        )
+        return Program(events, list(used))
 
 
 def _ordered(events: list[Event]) -> list[Event]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,14 +13,18 @@ from shardwright.engine.base.offload import Host
 from shardwright.planner.program import HOST
 from shardwright.tracing.recorder import Recorder
 
+CAPTURE = "capture"  #: the stream on which a CUDA graph is captured
+
 
 class RecordedStreams(HostStreams):
     """The streams of an accelerator. Work on them is noted and never runs later, so the rest is as on the host."""
 
     asynchronous = False
+    captures = True
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._graphs = 0
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -46,6 +50,31 @@ class RecordedStreams(HostStreams):
     def host_wait(self, mark: Any) -> None:
         if mark is not None:
             self._recorder.host_wait(mark)
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        recorder = self._recorder
+        recorder.wait(CAPTURE, recorder.mark(recorder.stream))
+        with recorder.on(CAPTURE):
+            result = function()
+        recorder.wait(recorder.stream, recorder.mark(CAPTURE))
+        return result
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        recorder = self._recorder
+        self._graphs += 1
+        with recorder.capturing(self._graphs) as work, recorder.on(CAPTURE):
+            self.capturing = True
+            try:
+                result = function()
+            finally:
+                self.capturing = False
+
+        def replay() -> None:
+            recorder.wait(CAPTURE, recorder.mark(recorder.stream))
+            recorder.run_graph(work)
+            recorder.wait(recorder.stream, recorder.mark(CAPTURE))
+
+        return replay, result
 
 
 @contextmanager

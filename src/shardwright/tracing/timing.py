@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from shardwright._torch import TorchDispatchMode, dispatches, infers_shapes
-from shardwright.planner.program import HOST, Kernel
+from shardwright.planner.program import AFTER_OPTIMIZER, HOST, OPTIMIZER, Kernel
 from shardwright.planner.work import work_of
 from shardwright.tracing.recorder import Recorder
 
 #: Bytes of the tensors among which repetitions change, so that they do not find all of them in a cache.
 ROTATED = {"cpu": 16 << 20, "cuda": 256 << 20}
 MOST_SETS = 16
-IN_STEPS = ("forward", "backward", "optimizer", "after the optimizer")  #: phases
+IN_STEPS = ("forward", "backward", OPTIMIZER, AFTER_OPTIMIZER)  #: phases
 SAMPLES = 5  #: of each measurement, of which the median counts
 SECONDS = 2e-3  #: of a sample at least
 GPU_SECONDS = 1e-3  #: by which the host queues a sample earlier than a GPU begins it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ import torch
 from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
+from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import compiled_graphs
 from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
@@ -56,7 +56,7 @@ def trace(
     """
     recorder = Recorder()
     with _naming_lines_that_use_gpus(), ExitStack() as stack:
-        stack.enter_context(_without_collections())
+        stack.enter_context(without_collections())  # one would free their blocks at a random event
         stack.enter_context(draws_one_piece())
         stack.enter_context(absent_ranks(ranks))
         stack.enter_context(_without_accelerator())
@@ -94,19 +94,6 @@ def _naming_lines_that_use_gpus() -> Iterator[None]:
 
 _OF_TORCH = (RuntimeError, AssertionError, TypeError)
 _ABOUT_GPUS = re.compile("cuda|accelerator|pin_memory|be pinned", re.IGNORECASE)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Inside the context Python does not look for cycles: a collection would free their blocks at a random event."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextmanager

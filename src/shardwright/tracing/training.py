@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from shardwright._torch import in_backward, local_of
 from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.unit.owning import units_of
+from shardwright.planner.program import AFTER_OPTIMIZER, OPTIMIZER
 from shardwright.tracing.recorder import Recorder
 
 
@@ -130,13 +131,13 @@ class Training:
     def before_step(self, *_: Any) -> None:
         if not in_backward():  # where an optimizer steps unit by unit
             self._claim_gradients()
-            self._recorder.phase("optimizer")
+            self._recorder.phase(OPTIMIZER)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps[optimizer] += 1
         if not in_backward():
             self.claim()
-            self._recorder.phase("after the optimizer")
+            self._recorder.phase(AFTER_OPTIMIZER)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

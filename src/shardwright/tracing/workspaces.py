@@ -13,6 +13,7 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm"})
 #: Bytes that cuBLAS keeps for each stream from the first product on: of compute capability 9.0, others need 8.1 MiB.
 CUBLAS = 32 << 20
 _FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
+TAKING = PRODUCTS | {_FLASH_BACKWARD}  #: operations that take memory
 
 
 def workspaces(name: str, arguments: Sequence[Any]) -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ from shardwright.tracing.training import watch_training
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.planned import check_planned
-from shardwright.train.config.series import series_of
+from shardwright.train.config.series import Layers, layers_of, series_of
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.hf.layers import described, shape_with_layers
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
@@ -42,6 +44,8 @@ from shardwright.train.step.numerics.looking import fault_of_state
 from shardwright.train.step.trainer import Trainer
 
 STEPS = 2  #: in the first one the optimizer makes its state
+#: Steps with a CUDA graph: three without it, the capture, and a step that only replays.
+STEPS_OF_GRAPH = 5
 #: Micro-batches of a validation: the one before is freed while the next one runs.
 ROUNDS = 2
 
@@ -140,21 +144,37 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
     """
     if config.train.compile != "none":
         return None  # blocks share their graphs, so that a trace of the whole takes no longer
-    for series in series_of(config, ranks):
-        if not series.saves:
-            continue
-        shorter = [series.of(series.least + i) for i in range(3)]
-        programs = [
-            composed_program(each, ranks, kind) or traced_program(each, ranks, kind) for each in shorter
-        ]
-        program = compose(programs, series.least, series.parts, SMALL)
-        if program is not None:
-            first, second, _ = programs
-            more = series.parts - series.least
-            program.tokens = first.tokens + more * (second.tokens - first.tokens)
-            program.model_flops = first.model_flops + more * (second.model_flops - first.model_flops)
-            return program
+    for series in series_of(config, ranks, _layers_of):
+        programs: dict[int, Program] = {}
+        for least in (series.least, series.least + 1):  # with one part more the ends may differ no longer
+            if not series.saves(least):
+                break
+            for parts in range(least, least + 3):
+                if parts not in programs:
+                    shorter = series.of(parts)
+                    programs[parts] = composed_program(shorter, ranks, kind) or traced_program(
+                        shorter, ranks, kind
+                    )
+            three = [programs[least + i] for i in range(3)]
+            if (program := compose(three, least, series.parts, SMALL)) is not None:
+                first, second, _ = three
+                more = series.parts - least
+                program.tokens = first.tokens + more * (second.tokens - first.tokens)
+                program.model_flops = first.model_flops + more * (second.model_flops - first.model_flops)
+                return program
     return None
+
+
+def _layers_of(shape: Any) -> Layers | None:
+    """The layers of a model of this package or of transformers."""
+    if not isinstance(shape, HuggingFaceShape):
+        return layers_of(shape)
+
+    def keys(kept: Sequence[int]) -> dict[str, Any] | None:
+        shorter = shape_with_layers(shape, kept)
+        return None if shorter is None else {"path": shorter.path}
+
+    return Layers(described(shape).layers, keys)
 
 
 def traced_program(
@@ -192,7 +212,7 @@ def _traced(
     trainer = Trainer(config, world, dataset, reads_weights=False, hooks=LogitsAlone(config))
     try:
         with watch_training(recorder) as training:
-            for _ in range(STEPS):
+            for _ in range(STEPS_OF_GRAPH if config.train.cuda_graph else STEPS):
                 recorder.phase(STEP)
                 recorder.phase("forward")
                 trainer.train_step(StopRequest())

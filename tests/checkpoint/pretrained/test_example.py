@@ -53,7 +53,7 @@ def test_it_refuses_bytes_for_another_vocabulary(rank: int, world_size: int, tmp
     pytest.importorskip("pydantic", reason="needs the extra train")
     pytest.importorskip("tokenizers", reason="reads tokenizer.json")
     from shardwright.train.commands import byte_tokenizer
-    from shardwright.train.config.catalog.presets import LlamaConfig
+    from shardwright.train.config.shapes.presets import LlamaConfig
     from shardwright.train.models import hugging_face
     from shardwright.train.models.build import model_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from shardwright.cli import main
 from shardwright.layout import Ragged, plan
 from shardwright.train.commands.layouts import alike, units_of
 from shardwright.train.models.native.llama import Llama
-from shardwright.train.parallel.recipe import parallelize
+from shardwright.train.parallel.engines import engine_of
+from shardwright.train.parallel.engines.base import Ranks
+from shardwright.train.parallel.engines.units import UnitEngine
 from tests.train.kit.jobs import TINY, config_file, tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -104,7 +105,7 @@ def test_units_are_those_that_training_makes(monkeypatch: pytest.MonkeyPatch, ti
     monkeypatch.setattr(sw, "fully_shard", record)
     config = tiny(model={"tied_embeddings": tied, "n_layers": 3}, parallel={"engine": "shardwright"})
     model = Llama(config.model.shape())
-    parallelize(model, config.parallel, SimpleNamespace(device_type="cpu"))  # type: ignore[arg-type]
+    UnitEngine.spread(engine_of(config.parallel), model, Ranks(None, torch.device("cpu")))  # type: ignore[arg-type]
     owned: set[nn.Parameter] = set()
     expected = []
     for modules in calls:

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from shardwright.train.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
-from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
 from shardwright.train.config.keys import OTHER_NAMES, keys, nearest_key
+from shardwright.train.config.shapes.presets import PRESETS, RopeScaling
 from shardwright.train.errors import UserError
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))

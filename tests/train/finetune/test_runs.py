@@ -50,15 +50,16 @@ def test_files_that_are_missing_on_one_host(
         names = hugging_face.key_map(job.config.model.shape())
         write_adapters(model, tmp_path / "0", job.config.finetune, key_map=names)
     dist.barrier()
+    plain = job.engine.unwrapped(job.model)
     if what == "base":
-        prepare(job.model, job.config, tmp_path / f"base{rank}.json", False, job.world.mesh)  # rank 0 writes
+        prepare(plain, job.config, tmp_path / f"base{rank}.json", False, job.world.mesh)  # rank 0 writes
     message = (
         "found no adapter_config.json in it" if what == "adapters" else "base1.json: expected the reference"
     )
     if rank == 0:
         message = f"Rank 1 failed, so all ranks stop. UserError: .*{message}"
     with pytest.raises(UserError, match=message):
-        prepare(job.model, job.config, tmp_path / f"base{rank}.json", what == "base", job.world.mesh)
+        prepare(plain, job.config, tmp_path / f"base{rank}.json", what == "base", job.world.mesh)
 
 
 @multirank(3)

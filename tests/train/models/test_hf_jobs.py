@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwright import cli
 from shardwright.engine.tensors.parameter import has_no_values
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import shardwright as sw
 from shardwright.train.models.hf import transformers_model
-from shardwright.train.parallel import recipe
 from shardwright.train.step.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
@@ -107,7 +106,7 @@ def check(
     job.model.eval()
     with torch.no_grad():
         logits = job.model(TOKENS)
-    recipe.free_gathered(job.model)
+    job.engine.free_gathered(job.model)
     shape = job.config.model.shape()
     out = folder / f"{kind}-saved-{len(options)}"
     sw.save_pretrained(

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from shardwright.train.config import Config, load_config
-from shardwright.train.config.catalog import hub as hub_module
-from shardwright.train.config.catalog import shapes
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.config.shapes import foreign as shapes
+from shardwright.train.config.shapes import hub as hub_module
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf import transformers_model
 from shardwright.train.parallel.checks import check_ranks
@@ -346,6 +346,6 @@ def test_a_folder_with_nearly_that_name(path: str, tmp_path: Path, monkeypatch: 
     (tmp_path / near / "config.json").write_text("{}")
     (tmp_path / "hf_lamas").mkdir()  # without a model
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwright.train.config.catalog.shapes.fetch_file", None)
+    monkeypatch.setattr("shardwright.train.config.shapes.foreign.fetch_file", None)
     with pytest.raises(ValueError, match=rf"path: .*{re.escape(path)}.*did you mean {re.escape(near)}\?"):
         HuggingFaceShape(path)

@@ -12,7 +12,7 @@ import torch
 
 import shardwright as sw
 from shardwright.checkpoint.pretrained.files import open_stored
-from shardwright.train.config.catalog.presets import (
+from shardwright.train.config.shapes.presets import (
     HYBRID_PRESETS,
     PRESETS,
     HybridConfig,

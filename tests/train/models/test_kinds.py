@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwright.train.config.catalog import kinds
-from shardwright.train.config.catalog.presets import PRESETS, LlamaConfig
 from shardwright.train.config.sections.model import ModelConfig
+from shardwright.train.config.shapes.presets import PRESETS, LlamaConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright import cli
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.shapes import PythonShape
+from shardwright.train.config.shapes.foreign import PythonShape
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model

@@ -23,7 +23,6 @@ from shardwright.collective import RankGroup
 from shardwright.engine.base.names import plain_name
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.fault import FaultConfig
-from shardwright.train.parallel import recipe
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
@@ -471,7 +470,7 @@ def test_a_step_has_one_reduction_beside_those_of_its_work(
     arguments = next_step(run)
     with counted() as work:
         run.forward_backward(*arguments)
-        recipe.clip_gradients(run.model, config)
+        run.clip_gradients()
     run.optimizer.step()
     assert step - work == Counter(all_reduce=1)
     assert work["all_reduce"] == (0 if in_backward else 1)  # of the norm

@@ -12,10 +12,12 @@ import torch
 import shardwright as sw
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
 from shardwright.train.config import Config
+from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.models.native.llama import Rope
 from shardwright.train.parallel import activations
 from shardwright.train.parallel.activations import prepare_blocks
+from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.recipe import parallelize
 from shardwright.train.report import jsonl
 from tests.engine.kit.counting import counted
@@ -254,5 +256,5 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: li
 
 def test_experts_in_float32_are_not_compiled() -> None:
     compiled = config("hybrid", train={"compile": "aot_eager"})
-    with pytest.raises(Exception, match="param_dtype"):
-        build(compiled)
+    with pytest.raises(UserError, match="param_dtype"):
+        check_division(compiled, 1)

@@ -12,12 +12,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwright._torch import absent_ranks, local_of
-from shardwright.planner.program import Program
+from shardwright.planner.program import STEP, Alloc, Program
 from shardwright.train.config import Config, load_config
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import STEP, AbsentData, program_of
+from shardwright.train.planning import AbsentData, program_of
 from shardwright.train.step.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -27,6 +27,14 @@ def config_of(words: str, example: str = "llama_debug", ranks: int = 2) -> Confi
     """The configuration of an example, with keys as SECTION.KEY=VALUE."""
     overrides = [cast(tuple[str, str], tuple(word.split("=", 1))) for word in words.split()]
     return load_config(EXAMPLES / f"{example}.toml", [*overrides, ("data.workers", "0")], ranks=ranks)
+
+
+def plain(program: Program) -> list[Any]:
+    """The events, with the owners themselves."""
+    return [
+        (each._replace(owner=0), program.owners[each.owner]) if isinstance(each, Alloc) else each
+        for each in program.events
+    ]
 
 
 def real_step(config: Config) -> tuple[int, dict[str, int]]:

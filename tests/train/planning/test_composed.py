@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner.program import Alloc, Program
+from shardwright.planner.program import Program
 from shardwright.train import planning
 from shardwright.train.config import Config, load_config
 from shardwright.train.config.series import series_of
 from shardwright.train.errors import UserError
 from shardwright.train.planning import composed_program, program_of, traced_program
-from tests.train.planning.kit import EXAMPLES, config_of
+from tests.train.planning.kit import EXAMPLES, config_of, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 LAYERS = 31  #: more than the three short models have together
@@ -44,14 +44,6 @@ ROWS: list[list[str]] = [
     ["", "validation.every=0", "checkpoint.asynchronous=true"],
     ["", "", "parallel.offload=cpu", "parallel.offload=optimizer"],
 ]  # fmt: skip
-
-
-def plain(program: Program) -> list[Any]:
-    """The events, with the owners themselves."""
-    return [
-        (each._replace(owner=0), program.owners[each.owner]) if isinstance(each, Alloc) else each
-        for each in program.events
-    ]
 
 
 def check(config: Config, ranks: int = 2, kind: Any = "cuda") -> None:
@@ -102,7 +94,8 @@ def test_composed_plans_of_random_settings_are_the_traced_ones(case: tuple[str, 
     "words",
     [
         "", "train.accumulate=hold", "parallel.engine=fsdp2", "parallel.strategy=zero1 activations.checkpoint=full",
-        "optimizer.name=muon", "finetune.method=lora model.n_layers=19",
+        "optimizer.name=muon", "finetune.method=lora model.n_layers=19", "parallel.memory=arena",
+        "parallel.memory=max_pool train.accumulate=hold",
     ],
 )  # fmt: skip
 def test_composed_plans_of_many_micro_batches_are_the_traced_ones(words: str) -> None:
@@ -135,7 +128,7 @@ def test_the_series_of_a_model(keys: dict[str, str], parts: int | None) -> None:
     overrides = [("model.n_layers", "17"), *keys.items()]
     config = load_config(EXAMPLES / "llama_debug.toml", overrides, ranks=2)
     series = [each.parts for each in series_of(config, 2)]
-    assert series == ([] if "parallel.memory" in keys else [1] if parts is None else [1, parts])
+    assert series == ([1] if parts is None else [1, parts])
     for each in series_of(config, 2):
         assert each.of(each.parts) == config
 

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from shardwright.cli.program import main
+from shardwright.train import planning
 from shardwright.train.config import Config
 from shardwright.train.config.assumed import assumed_job
-from shardwright.train.planning import program_of
+from shardwright.train.config.series import series_of
+from shardwright.train.models.hf.layers import described, shape_with_layers
+from shardwright.train.planning import composed_program, program_of, traced_program
 from tests.train.models.kit.architectures import ARCHITECTURES
 from tests.train.models.kit.hub import hub
-from tests.train.planning.kit import compare
+from tests.train.planning.kit import compare, plain
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -57,6 +60,46 @@ def test_a_plan_has_the_peak_of_the_step(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", MORE_STEPS)
 def test_a_plan_has_the_peak_of_the_step_of_each_architecture(kind: str, tmp_path: Path) -> None:
     compare(config_of(folder_of(kind, tmp_path), f"{ON_CPU} {MORE_STEPS[kind]}"), kind, 0.005)
+
+
+#: Changes of config.json for many layers, and how often their pattern repeats.
+LONG: dict[str, tuple[dict[str, Any], int]] = {
+    "llama": ({"num_hidden_layers": 20}, 20),
+    "gpt2": ({"n_layer": 20}, 20),
+    "gemma2": ({"num_hidden_layers": 42}, 21),
+    "opt": ({"num_hidden_layers": 20}, 20),
+    "mamba2": ({"num_hidden_layers": 20}, 20),
+    "nemotron_h": ({"layers_block_type": ["mamba", "attention", "mlp"] * 14 + ["attention"]}, 14),
+}
+
+
+@pytest.mark.extensive("four or more traces of each")
+@pytest.mark.parametrize("kind", LONG)
+def test_a_composed_plan_is_the_traced_one(kind: str, tmp_path: Path) -> None:
+    changes, parts = LONG[kind]
+    config = config_of(folder_of(kind, tmp_path, **changes), "train.seq_len=256")
+    *_, layers = series_of(config, 2, planning._layers_of)
+    assert (layers.parts, layers.saves(layers.least)) == (parts, True)
+    composed, traced = composed_program(config, 2), traced_program(config, 2)
+    assert composed is not None
+    assert plain(composed) == plain(traced)
+
+
+def test_layers_that_differ_are_not_repeated(tmp_path: Path) -> None:
+    """The lists of config.json say which layers slide. A key that its class reads for itself is seen in the layers."""
+    kinds = ["sliding_attention", "full_attention"] * 12
+    folder = folder_of("gemma2", tmp_path / "a", num_hidden_layers=24, layer_types=kinds)
+    shape: Any = config_of(folder).model.shape()
+    layers = described(shape).layers
+    assert layers[0] == layers[2] != layers[1] == layers[23]
+    shorter = shape_with_layers(shape, [0, 1, 2, 3])
+    assert shorter is not None and described(shorter).layers == layers[:4]
+    assert shape_with_layers(shape, range(24)) == shape
+    assert shape_with_layers(shape, [1, 0]) is not None
+    other = folder_of("bamba", tmp_path / "b", num_hidden_layers=8, attn_layer_indices=[6])
+    shape = config_of(other).model.shape()
+    assert shape_with_layers(shape, [0, 6]) is None  # its second layer has no attention
+    assert shape_with_layers(shape, [0, 1]) is not None
 
 
 def test_a_long_sample_is_one_document_and_needs_no_mask(tmp_path: Path) -> None:

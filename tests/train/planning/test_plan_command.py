@@ -184,7 +184,6 @@ def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() ->
         (["llama_debug", "--on", "8xh10"], "did you mean 'h100'"),
         (["llama_debug", "--on", "3xh100"], "train.global_batch"),
         (["llama_debug", "--on", "2xh100", "--parallel.engine", "ddp"], "parallel.engine"),
-        (["llama_debug", "--on", "2xh100", "--train.cuda_graph", "true"], "train.cuda_graph"),
         (["llama_debug", "--on", "2xh100", "--parallel.engine", "none"], "parallel.engine"),
         (["nowhere", "--on", "2xh100"], "nowhere"),
     ],

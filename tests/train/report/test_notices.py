@@ -156,6 +156,6 @@ def test_the_base_of_an_export_may_be_on_the_hub(
         assert settings["transformers_version"]
     notices: list[str] = []
     shutil.rmtree(tmp_path / "cache" / "models--owner--base" / "snapshots")
-    monkeypatch.setattr("shardwright.train.config.catalog.hub.PAUSE", 0.0)
+    monkeypatch.setattr("shardwright.train.config.shapes.hub.PAUSE", 0.0)
     assert generation_settings(config, Bytes(), notices.append)["temperature"] == 0.8
     assert len(notices) == 1 and "does not answer" in notices[0]

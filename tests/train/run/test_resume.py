@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
-from shardwright.train.config.catalog.presets import PRESETS, RopeScaling
+from shardwright.train.config.shapes.presets import PRESETS, RopeScaling
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
 from tests.train.kit.damage import what_is_missing

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.engines import ENGINES, engines_that
 from shardwright.train.errors import UserError
 from shardwright.train.report import console, jsonl, plots
 from shardwright.train.run.folder import RunFolder, open_for_writing
@@ -66,12 +67,13 @@ class ComparedRun:
         return main | self._others
 
     def _planned(self, key: str) -> str:
-        """One of the options of the engine shardwright."""
+        """One of the options of an engine that has keys of its own."""
         values = []
         for session in self.record["sessions"]:
             # Older runs have one value in their configuration, from the last session.
             value = session.get(key) or str(getattr(self.config.parallel, key))
-            values.append(value if session["engine"] == "shardwright" else "-")
+            engine = ENGINES.get(session["engine"])
+            values.append(value if engine is not None and engine.has_own_keys else "-")
         return ", then ".join(dict.fromkeys(values))
 
     @property
@@ -385,7 +387,8 @@ def memory_explanation(runs: Sequence[ComparedRun], figures: Sequence[Mapping[st
         "            each on the rank with most",
     ]
     if any(figure["leased_memory_bytes"] is None for figure in figures):
-        lines.append("-           not known: another engine than shardwright, or a run that failed")
+        engines = engines_that(lambda engine: engine.reports_memory)
+        lines.append(f"-           not known: another engine than {engines}, or a run that failed")
     return "\n".join(f" {line}" for line in lines) + "\n"
 
 

@@ -25,7 +25,7 @@ from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of,
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
-from shardwright.train.config.catalog.presets import Shape
+from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.dataset import read_template
 from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError, as_user_errors

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device
@@ -13,6 +18,7 @@ from shardwright.planner.speed import Speed, in_time, speed_of
 from shardwright.planner.verdict import in_gib, judge
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.plan import program_of
+from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.assumed import value_at
 from shardwright.train.config.dims import ParallelDims
@@ -22,16 +28,19 @@ SHOWN = 5  #: plans beside the best one
 
 
 def fit(
-    configured: Callable[[Sequence[tuple[str, str]]], Config],
-    ranks: int,
-    device: Device,
-    rules: Rules,
-    json: bool,
-    caches: bool = True,
+    job: PlannedJob, device: Device, rules: Rules, json: bool, caches: bool = True, processes: int = 1
 ) -> int:
     """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
 
-    The settings change no number of the run, except for the order of sums.
+    The settings change no number of the run, except for the order of sums. Keys of the command line stay.
+
+    Args:
+        job: the job.
+        device: of each rank.
+        rules: of PyTorch's allocator.
+        json: print all plans as JSON.
+        caches: take programs that were traced before, and keep new ones.
+        processes: plans that are made at a time. With 1 they are made in this process.
 
     Raises:
         UserError: the device's speed is not known, or no plan covers the job.
@@ -40,32 +49,30 @@ def fit(
         raise UserError(
             f"--fit: expected a device whose speed is known, found {device.name!r}; its file needs a table [speed]"
         )
-    config = configured(())
-    plans: dict[Keys, tuple[Found, Speed]] = {}
+    config = job()
+    speeds: dict[Keys, Speed] = {}
     started = time.monotonic()
+    planned = functools.partial(_planned, job, device, rules, caches)
 
-    def plan(keys: Keys) -> Found | None:
-        try:
-            program = program_of(configured(keys), ranks, caches, device.kind)
-        except UserError:  # they do not go together
-            return None
-        speed = speed_of(program, device, ranks, with_range=False)
-        assert speed is not None
-        verdict = judge(program, device, ranks, rules, speed)
-        found = Found(keys, verdict.fits, verdict.usage.reserved, speed.seconds[1])
-        plans[keys] = found, speed
-        if sys.stderr.isatty():
-            words = f"{in_gib(found.nbytes)} GiB, {in_time(found.seconds)} a step"
-            print(f"\r{len(plans)} plans, the last one {words}\033[K", end="", file=sys.stderr, flush=True)
-        return found
+    def plan(points: Sequence[Keys]) -> Iterator[Found | None]:
+        for result in map(planned, points) if pool is None else pool.map(planned, points):
+            if result is not None:
+                found, speeds[found.keys] = result
+                _say(len(speeds), found)
+            yield None if result is None else result[0]
 
-    found = [each for axes in axes_of(config, ranks, device.figures.node) for each in search(axes, plan)]
+    found: list[Found] = []
+    with _pool(processes) as pool:
+        now = next(plan([()]))
+        for axes in axes_of(config, job.ranks, device.figures.node, dict(job.keys)):
+            found += search(axes, plan, processes)
+            if fastest(found) is not None:
+                break  # blocks that are compiled are faster and smaller
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if not found:
-        plan(())  # an error of the job itself
+        program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
-    rows = list(_rows(config, device, found, plans, time.monotonic() - started))
     best = fastest(found)
     if json:
         print(
@@ -74,8 +81,37 @@ def fit(
             )
         )
     else:
+        rows = _rows(config, device, now, found, speeds, time.monotonic() - started)
         print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
     return 0 if best is not None else 3
+
+
+def _planned(
+    job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys
+) -> tuple[Found, Speed] | None:
+    """The plan of some settings; None: they do not go together."""
+    try:
+        config = job(keys)
+        program = program_of(config, job.ranks, caches, device.kind)
+    except UserError:
+        return None
+    speed = speed_of(program, device, job.ranks, with_range=False)
+    assert speed is not None
+    verdict = judge(program, device, job.ranks, rules, speed)
+    return Found(keys, verdict.fits, verdict.unlimited.reserved, speed.seconds[1]), speed
+
+
+def _pool(processes: int) -> AbstractContextManager[Executor | None]:
+    if processes == 1:
+        return nullcontext()
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, context, functools.partial(warnings.simplefilter, "ignore"))
+
+
+def _say(count: int, found: Found) -> None:
+    if sys.stderr.isatty():
+        words = f"{in_gib(found.nbytes)} GiB, {in_time(found.seconds)} a step"
+        print(f"\r{count} plans, the last one {words}\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _values(each: Found) -> dict[str, object]:
@@ -87,13 +123,14 @@ def _values(each: Found) -> dict[str, object]:
     }
 
 
-def axes_of(config: Config, ranks: int, node: int) -> Iterator[list[Axis]]:
-    """The grids of settings: one for blocks that are compiled, and one without.
+def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> Iterator[list[Axis]]:
+    """The grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
 
     Args:
         config: the job.
         ranks: of the job.
         node: devices of a node.
+        given: keys that stay as they are.
     """
     data = ParallelDims.of(config.parallel, ranks).data
     axes = [
@@ -101,7 +138,9 @@ def axes_of(config: Config, ranks: int, node: int) -> Iterator[list[Axis]]:
         Axis("micro-batch", tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data))),
         Axis("checkpoint", tuple((("activations.checkpoint", way),) for way in ("none", "ops", "full"))),
     ]
-    for way in dict.fromkeys((config.train.compile, "inductor", "none")):
+    axes = [axis for axis in axes if not any(key in given for keys in axis.values for key, _ in keys)]
+    ways = [config.train.compile] if "train.compile" in given else [config.train.compile, "inductor"]
+    for way in dict.fromkeys(reversed(ways)):
         yield [Axis("compile", ((("train.compile", way),),)), *axes]
 
 
@@ -117,7 +156,7 @@ def _micro_batches(config: Config, data: int) -> list[int]:
 
 def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
     """Ways to divide the model over so many ranks, those that communicate least first."""
-    if config.parallel.engine != "shardwright" or data == 1:
+    if not config.parallel.facts.has_own_keys or data == 1:
         yield ()
         return
 
@@ -143,8 +182,9 @@ def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
 def _rows(
     config: Config,
     device: Device,
+    now: Found | None,
     found: Sequence[Found],
-    plans: dict[Keys, tuple[Found, Speed]],
+    speeds: Mapping[Keys, Speed],
     seconds: float,
 ) -> Iterator[tuple[str, str]]:
     """Heads and texts: the best plan and its file, then those that are slower and smaller, and why they are slower."""
@@ -153,6 +193,9 @@ def _rows(
         "fit",
         f"{counted(len(found), 'plan', 'plans')} in {in_time(seconds)}, {fitting} of them fit {device.name}",
     )
+    if now is not None:
+        fits = "" if now.fits else ", which do not fit"
+        yield "now", f"{_figures(now, speeds[now.keys])}{fits}"
     front = frontier(found)
     if not front:
         least = min(found, key=lambda each: each.nbytes)
@@ -161,11 +204,11 @@ def _rows(
             f"none; the smallest one needs {in_gib(least.nbytes)} GiB: {_options(config, least.keys)}",
         )
         return
-    best, speed = plans[front[0].keys]
+    best, speed = front[0], speeds[front[0].keys]
     yield "best", f"{_figures(best, speed)}; as a file's lines:"
     yield from (("", line) for line in _toml(config, best.keys))
     for i, each in enumerate(front[1 : SHOWN + 1]):
-        _, other = plans[each.keys]
+        other = speeds[each.keys]
         yield "smaller" if not i else "", f"{_figures(each, other)}: {_options(config, each.keys)}"
         yield "", f"  {_why_slower(speed, other)}"
 

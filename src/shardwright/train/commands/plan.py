@@ -62,7 +62,7 @@ def plan(
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
         groups = verdict.peak.by_group()
         for keys, touched in edits_of(config):
-            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.usage.reserved:
+            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.unlimited.reserved:
                 continue
             try:
                 program = program_of(configured(keys), ranks, caches, device.kind)
@@ -70,13 +70,15 @@ def plan(
                 continue
             speed = speed_of(program, device, ranks, with_range=False)
             edits.append((_in_words(keys), judge(program, device, ranks, rules, speed)))
-    edits = [(words, other) for words, other in edits if other.usage.reserved < verdict.usage.reserved]
-    edits = sorted(edits, key=lambda edit: edit[1].usage.reserved)[:EDITS]
+    edits = [
+        (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
+    ]
+    edits = sorted(edits, key=lambda edit: edit[1].unlimited.reserved)[:EDITS]
     if json:
         print(as_json(verdict, edits, {key: value_at(config, key) for key in assumed}))
         return verdict.status
     for i, (words, other) in enumerate(edits):
-        saved = in_gib(verdict.usage.reserved - other.usage.reserved)
+        saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")
@@ -100,8 +102,10 @@ def program_of(
     key = plan_key(config, ranks, kind) if caches else None
     program = cache.load(key) if key is not None else None
     if program is None:
+        from shardwright._torch import log_errors_alone
         from shardwright.train import planning
 
+        log_errors_alone()  # what torch says of code that it only traces is for runs
         program = planning.program_of(config, ranks, kind)
         if key is not None:
             cache.store(key, program)

@@ -126,7 +126,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
         if gpus and nproc > gpus:
             raise UserError(f"--nproc: expected at most {gpus}, the GPUs of this machine, found {nproc}")
         return nproc
-    return max(1, gpus) if config.parallel.engine != "none" else 1
+    return 1 if config.parallel.facts.one_rank else max(1, gpus)
 
 
 def _stay_local() -> None:

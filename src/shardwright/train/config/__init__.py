@@ -1,8 +1,9 @@
 """The configuration of a job: TOML and the command line in, one checked value out, mistakes in one line each.
 
-`sections` has the keys, `schema` the whole and how sections fit together, `load` reads files, `keys` and `mistakes`
-have the words of help and errors. `catalog` has all that a key can name: kinds of models with their shapes,
-optimizers, sinks. Nothing here imports torch, so that `--help` and a mistyped key are answered at once.
+`sections` has the keys, `conflicts` the values that do not go together, `schema` the whole. `load` reads files; `keys`
+and `mistakes` have the words of help and errors. `shapes` has models as numbers, `catalog` all that a key can name:
+engines, kinds of models, optimizers, sinks, hooks. Nothing here imports torch, so that `--help` and a mistyped key are
+answered at once.
 """
 
 from shardwright.train.config.load import load_config, stored_config, with_special_tokens

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
 from shardwright.train.config.load import checked_config
 from shardwright.train.config.schema import Config
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 
 Overrides = Sequence[tuple[str, str]]
@@ -62,5 +62,4 @@ def _number(text: str) -> int:
 
 def value_at(config: Config, key: str) -> object:
     """The value of a key, as SECTION.KEY."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    return config.value_at(key)

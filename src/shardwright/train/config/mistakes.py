@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from shardwright.train.config.conflicts.table import ConflictError
 from shardwright.train.config.keys import (
     ROW,
     expected_of,
@@ -51,9 +52,11 @@ def in_one_line(error: ValidationError, path: Path | str, overridden: Collection
     rest = [name for name, _ in others if not first.endswith(f"did you mean {name}?")]
     where = "command line" if any(f"{key}.".startswith(f"{each}.") for each in overridden) else str(path)
     if details[0]["type"] == "value_error":
-        # Values that do not fit one another may come from both. Of [run] none has to fit another section.
-        section = ".".join(map(str, details[0]["loc"]))
-        sections = {section} if section else set(Config.model_fields) - {"run"}
+        # Values that do not fit one another may come from both.
+        error_of_values = details[0]["ctx"]["error"]
+        sections: Set[str] = {".".join(map(str, details[0]["loc"]))}
+        if isinstance(error_of_values, ConflictError):
+            sections, rest = error_of_values.sections, [*rest, *error_of_values.others]
         if any(each.partition(".")[0] in sections for each in overridden):
             where = f"{path} and command line"
     more = f" (and {len(rest)} more: {', '.join(rest)})" if rest else ""

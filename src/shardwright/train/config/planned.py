@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+from shardwright.train.config.conflicts.jobs import PLANNED
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.schema import Config
-from shardwright.train.errors import UserError
 
 
 def check_planned(config: Config) -> None:
@@ -14,15 +13,4 @@ def check_planned(config: Config) -> None:
     Raises:
         UserError: names the key.
     """
-    if config.train.float8 != "none" and importlib.util.find_spec("torchao") is None:
-        raise UserError(
-            f"train.float8: a plan with {config.train.float8!r} needs torchao, found none; install the extra float8"
-        )
-    if config.train.cuda_graph:
-        raise UserError(
-            "train.cuda_graph: a plan covers false, found true; plan with --train.cuda_graph false"
-        )
-    if config.parallel.engine in ("ddp", "fsdp1"):
-        raise UserError(
-            f"parallel.engine: a plan covers 'shardwright', 'fsdp2' and 'none', found {config.parallel.engine!r}"
-        )
+    refuse(PLANNED, config)

@@ -6,15 +6,15 @@ their number. :func:`series_of` says for which configurations they do. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.extend import layouts, strategies
+from shardwright.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.optimizers import optimizers
-from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
+from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig
 
 #: Kinds of memory whose blocks do not depend on the number of units. The others are planned from all units of a step.
 MEMORIES = ("dynamic", "double_buffer")
@@ -38,24 +38,50 @@ class Series:
     least: int
     of: Callable[[int], Config]
 
-    @property
-    def saves(self) -> bool:
-        """Whether three short configurations have fewer parts together."""
-        return self.parts > 3 * self.least + 3
+    def saves(self, least: int) -> bool:
+        """Whether configurations of ``least`` parts and of one and two more have fewer parts together."""
+        return self.parts > 3 * least + 3
 
 
-def series_of(config: Config, ranks: int) -> Iterator[Series]:
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model.
+
+    Attributes:
+        kinds: a value for each layer, equal for layers that do the same.
+        with_these: keys of ``[model]`` and their values for the model with some of the layers, by their numbers; None:
+            there is no such model.
+    """
+
+    kinds: Sequence[Hashable]
+    with_these: Callable[[Sequence[int]], dict[str, Any] | None]
+
+
+def layers_of(shape: Any) -> Layers | None:
+    """The layers of a model of this package; None: it is another model."""
+    if type(shape) is LlamaConfig:
+        return Layers("*" * shape.n_layers, lambda kept: {"n_layers": len(kept)})
+    if type(shape) is HybridConfig:
+        pattern = shape.pattern
+        return Layers(pattern, lambda kept: {"pattern": "".join(pattern[i] for i in kept)})
+    return None
+
+
+def series_of(
+    config: Config, ranks: int, layers_of: Callable[[Any], Layers | None] = layers_of
+) -> Iterator[Series]:
     """Series of a configuration: in its micro-batches, then in its layers.
 
-    One is left out if the step depends on the number in other ways, or may do so.
+    One is left out if the step depends on the number in other ways, or may do so. ``layers_of``: the layers of a shape.
     """
     parallel = config.parallel
     origins = [strategies.origin(parallel.strategy), optimizers.origin(config.optimizer.name)]
     if isinstance(parallel.layout, str):
         origins.append(layouts.origin(parallel.layout))
-    if parallel.memory in MEMORIES and all(origin == "built in" for origin in origins):
+    origins.append(memories.origin(parallel.memory))
+    if all(origin == "built in" for origin in origins):
         yield _of_micro_batches(config, ranks)
-        if (layers := _of_layers(config)) is not None:
+        if (layers := _of_layers(config, layers_of)) is not None:
             yield layers
 
 
@@ -69,42 +95,37 @@ def _of_micro_batches(config: Config, ranks: int) -> Series:
     return Series(count, 2 * ENDS, of)
 
 
-def _of_layers(config: Config) -> Series | None:
+def _of_layers(config: Config, layers_of: Callable[[Any], Layers | None]) -> Series | None:
     prefetch = config.parallel.prefetch
     patterns = (*config.finetune.targets, *config.finetune.train_also, *config.parallel.keep_float32)
     if (
-        config.optimizer.name not in OPTIMIZERS
+        config.parallel.memory not in MEMORIES
+        or config.optimizer.name not in OPTIMIZERS
         or not isinstance(prefetch, int)
         or any(letter.isdigit() or letter in "?[" for pattern in patterns for letter in pattern)
+        or (layers := layers_of(config.model.shape())) is None
     ):
         return None
-    shape: Any = config.model.shape()
-    made: Callable[[list[str]], Any]
     every = config.activations.every if config.activations.checkpoint == "layers" else 1
-    if type(shape) is LlamaConfig:
-        layers = ["*"] * shape.n_layers
-        key, made = "n_layers", len
-    elif type(shape) is HybridConfig:
-        layers = list(shape.pattern)
-        key, made = "pattern", "".join
-    else:
-        return None
-    first, period, count = _repeated([f"{kind}{i % every}" for i, kind in enumerate(layers)])
+    first, period, count = _repeated([(kind, i % every) for i, kind in enumerate(layers.kinds)])
     if not count:
         return None
-    end = first + period * count
+    validates = 1 if config.validation.every else 0  # its second round gathers one layer less
+    least = max(-(-(2 * ENDS + validates + 2 * max(prefetch - 1, 0)) // period), 2)
+
+    def keys(parts: int) -> dict[str, Any] | None:
+        end = range(first + period * count, len(layers.kinds))
+        return layers.with_these([*range(first + period * parts), *end])
 
     def of(parts: int) -> Config:
-        piece = layers[first : first + period]
-        value = made([*layers[:first], *piece * parts, *layers[end:]])
-        return config.model_copy(update={"model": config.model.model_copy(update={key: value})})
+        return config.model_copy(update={"model": config.model.model_copy(update=keys(parts))})
 
-    validates = 1 if config.validation.every else 0  # its second round gathers one layer less
-    least = -(-(2 * ENDS + validates + 2 * max(prefetch - 1, 0)) // period)
-    return Series(count, max(least, 2), of)
+    series = Series(count, least, of)
+    is_possible = not series.saves(least) or all(keys(least + i) is not None for i in range(4))
+    return series if is_possible else None
 
 
-def _repeated(items: list[str]) -> tuple[int, int, int]:
+def _repeated(items: Sequence[Hashable]) -> tuple[int, int, int]:
     """The longest part of a list that repeats a piece: its first item, the piece's length, and how often."""
     best = 0, 0, 0
     for period in range(1, len(items) // 2 + 1):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
+from shardwright.train.config.conflicts.jobs import NEW
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
@@ -33,13 +34,13 @@ def peft_names(model: nn.Module, config: Config) -> KeyMap | None:
     return key_map(shape) if names is None and offers_of(shape).key_map is not None else names
 
 
-def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool, mesh: DeviceMesh) -> None:
+def prepare(plain: nn.Module, config: Config, base_file: Path, resume: bool, mesh: DeviceMesh) -> None:
     """Compare the base with the run's reference, or write this reference. Called by every rank of `mesh`.
 
-    A new run also reads the adapters to start from. Raises UserError on every rank.
+    `plain` is the model without the wrapper of an engine. A new run also reads the adapters to start from. Raises
+    UserError on every rank.
     """
     ranks = RankGroup.of_mesh(mesh)
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
     if not resume:
         reset_magnitudes(plain)
     base = base_of(plain, source_of(config))
@@ -48,11 +49,7 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool, mes
         return
     settings = config.finetune
     if settings.adapters:
-        if config.parallel.engine == "fsdp2":
-            raise UserError(
-                "parallel.engine: expected 'shardwright', 'ddp' or 'none' with finetune.adapters, found 'fsdp2', into "
-                "whose parameters no files of adapters are read; choose another engine"
-            )
+        refuse(NEW, config)
         names = peft_names(plain, config)
         ranks.run_or_stop(lambda: read_adapters(plain, settings.adapters, settings, key_map=names), UserError)
     ranks.run_or_stop(lambda: write_base(base_file, base) if ranks.is_first else None, UserError)

@@ -24,8 +24,8 @@ from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_model
 from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
-from shardwright.train.config.catalog.hub import is_hub_name
 from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trained_names
 from shardwright.train.finetune.selection import is_mamba_output

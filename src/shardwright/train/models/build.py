@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwright.extend import ExtensionError
 from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog.kinds import kind_of, model_in_words, offers_of
-from shardwright.train.config.catalog.presets import Shape
+from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
 from shardwright.train.models.outputs import check_class

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.hub import MissingFile, Unreachable, fetch_file
-from shardwright.train.config.catalog.shapes import HuggingFaceShape, is_folder
+from shardwright.train.config.shapes.foreign import HuggingFaceShape, is_folder
+from shardwright.train.config.shapes.hub import MissingFile, Unreachable, fetch_file
 from shardwright.train.data.tokens.tokenizers import FILE, GENERATION, FromFile, Tokenizer
 from shardwright.train.errors import UserError
 

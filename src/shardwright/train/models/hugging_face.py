@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.checkpoint.pretrained.names import TensorSource
 from shardwright.train.config.catalog.kinds import kinds, offer
-from shardwright.train.config.catalog.presets import Shape
+from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError
 
 

@@ -1,6 +1,6 @@
-"""A documented place of names that are in `config.catalog.presets`."""
+"""A documented place of names that are in `config.shapes.presets`."""
 
-from shardwright.train.config.catalog.presets import (
+from shardwright.train.config.shapes.presets import (
     HYBRID_PRESETS,
     PRESETS,
     HybridConfig,

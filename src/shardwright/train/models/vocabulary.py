@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import kind_of
-from shardwright.train.config.catalog.presets import Shape
+from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
 

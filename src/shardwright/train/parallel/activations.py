@@ -16,9 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
-from shardwright.train.errors import UserError
 from shardwright.train.models.language_model import LanguageModel
-from shardwright.train.models.native.hybrid import Hybrid
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
     from shardwright.train.config import Config
@@ -44,15 +42,11 @@ SAVED_OPS = frozenset({"torch_attn::_varlen_attn"}) | frozenset(
 
 
 def prepare_blocks(model: LanguageModel, config: Config) -> None:
-    """Checkpoint the activations of the model's blocks and compile them, as far as `config` says so.
-
-    Raises UserError where torch cannot compile the model.
-    """
+    """Checkpoint the activations of the model's blocks and compile them, as far as `config` says so."""
     settings = config.activations
     if config.train.compile == "none":
         checkpoint_blocks(model, settings.checkpoint, settings.every)
         return
-    _check_compilable(model, config)
     # The setting is one of the whole process. With less than 1 "ops" cannot be compiled.
     set_activation_memory_budget(settings.budget if settings.checkpoint == "budget" else 1.0)
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
@@ -80,17 +74,6 @@ def checkpoint_blocks(model: LanguageModel, kind: str, every: int = 1) -> None:
     for number, block in enumerate(model.blocks()):
         if kind in ("full", "ops") or (kind == "layers" and number % every == 0):
             block.forward = functools.partial(checkpoint, block.forward, **options)
-
-
-def _check_compilable(model: LanguageModel, config: Config) -> None:
-    if isinstance(model, Hybrid) and config.parallel.param_dtype == "float32":
-        pattern = model.config.pattern + model.config.mtp_pattern
-        if "E" in pattern:
-            raise UserError(
-                f"train.compile: expected none for a pattern with experts, {pattern!r}, in float32, found "
-                f"{config.train.compile!r}; torch compiles grouped matrix products only in bfloat16: set "
-                "parallel.param_dtype to bfloat16"
-            )
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -5,24 +5,19 @@ Nothing here needs a process group. Importing this file imports no engine, see `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardwright.train.config import Config, TrainConfig
-from shardwright.train.config.catalog.kinds import kind_of, offers_of
-from shardwright.train.config.catalog.optimizers import optimizers
-from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.catalog.kinds import offers_of, uneven
+from shardwright.train.config.conflicts.jobs import STARTED
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
-from shardwright.train.config.sections.data import ONE_OR_UNMASKED, UNMASKED
+from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.data.sources.places import locate
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.launch.environment import choose_device, under_launcher
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import saved_steps
-
-if TYPE_CHECKING:
-    from shardwright.train.models.language_model import LanguageModel
 
 EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""
@@ -57,22 +52,12 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
 def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
     """The same, wherever the job will run: without this machine's memory and devices."""
     parallel = config.parallel
-    if parallel.engine == "none" and ranks != 1:
+    if parallel.facts.one_rank and ranks != 1:
         raise UserError(
-            f"parallel.engine: the engine 'none' runs on exactly 1 rank, found {ranks}; use --nproc 1 or another "
-            "engine"
+            f"parallel.engine: the engine {parallel.engine!r} runs on exactly 1 rank, found {ranks}; use --nproc 1 or "
+            "another engine"
         )
-    if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
-        raise UserError(
-            f"parallel.reduce_dtype: expected float32 with engine ddp, found {parallel.reduce_dtype}"
-        )
-    kind = kind_of(config.model.shape()).name
-    for key, value in (("tensor", parallel.tensor), ("expert", parallel.expert)):
-        if value > 1 and kind in ("hf", "python"):
-            raise UserError(
-                f"parallel.{key}: expected 1 with model.kind {kind!r}, found {value}; only the kinds llama and hybrid "
-                "have a plan that divides layers"
-            )
+    refuse(STARTED, config)
     dims = ParallelDims.of(parallel, ranks)
     if dims.tensor > 1:
         _check_tensor_parallel(config)
@@ -143,19 +128,8 @@ def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:
 
 
 def _check_tensor_parallel(config: Config) -> None:
-    """Refuse what tensor parallelism cannot be combined with, or does not divide."""
-    from shardwright.train.config.catalog.kinds import uneven
-
+    """Refuse sizes that tensor parallelism does not divide."""
     ranks, shape = config.parallel.tensor, config.model.shape()
-    if optimizers.get(config.optimizer.name).whole:
-        raise UserError(
-            f"parallel.tensor: expected 1 with optimizer {config.optimizer.name!r}, which needs tensors or blocks "
-            f'that are not cut, found {ranks}; or set optimizer.name = "adamw"'
-        )
-    if config.train.cuda_graph:
-        raise UserError(
-            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
-        )
     for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
         of_what = (
             f"parallel.tensor = {ranks}"
@@ -166,25 +140,9 @@ def _check_tensor_parallel(config: Config) -> None:
 
 
 def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
-    """Refuse what expert parallelism cannot be combined with, or does not divide."""
+    """Refuse numbers that expert parallelism does not divide."""
     parallel, shape = config.parallel, config.model.shape()
-    if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
-        raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
-    rules: dict[str, tuple[object, object, str]] = {
-        "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
-        "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
-    }
-    if optimizers.get(config.optimizer.name).whole:
-        rules["optimizer.name"] = (
-            config.optimizer.name,
-            "adamw",
-            "it needs tensors or blocks that are not cut",
-        )
-    for key, (value, expected, why) in rules.items():
-        if value != expected:
-            raise UserError(
-                f"{key}: expected {expected!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
-            )
+    assert isinstance(shape, HybridConfig)  # others have no experts
     for what, size in (
         ("the number of ranks that share a replica", dims.shard),
         ("model.n_experts", shape.n_experts),
@@ -205,51 +163,4 @@ def check_batch_fits(train: TrainConfig, windows: int) -> None:
         raise UserError(
             f"train.global_batch: expected at most {EPOCHS_PER_STEP} times the {windows} sequences of the training "
             f"text (that is {EPOCHS_PER_STEP * windows}), found {train.global_batch}"
-        )
-
-
-def numbers_padding(config: Config, model: LanguageModel) -> bool:
-    """Whether forward must know padding as a document, since losses beside the cross-entropy are over all its tokens.
-
-    Models of other libraries leave padding out themselves.
-    """
-    return config.data.packing == "none" and bool(model.auxiliary) and not model.foreign and model.separates
-
-
-def check_separates(config: Config, model: LanguageModel) -> None:
-    """Refuse samples of several documents for a model that would mix them."""
-    data = config.data
-    if config.train.cuda_graph:
-        _check_graph_of(model, config)
-    if data.separates and not model.separates:
-        key, expected, value = (
-            ("packing", "'none' or 'split'", data.packing)
-            if data.packing == "best_fit"
-            else ("document_mask", "false", data.document_mask)
-        )
-        raise UserError(
-            f"data.{key}: expected {expected} with model.kind {config.model.kind!r}, whose tokens would see other "
-            f"documents of their sample, found {toml_value(value)}; set {ONE_OR_UNMASKED}"
-        )
-
-
-def _check_graph_of(model: LanguageModel, config: Config) -> None:
-    """Refuse to capture steps that differ: in the numbers they draw, in documents or in padding."""
-    if model.draws:
-        raise UserError(
-            "train.cuda_graph: expected false with a model that may draw random numbers (model.kind "
-            f"{config.model.kind!r}), found true; a graph cannot draw from another seed in each step"
-        )
-    if config.data.separates:
-        # With "none" such a model numbers its padding, and the amount of padding changes in every step.
-        other = UNMASKED if model.auxiliary and not model.foreign else ONE_OR_UNMASKED
-        raise UserError(
-            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
-            f"every step, found true; or set {other}"
-        )
-    if numbers_padding(config, model):
-        raise UserError(
-            "train.cuda_graph: expected false with data.packing 'none' and a model with losses beside the "
-            "cross-entropy, which must not count padding, found true; its amount changes in every step. Or set "
-            f"{UNMASKED}"
         )

@@ -1,7 +1,7 @@
 """Matrix products of blocks in float8, by torchao: where they can be had, which layers, and what a step needs.
 
-torchao is imported only where `[train] float8` asks for it. `config/schema.py` raises the errors about
-settings that cannot be combined with it.
+torchao is imported only where `[train] float8` asks for it. `config/conflicts` has the settings that
+do not go together with it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import psutil
 
 from shardwright.extend.strategies import resolve
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import kind_of, sizes_of
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
@@ -23,7 +24,7 @@ STORED = 4
 
 def builds_deferred(config: Config) -> bool:
     """Whether ranks never hold the whole model. torch's engines, and weights of torchao's class, need values."""
-    return config.parallel.engine == "shardwright" and not config.gathers_float8
+    return config.parallel.facts.builds_in_shards and not config.gathers_float8
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ def building_bytes(config: Config, ranks: int, device: str) -> BuildingBytes:
 
 def _reason(config: Config) -> str:
     """The key for which every rank builds the whole model."""
-    if config.parallel.engine == "shardwright":
+    if config.parallel.facts.builds_in_shards:
         return f"train.float8 = {config.train.float8!r}; 'rowwise' and 'none' build it in shards"
-    return f"parallel.engine = {config.parallel.engine!r}; 'shardwright' builds it in shards"
+    builders = engines_that(lambda engine: engine.builds_in_shards, style=repr)
+    return f"parallel.engine = {config.parallel.engine!r}; {builders} builds it in shards"
 
 
 def _cuts(config: Config, ranks: int) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwright.checkpoint import Damaged
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.shapes import HuggingFaceShape, PythonShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import collective_timeout

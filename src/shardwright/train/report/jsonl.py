@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwright.durable import replace_file
 from shardwright.strict_json import not_finite, strict_json
 from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
 from shardwright.train.errors import UserError
@@ -106,12 +107,7 @@ def drop_after(
             stream.write(gone if gone.endswith("\n") else gone + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    replace_file(path, kept.encode())
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -61,10 +61,7 @@ def _is_any(error: BaseException, *numbers: int) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path`. Readers see the old text or the new text, never a part, also after a power cut.
-
-    Several processes may do so at the same time, as ranks whose job fails. The last one's text stays.
-    """
+    """Replace a file in the folder of a run, as :func:`replace_file`. Raises UserError if the write fails."""
     with writing(path):
         replace_file(path, text.encode())
 

@@ -60,7 +60,7 @@ def check_model(trainer: Trainer) -> None:
     owner, vocabulary = trainer.facts.in_words, trainer.dataset.vocab_size
     length = min(CHECKED_TOKENS, trainer.config.train.seq_len)
     tokens = torch.arange(length, device=trainer.world.device).remainder(vocabulary).unsqueeze(0)
-    precision = recipe.compute_precision(trainer.config.parallel, trainer.world.device)
+    precision = trainer.engine.compute_precision(trainer.world.device)
     with _tried(trainer.model), precision:  # another length than in training
         try:
             logits = outputs.called(f"forward of {owner}", trainer.model, tokens)
@@ -78,7 +78,7 @@ def check_model(trainer: Trainer) -> None:
             and not trainer.losses.has_loss
             and sees_later_tokens(trainer.model, tokens, vocabulary)
         )
-    recipe.free_gathered(trainer.model)
+    trainer.engine.free_gathered(trainer.model)
     if later:
         raise ExtensionError(
             f"{owner} is not causal: another last token changes the logits of tokens before it. Each token would "
@@ -91,7 +91,7 @@ def _check_loss(trainer: Trainer) -> None:
     batch = trainer.dataset.train.batch(0, trainer.config.train.micro_batch).to(trainer.world.device)
     with _tried(trainer.model):
         outputs.called(f"loss(batch) of {trainer.facts.in_words}", trainer.losses.of_tokens, batch)
-    recipe.free_gathered(trainer.model)
+    trainer.engine.free_gathered(trainer.model)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def validate(trainer: Trainer) -> Validation:
             sums = trainer.hooks.validate(logits, batch.targets)
             totals[1:] += world.figures(sums)
     trainer.model.train()
-    recipe.free_gathered(trainer.model)
+    trainer.engine.free_gathered(trainer.model)
     marked = [marks(each, world.rank) for each in (totals[:1, None], totals[1:].view(len(names), 2))]
     row = torch.cat([totals, *marked])
     with noted("all-reduce of the validation loss", None):
@@ -171,5 +171,5 @@ def sample_text(trainer: Trainer) -> Sample:
     except NonFiniteLogitsError as error:
         return Sample(prompt, f"(none: {error})", expected)
     finally:
-        recipe.free_gathered(trainer.model)
+        trainer.engine.free_gathered(trainer.model)
     return Sample(prompt, tokenizer.decode(tokens), expected)

@@ -37,12 +37,12 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
         START.end()
         step = trainer.position.step
         is_last = step == config.train.steps
-        leaving = agreed.signal != 0 or agreed.stops_early or is_last
+        ends = is_last or agreed.stops_early
+        leaving = ends or agreed.signal != 0
         if agreed.signal and stop.signal_number is None:
             doing = "the run is at its end" if is_last else f"saving step {step}"
             reporter.answer(f"{signal.Signals(agreed.signal).name} received by another rank; {doing}")
-        ends = is_last or agreed.stops_early
-        validates = due(step, config.validation.every) or (ends and config.validation.every > 0)
+        validates = config.validation.every > 0 and (ends or due(step, config.validation.every))
         saving = leaving or due(step, config.checkpoint.every)
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)

@@ -19,8 +19,8 @@ from shardwright.train.errors import UserError
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.packed import whole, within_trained
-from shardwright.train.parallel import recipe
-from shardwright.train.parallel.checks import numbers_padding
+from shardwright.train.parallel.engines import Engine
+from shardwright.train.parallel.model_conflicts import BuiltJob
 from shardwright.train.parallel.world import World
 
 
@@ -34,14 +34,20 @@ class Losses:
     """
 
     def __init__(
-        self, config: Config, world: World, model: nn.Module, plain: LanguageModel, vocab_size: int
+        self,
+        config: Config,
+        world: World,
+        engine: Engine,
+        model: nn.Module,
+        plain: LanguageModel,
+        vocab_size: int,
     ) -> None:
-        """`model` is `plain` after an engine has sharded it. `vocab_size` is the tokenizer's."""
+        """`model` is `plain` after `engine` has spread it. `vocab_size` is the tokenizer's."""
         self._in_words = model_in_words(config.model.shape(), config.model.kind)
-        self._parallel, self._world = config.parallel, world
+        self._engine, self._world = engine, world
         self._model, self._vocab_size = model, vocab_size
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
-        self._numbers_padding = numbers_padding(config, plain)
+        self._numbers_padding = BuiltJob(config, plain).numbers_padding
         self.auxiliary = plain.auxiliary
         #: The factor of each loss in the gradients, float64 [1 + auxiliaries].
         self._factors = world.figures([1.0, *self.auxiliary.values()])
@@ -67,7 +73,7 @@ class Losses:
         """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32 [1 + auxiliaries]."""
         if not self.auxiliary:
             return self.of_tokens(batch).sum()[None]
-        with recipe.compute_precision(self._parallel, self._world.device):
+        with self._engine.compute_precision(self._world.device):
             documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
             returned = self._model(batch.inputs, extras=True, **documents)
         targets_BS = batch.targets
@@ -88,7 +94,7 @@ class Losses:
         Raises:
             UserError: the model has its own loss, and logits are asked for.
         """
-        with recipe.compute_precision(self._parallel, self._world.device):
+        with self._engine.compute_precision(self._world.device):
             if self.has_loss:
                 if logits:
                     raise UserError(

@@ -107,7 +107,8 @@ def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Tr
             with START.left_to_others():
                 trainer.load(folder, notices)
         if config.finetune.method != "full":
-            finetuning.prepare(trainer.model, config, folder.base_file, resumes, world.mesh)
+            plain = trainer.engine.unwrapped(trainer.model)
+            finetuning.prepare(plain, config, folder.base_file, resumes, world.mesh)
             notices.say(adapters.statement(trainer.model))
     return trainer
 

@@ -1,6 +1,6 @@
 """A model in training on one rank: steps, validation, samples, and where the run stands.
 
-It reads as if there were one engine and one rank: engines differ in `parallel/recipe.py`. The position of a
+It reads as if there were one engine and one rank: engines differ in `parallel/engines`. The position of a
 run is one integer, the samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a contiguous part
 of them, so any number of ranks sees the same sequence.
 """
@@ -27,7 +27,9 @@ from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel import float8, recipe
 from shardwright.train.parallel.activations import Recompiles, prepare_blocks
-from shardwright.train.parallel.checks import check_batch_fits, check_separates
+from shardwright.train.parallel.checks import check_batch_fits
+from shardwright.train.parallel.engines import engine_of
+from shardwright.train.parallel.model_conflicts import check_model_goes_with
 from shardwright.train.parallel.same_model import check_same_model
 from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
@@ -86,15 +88,16 @@ class Trainer:
         hooks: Hooks | None = None,
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
-        self.config, self.world = config, world
-        self._use(dataset)
+        self.world = world
+        self._set_data(config, dataset)
         config = self.config
         self.hooks = hooks or Hooks()
+        self.engine = engine_of(config.parallel)
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
-        check_separates(config, plain)
+        check_model_goes_with(config, plain)
         self.facts = ModelFacts.of(plain, config)
         self.hooks.check_losses(plain.auxiliary, self.facts.in_words)
         check_same_model(plain, world.mesh, self.facts.in_words)
@@ -102,7 +105,7 @@ class Trainer:
         float8.convert(plain, config)
         prepare_blocks(plain, config)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
-        self.losses = Losses(config, world, self.model, plain, dataset.vocab_size)
+        self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size)
         self.optimizer = recipe.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step, once.
         self.forward_backward: Callable[..., Tensor] = self._forward_backward
@@ -142,10 +145,11 @@ class Trainer:
             )
         self.hooks.load_state_dict(states)
 
-    def _use(self, dataset: Dataset) -> None:
-        """Take this data, and the steps that `train.epochs` makes of it."""
-        train = self.config.train.with_steps_of(dataset.train.samples_of)
-        self.dataset, self.config = dataset, self.config.model_copy(update={"train": train})
+    def _set_data(self, config: Config, dataset: Dataset) -> None:
+        """Set the data, the configuration with the steps that `train.epochs` makes of it, and the feed of these steps.
+        They change together, when a run that resumes has more data."""
+        train = config.train.with_steps_of(dataset.train.samples_of)
+        self.dataset, self.config = dataset, config.model_copy(update={"train": train})
         self.feed = Feed(self.config, self.world, dataset.train)
 
     def close(self) -> None:
@@ -218,8 +222,15 @@ class Trainer:
         with recipe.parallel_loss(self.config.parallel):
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
-        norm = recipe.clip_gradients(self.model, self.config)
+        norm = self.clip_gradients()
         return StepGradients(loss_sums / data.counts, norm, partial(self.forward_backward, *arguments))
+
+    def clip_gradients(self) -> Tensor | None:
+        """Scale gradients down to `train.max_norm`; returns their norm before that. None: the optimizer has used them
+        already."""
+        if self.config.optimizer.in_backward:
+            return None
+        return self.engine.clip_gradients(self.model, self.config.train.max_norm or float("inf"))
 
     def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
@@ -271,7 +282,7 @@ class Trainer:
                 torch.manual_seed(self.feed.seed(self.position, number))
             adapters.set_samples(self.model, self.feed.samples(self.position, number))
             boards.at(boards.MODEL)
-            with recipe.gradient_sync(self.model, synchronise=reduced, last=last and completes):
+            with self.engine.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
             loss_sums += sums.detach()
@@ -293,7 +304,7 @@ class Trainer:
         self.position = self._loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
-        self._use(dataset)
+        self._set_data(self.config, dataset)
         if (now := self.config.train.steps) != steps:
             lines.append(
                 f"train.epochs = {self.config.train.epochs:g} makes {now:,} steps in all, {steps:,} before"

@@ -15,7 +15,7 @@ from shardwright.train.models.build import model_of
 from shardwright.train.models.hf import transformers_model
 from shardwright.train.models.native.hybrid import Hybrid
 from shardwright.train.models.packed import IGNORED, within_trained
-from shardwright.train.parallel.checks import check_separates
+from shardwright.train.parallel.model_conflicts import check_model_goes_with
 from tests.train.kit.jobs import HYBRID, config_file, records, tiny, train_here
 from tests.train.models.kit.architectures import folder_with, made
 from tests.train.models.kit.foreign import NATIVE
@@ -125,7 +125,7 @@ def test_graphs_need_a_constant_amount_of_padding() -> None:
         parallel={"engine": "shardwright"},
     )
     with pytest.raises(UserError, match=r"train.cuda_graph: expected false with data.packing 'none'"):
-        check_separates(config, model_of(config.model.shape()))
+        check_model_goes_with(config, model_of(config.model.shape()))
 
 
 def test_a_class_with_another_balance_loss_is_refused() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.config.catalog.presets import LlamaConfig, RopeScaling
-from shardwright.train.config.catalog.rope_tables import one_place, rope_tables
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
+from shardwright.train.config.shapes.presets import LlamaConfig, RopeScaling
+from shardwright.train.config.shapes.rope_tables import one_place, rope_tables
 from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face
 from shardwright.train.models.hf import transformers_model

@@ -1,4 +1,5 @@
-"""All that a configuration can name: kinds of models and their shapes, optimizers, sinks, files on the hub.
+"""Values that a key can name: engines, and what users can register: kinds of models, optimizers, sinks and hooks.
 
-Registries name where a value is implemented, and import it when it is used. Nothing here imports torch.
+Registries name where a value is implemented, and import it when it is used. `train/extend.py` has their classes for
+users, with the records that sinks and hooks get. Nothing here imports torch.
 """

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
-from shardwright.train.config.catalog.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
-from shardwright.train.config.catalog.shapes import HuggingFaceShape, PythonShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
+from shardwright.train.config.shapes.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 from shardwright.train.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwright.train.config.sections.base import Section
 
@@ -33,14 +33,3 @@ class ActivationConfig(Section):
             "For checkpoint = budget: the fraction of the activations that may be kept. 0 means full, 1 means none."
         ),
     )
-
-    @model_validator(mode="after")
-    def _keys_belong_to_the_mode(self) -> ActivationConfig:
-        for key, value, default in self.changed("every", "budget"):
-            mode = {"every": "layers", "budget": "budget"}[key]
-            if self.checkpoint != mode:
-                raise ValueError(
-                    f"{key}: only for checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found "
-                    f"{value}"
-                )
-        return self

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -15,13 +14,3 @@ class Section(BaseModel):
     """A table of the file: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def changed(self, *keys: str) -> Iterator[tuple[str, Any, Any]]:
-        """Those of these keys whose value is not the default: key, value and default."""
-        for key in keys:
-            value, default = (
-                getattr(self, key),
-                type(self).model_fields[key].get_default(call_default_factory=True),
-            )
-            if value != default:
-                yield key, value, default

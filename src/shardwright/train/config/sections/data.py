@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwright.train.config.sections.base import Section
 
@@ -146,32 +146,6 @@ class DataConfig(Section):
         ge=0,
         description="Threads of each rank that prepare batches ahead of the step. 0: each batch when it is needed.",
     )
-
-    @model_validator(mode="after")
-    def _keys_fit(self) -> DataConfig:
-        if self.sources:
-            keys = ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key")
-            for key, value, _ in self.changed(*keys):
-                raise ValueError(
-                    f"{key}: expected it in each of data.sources, found {value!r} beside them; move it there"
-                )
-        if self.validation_source and self.validation_sources:
-            raise ValueError(
-                f"validation_source: expected it in one of data.validation_sources, found {self.validation_source!r} "
-                "beside them; move it there"
-            )
-        only = {"none": False, "best_fit": True}.get(self.packing)
-        if only is not None and self.document_mask not in ("auto", only):
-            why, way = (
-                ("one document", "")
-                if only is False
-                else ("whole documents that nothing else separates", "; or set data.packing to 'split'")
-            )
-            raise ValueError(
-                f"document_mask: expected 'auto' with packing {self.packing!r}, which puts {why} in a sample, found "
-                f"{str(self.document_mask).lower()}{way}"
-            )
-        return self
 
     @property
     def separates(self) -> bool:

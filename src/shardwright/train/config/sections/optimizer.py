@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.train.config.catalog.optimizers import optimizers
+from shardwright.train.config.catalog.optimizers import NamedOptimizer, optimizers
 from shardwright.train.config.registered import OneOf, summaries
 from shardwright.train.config.sections.base import Section
 
@@ -60,20 +60,15 @@ class OptimizerConfig(Section):
         default=0.1, ge=0, le=1, description="Learning rate of the last step, as a fraction of lr."
     )
 
+    @property
+    def entry(self) -> NamedOptimizer:
+        """The optimizer in the registry."""
+        return optimizers.get(self.name)
+
     @model_validator(mode="after")
-    def _keys_belong_to_the_optimizer(self) -> OptimizerConfig:
-        own = optimizers.get(self.name)
-        if self.in_backward and not own.in_backward:
-            why = f", which steps whole {own.whole}" if own.whole else ""
-            raise ValueError(f"in_backward: expected false with optimizer {self.name!r}{why}, found true")
-        if problem := own.options_problem(self.options):
+    def _options_belong_to_the_optimizer(self) -> OptimizerConfig:
+        if problem := self.entry.options_problem(self.options):
             raise ValueError(problem)
-        for key, value, default in self.changed("momentum", "ns_steps"):
-            if self.name != "muon":
-                raise ValueError(
-                    f"{key}: optimizer {self.name!r} does not have this key; expected {default}, found {value}. Only "
-                    "muon has it"
-                )
         return self
 
     def rate(self, step: int, steps: int) -> float:

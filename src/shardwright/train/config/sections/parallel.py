@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwright.extend import layouts, memories, strategies
+from shardwright.train.config.catalog.engines import ENGINES, EngineFacts, EngineName
 from shardwright.train.config.registered import OneOf, summaries
 from shardwright.train.config.sections.base import DType, Section
 
@@ -14,7 +15,7 @@ from shardwright.train.config.sections.base import DType, Section
 class ParallelConfig(Section):
     """The engine that spreads the model over the ranks, and its precisions."""
 
-    engine: Literal["shardwright", "fsdp2", "fsdp1", "ddp", "none"] = Field(
+    engine: EngineName = Field(
         default="shardwright",
         description="shardwright, or an engine of torch for comparison. none: a plain model on one rank.",
     )
@@ -111,69 +112,18 @@ class ParallelConfig(Section):
         ),
     )
 
-    @model_validator(mode="after")
-    def _fits_the_engine(self) -> ParallelConfig:
-        ours = (
-            "strategy",
-            "replicas",
-            "expert",
-            "layout",
-            "memory",
-            "prefetch",
-            "offload",
-            "accumulate_dtype",
-            "grad_dtype",
-            "keep_float32",
-            "full_precision_in_eval",
-        )
-        for key, value, default in self.changed(*ours):
-            if self.engine != "shardwright":
-                raise ValueError(
-                    f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
-                    "shardwright supports other values"
-                )
-        if self.keep_float32 and self.param_dtype == "float32":
-            raise ValueError(
-                "keep_float32: expected no patterns with param_dtype 'float32', since all parameters are then "
-                "gathered in float32"
-            )
-        if (
-            "auto" not in (self.grad_dtype, self.accumulate_dtype)
-            and self.grad_dtype != self.accumulate_dtype
-        ):
-            raise ValueError(
-                f"grad_dtype: expected 'auto' or accumulate_dtype, {self.accumulate_dtype!r}, found "
-                f"{self.grad_dtype!r}; reduced micro-batches add up in the gradients"
-            )
-        if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
-            raise ValueError(
-                f"tensor: engine {self.engine!r} has no tensor parallelism; expected 1, found {self.tensor}"
-            )
+    @property
+    def facts(self) -> EngineFacts:
+        """The facts of the engine."""
+        return ENGINES[self.engine]
+
+    @property
+    def strategy_keeps_parameters(self) -> bool:
+        """Whether parameters stay whole until the optimizer's step, and their gradients do not."""
         strategy = strategies.get(self.strategy)
-        if strategy.axes == 2 and self.replicas < 2:
-            raise ValueError(
-                f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}; or set "
-                "strategy = 'zero3', which has no replicas"
-            )
-        if strategy.axes is None and self.replicas > 1:
-            raise ValueError(
-                f"replicas: expected 1 with strategy {self.strategy!r}, which treats all ranks alike, found "
-                f"{self.replicas}; set strategy = 'hsdp' for groups of ranks that each hold a whole model"
-            )
-        reshard = self.reshard_after_forward
-        if strategy.keeps_parameters and any(strategy.stages) and reshard not in ("default", "never"):
-            raise ValueError(
-                f"reshard_after_forward: strategy {self.strategy!r} keeps parameters whole until the optimizer's step; "
-                f"expected 'default' or 'never', found {reshard!r}"
-            )
-        if self.engine in ("ddp", "none") and reshard != "default":
-            raise ValueError(
-                f"reshard_after_forward: expected 'default' with engine {self.engine}, which shards nothing, found "
-                f"{reshard!r}"
-            )
-        if self.engine == "fsdp1" and isinstance(reshard, int):
-            raise ValueError(
-                "reshard_after_forward: engine 'fsdp1' does not support a number; expected 'default', 'always' or "
-                f"'never', found {reshard}"
-            )
-        return self
+        return strategy.keeps_parameters and any(strategy.stages)
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters stay whole between forward and backward, for one reason or the other."""
+        return self.reshard_after_forward == "never" or self.strategy_keeps_parameters

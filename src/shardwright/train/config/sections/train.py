@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwright.train.config.sections.base import Section
 from shardwright.train.errors import UserError
@@ -73,13 +73,10 @@ class TrainConfig(Section):
         ),
     )
 
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
-        if self.epochs and "steps" in self.model_fields_set:
-            raise ValueError(
-                f"epochs: expected 0 with train.steps = {self.steps}, found {self.epochs:g}; set one of the two"
-            )
-        return self
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The number of tokens in a micro-batch."""
+        return self.micro_batch * self.seq_len
 
     def with_steps_of(self, samples_of: Callable[[Fraction], Fraction]) -> TrainConfig:
         """The same with the steps that `epochs` asks for. `samples_of`: sequences of so many epochs of the data."""

@@ -23,6 +23,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shardwright.checkpoint import Damaged
+from shardwright.durable import replace_file
 from shardwright.strict_json import strict_json
 from shardwright.train.data.sources.documents import DataFiles, places, spans
 from shardwright.train.data.sources.places import (
@@ -174,7 +175,9 @@ def content_digest(place: DataFile, cache: Path, advanced: Callable[[], None] = 
     if now - facts["mtime_ns"] > _RECENT:
         with writing(cache, "data.cache"):
             note.parent.mkdir(exist_ok=True)
-            _replace_json(note, {"path": place.path, "identity": facts, "sha256": digest})
+            replace_file(
+                note, strict_json({"path": place.path, "identity": facts, "sha256": digest}).encode()
+            )
     return digest
 
 
@@ -206,13 +209,6 @@ def _digest_of_pydoc() -> str:
     from pydoc_data.topics import topics
 
     return hashlib.sha256(json.dumps(topics).encode()).hexdigest()
-
-
-def _replace_json(path: Path, content: object) -> None:
-    """Like `write_json`, for a file that several processes may replace at once."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(strict_json(content), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # -- one process at a time ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from shardwright.train.config.catalog.hub import fetch_folder, is_hub_name, pinned
+from shardwright.train.config.shapes.hub import fetch_folder, is_hub_name, pinned
 from shardwright.train.errors import UserError
 
 CharRange: TypeAlias = tuple[int, int]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.extend.registry import ExtensionError, call, import_value
-from shardwright.train.config.catalog.shapes import PythonShape
+from shardwright.train.config.shapes.foreign import PythonShape
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.models.foreign.module import ForeignModel
 from shardwright.train.models.foreign.units import Units, find_units

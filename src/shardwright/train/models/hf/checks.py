@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.transformers_model import config_of, opened_files
 
@@ -21,11 +21,6 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
         raise UserError(
             f"train.compile: expected 'none' with a model of type {settings.model_type!r}, found "
             f"{config.train.compile!r}; transformers says that its layers cannot be compiled as one graph"
-        )
-    if config.train.cuda_graph:
-        raise UserError(
-            "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make masks "
-            "whose kind depends on values"
         )
     if shape.weights == "pretrained":
         opened_files(shape)

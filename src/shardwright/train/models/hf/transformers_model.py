@@ -28,9 +28,9 @@ from shardwright.checkpoint.pretrained.model import mesh_of
 from shardwright.checkpoint.pretrained.names import TensorSource
 from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
-from shardwright.train.config.catalog.hub import fetch_file, fetch_files, fetch_first
-from shardwright.train.config.catalog.rope_tables import one_place
-from shardwright.train.config.catalog.shapes import CONFIG, HuggingFaceShape, is_folder
+from shardwright.train.config.shapes.foreign import CONFIG, HuggingFaceShape, is_folder
+from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_first
+from shardwright.train.config.shapes.rope_tables import one_place
 from shardwright.train.errors import UserError
 from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, ForeignModel
 from shardwright.train.models.foreign.units import Units, find_units

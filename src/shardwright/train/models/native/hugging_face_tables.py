@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.checkpoint.pretrained.names import Stacked, TensorSource, Transposed
-from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig, RopeScaling
-from shardwright.train.config.catalog.rope_tables import rope_tables
+from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig, RopeScaling
+from shardwright.train.config.shapes.rope_tables import rope_tables
 from shardwright.train.errors import UserError, as_user_errors
 
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.train.config.catalog.presets import PRESETS, HybridConfig, LlamaConfig, RopeScaling
+from shardwright.train.config.shapes.presets import PRESETS, HybridConfig, LlamaConfig, RopeScaling
 from shardwright.train.models.native.decoder import (
     EMBEDDING_STD,
     Decoder,

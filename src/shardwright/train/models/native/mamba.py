@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.train.config.catalog.presets import HybridConfig
+from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.models.native.decoder import Linear, truncated_normal
 from shardwright.train.models.native.scan import selective_scan
 from shardwright.train.models.packed import Documents

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardwright.train.config.catalog.presets import HybridConfig, LlamaConfig, Shape
+from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig, Shape
 from shardwright.train.models.native.styles import Mamba2Part, NextToken, Sections, SummedParts, mixture_part
 
 Plan = dict[str, ParallelStyle]

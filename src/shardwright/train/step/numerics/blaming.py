@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,7 @@ from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.front.corruption import names_in
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config import Config
-from shardwright.train.step.numerics.replaying import ReplayedTrainer, replay
-
-
-class RepeatedTrainer(ReplayedTrainer, Protocol):
-    """Attributes of a trainer that this module reads."""
-
-    config: Config
+from shardwright.train.step.numerics.replaying import replay
 
 
 class _Own(NamedTuple):
@@ -45,17 +39,22 @@ class _Found(NamedTuple):
     largest: float
 
 
+def hooks_see_gradients(config: Config) -> bool:
+    """Whether hooks see a rank's gradients before they are reduced. A CUDA graph calls no hooks."""
+    return config.parallel.facts.shows_gradients and not config.train.cuda_graph
+
+
 @torch.no_grad()
-def computed_by(trainer: RepeatedTrainer, work: Callable[[], Tensor], rank: int) -> str | None:
-    """In words the rank whose own gradient is not finite, or is the largest; None if that cannot be seen.
+def computed_by(
+    model: nn.Module, optimizer: torch.optim.Optimizer, work: Callable[[], Tensor], rank: int
+) -> str | None:
+    """In words the rank whose own gradient is not finite, or is the largest; None without any gradient.
 
     `work` does forward and backward of the step again. Called by all ranks together, with no gradient left that is
-    still needed. The engines fsdp1 and fsdp2 reduce gradients where no hook sees them, and a CUDA graph calls no hooks.
+    still needed. `hooks_see_gradients` must hold.
     """
-    if trainer.config.parallel.engine in ("fsdp1", "fsdp2") or trainer.config.train.cuda_graph:
-        return None
-    trainer.optimizer.zero_grad(set_to_none=True)
-    with _own_gradients(trainer.model) as own, replay(trainer), torch.enable_grad():
+    optimizer.zero_grad(set_to_none=True)
+    with _own_gradients(model) as own, replay(model, optimizer), torch.enable_grad():
         work()
     values = [float(each.largest) for each in own]
     bad = [place for place, value in enumerate(values) if not value < float("inf")]

@@ -13,33 +13,26 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch import Tensor
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
-from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.world import World
-from shardwright.train.run.position import Position
-from shardwright.train.step.numerics.blaming import computed_by
+from shardwright.train.step.numerics.blaming import computed_by, hooks_see_gradients
 from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
-from shardwright.train.step.numerics.verifying import verify_copies
+from shardwright.train.step.numerics.verifying import VerifiedTrainer, verify_copies
 
 ADVICE = "try a lower optimizer.lr or a longer optimizer.warmup_steps"
 """Advice that may help against any fault."""
 
 
-class CheckedTrainer(Protocol):
+class CheckedTrainer(VerifiedTrainer, Protocol):
     """Attributes of a trainer that this module reads."""
 
-    config: Config
     world: World
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    position: Position
 
 
 def flag(norm: Tensor | None, device: torch.device) -> Tensor:
@@ -125,7 +118,7 @@ def _where(
 ) -> tuple[str, set[str]]:
     """In words what is not finite, and the kinds of tensors that have such values."""
     kinds = ("weight", "optimizer", "buffer", "gradient")
-    scaled = isinstance(trainer.model, FSDP1)  # which makes all gradients nan
+    scaled = trainer.config.parallel.facts.clips_not_finite
     text, wrong = first_bad(
         trainer.model, trainer.optimizer, trainer.world.rank, kinds[:3] if scaled else kinds
     )
@@ -138,7 +131,10 @@ def _where(
         if trainer.world.size == 1:
             parts = [parts[0].removeprefix("reduced ")]
         else:
-            parts = _with_rank(parts[0], wrong, computed_by(trainer, work, trainer.world.rank))
+            computed = None
+            if hooks_see_gradients(trainer.config):
+                computed = computed_by(trainer.model, trainer.optimizer, work, trainer.world.rank)
+            parts = _with_rank(parts[0], wrong, computed)
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,25 +14,20 @@ from torch import nn
 from shardwright.checkpoint import generator_states, set_generator_states
 
 
-class ReplayedTrainer(Protocol):
-    """Attributes of a trainer that this module reads."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
 @contextmanager
-def replay(trainer: ReplayedTrainer, moving: set[str] | None = None) -> Iterator[None]:
+def replay(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moving: set[str] | None = None
+) -> Iterator[None]:
     """Forward and backward inside the context leave no gradient, and generators and buffers as they were.
 
     `moving` gets the names of the buffers that they have changed.
     """
     generators = generator_states()
-    buffers = [(name, each, each.detach().clone()) for name, each in trainer.model.named_buffers()]
+    buffers = [(name, each, each.detach().clone()) for name, each in model.named_buffers()]
     try:
         yield
     finally:
-        trainer.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, buffer, values in buffers:
                 if not torch.equal(buffer, values):

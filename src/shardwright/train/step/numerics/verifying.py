@@ -98,7 +98,7 @@ def _hashed(trainer: VerifiedTrainer, trial: Work, moving: set[str] | None = Non
 
     `moving` gets the names of the buffers that it has changed."""
     with (
-        replay(trainer, moving),
+        replay(trainer.model, trainer.optimizer, moving),
         sw.hash_gradients(trainer.model, own=not trainer.config.train.cuda_graph) as hashes,
     ):
         trial()

@@ -131,7 +131,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
 def engine_memory(trainer: Trainer) -> tuple[int, int]:
     """Bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine leased
     during a step. -1 with other engines, and before a whole step."""
-    if trainer.config.parallel.engine != "shardwright":
+    if not trainer.config.parallel.facts.reports_memory:
         return -1, -1
     memory = sw.memory_report(trainer.model, trainer.optimizer)
     if memory.peak is None:

@@ -28,7 +28,7 @@ def opening_line(trainer: Trainer, folder: RunFolder) -> str:
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     start = f"from step {trainer.position.step}" if trainer.position.step else "from the start"
     engine: str = parallel.engine
-    if engine == "shardwright":
+    if parallel.facts.has_own_keys:
         engine += f" (strategy {parallel.strategy}, layout {parallel.layout}, memory {parallel.memory})"
     return (
         f"{config.run.name}: {trainer.facts.parameters:,} parameters, engine {engine} on {ranks} "

@@ -54,7 +54,7 @@ class MemoryReporter(TrainerHook):
 
     def __init__(self, trainer: Trainer, folder: RunFolder, reporter: Reporter) -> None:
         self._trainer, self._folder, self._reporter = trainer, folder, reporter
-        self._applies = trainer.world.is_first and trainer.config.parallel.engine == "shardwright"
+        self._applies = trainer.world.is_first and trainer.config.parallel.facts.reports_memory
         self._steps = 0  # of this session
         self.peak = 0  #: bytes that this rank has held at most
         #: Leases outside the memory plan that the report has named; None: there is no report yet.

@@ -15,7 +15,7 @@ import numpy as np
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import StepRecord
-from shardwright.train.config.catalog.shapes import HuggingFaceShape
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import escaped
 from shardwright.train.data.tokens.tokenizers import Tokenizer

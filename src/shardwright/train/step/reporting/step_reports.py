@@ -71,7 +71,7 @@ def open_record(trainer: Trainer, folder: RunFolder, attempt: int) -> RunRecord:
             "validation_tokens": tokens_of(dataset.validation),
         },
     }
-    plan = ("strategy", "layout", "memory") if parallel_config.engine == "shardwright" else ()
+    plan = ("strategy", "layout", "memory") if parallel_config.facts.has_own_keys else ()
     session = Session(
         start=now(), from_step=trainer.position.step, engine=parallel_config.engine, ranks=world.size,
         device=world.device.type, device_name=device_name(world.device), threads=torch.get_num_threads(),

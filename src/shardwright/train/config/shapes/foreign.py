@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.train.config.catalog.hub import fetch_file, is_hub_name, pinned
-from shardwright.train.config.catalog.rope_tables import rope_tables
+from shardwright.train.config.shapes.hub import fetch_file, is_hub_name, pinned
+from shardwright.train.config.shapes.rope_tables import rope_tables
 from shardwright.train.errors import UserError
 
 CONFIG = "config.json"

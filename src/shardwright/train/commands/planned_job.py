@@ -1,0 +1,43 @@
+"""A job of the command line that is planned and not started: a value that other processes can read again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.train.config import Config, assumed, load_config
+from shardwright.train.models.vocabulary import with_vocabulary
+
+Keys = Sequence[tuple[str, str]]
+"""Keys of the configuration, as SECTION.KEY, and the texts of their values."""
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job and its ranks.
+
+    Attributes:
+        name: the file of a configuration, or `hf:` with a model.
+        keys: of the command line.
+        ranks: of the job.
+    """
+
+    name: str
+    keys: tuple[tuple[str, str], ...]
+    ranks: int
+
+    @property
+    def assumes(self) -> bool:
+        """Whether it is a model, and the rest of the configuration is assumed."""
+        return self.name.startswith(assumed.PREFIX)
+
+    def __call__(self, keys: Keys = ()) -> Config:
+        """The configuration, with further keys.
+
+        Raises:
+            UserError: there is none, or it is wrong.
+        """
+        if self.assumes:
+            return assumed.assumed_job(self.name, self.keys, self.ranks)(keys)
+        return with_vocabulary(load_config(Path(self.name), [*self.keys, *keys], ranks=self.ranks))

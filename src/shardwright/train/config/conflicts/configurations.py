@@ -1,0 +1,370 @@
+"""Settings that no command takes together, checked when a configuration is read. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from shardwright.extend import strategies
+from shardwright.train.config.catalog.engines import OWN_KEYS, engines_that
+from shardwright.train.config.catalog.kinds import kind_of
+from shardwright.train.config.conflicts.table import Conflict
+from shardwright.train.config.sections.all import Sections
+from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config.shapes.presets import HybridConfig
+
+
+def _beside_sources(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "data.sources"),
+        lambda c: bool(c.data.sources) and c.changes(key),
+        lambda c: (
+            f"expected it in each of data.sources, found {c.value_at(key)!r} beside them; move it there"
+        ),
+    )
+
+
+def _of_another_checkpointing(key: str, kind: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "activations.checkpoint"),
+        lambda c: c.changes(key) and c.activations.checkpoint != kind,
+        lambda c: (
+            f"only for checkpoint = {kind!r}; with {c.activations.checkpoint!r} expected {c.default_of(key)}, found "
+            f"{c.value_at(key)}"
+        ),
+    )
+
+
+def _of_adapters(name: str) -> Conflict[Sections]:
+    key = f"finetune.{name}"
+    return Conflict(
+        (key, "finetune.method"),
+        lambda c: c.finetune.method == "full" and c.changes(key),
+        lambda c: (
+            f"found {c.value_at(key)!r} with method 'full', which trains all parameters and has no adapters; set "
+            f"finetune.method to 'lora' or 'dora', or leave {name} out"
+        ),
+    )
+
+
+def _of_muon(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "optimizer.name"),
+        lambda c: c.optimizer.name != "muon" and c.changes(key),
+        lambda c: (
+            f"optimizer {c.optimizer.name!r} does not have this key; expected {c.default_of(key)}, found "
+            f"{c.value_at(key)}. Only muon has it"
+        ),
+    )
+
+
+def _of_our_engine(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "parallel.engine"),
+        lambda c: not c.parallel.facts.has_own_keys and c.changes(key),
+        lambda c: (
+            f"expected {c.default_of(key)!r} with engine {c.parallel.engine!r}, found {c.value_at(key)!r}; only the "
+            f"engine {engines_that(lambda engine: engine.has_own_keys)} supports other values"
+        ),
+    )
+
+
+WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
+    *(
+        _beside_sources(f"data.{name}")
+        for name in ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key")
+    ),
+    Conflict(
+        ("data.validation_source", "data.validation_sources"),
+        lambda c: bool(c.data.validation_source and c.data.validation_sources),
+        "expected it in one of data.validation_sources, found {data.validation_source!r} beside them; move it "
+        "there",
+    ),
+    Conflict(
+        ("data.document_mask", "data.packing"),
+        lambda c: c.data.packing == "none" and c.data.document_mask is True,
+        "expected 'auto' with packing 'none', which puts one document in a sample, found true",
+    ),
+    Conflict(
+        ("data.document_mask", "data.packing"),
+        lambda c: c.data.packing == "best_fit" and c.data.document_mask is False,
+        "expected 'auto' with packing 'best_fit', which puts whole documents that nothing else separates in a "
+        "sample, found false; or set data.packing to 'split'",
+    ),
+    Conflict(
+        ("train.epochs", "train.steps"),
+        lambda c: c.train.epochs > 0 and "steps" in c.train.model_fields_set,
+        "expected 0 with train.steps = {train.steps}, found {train.epochs:g}; set one of the two",
+    ),
+    _of_another_checkpointing("activations.every", "layers"),
+    _of_another_checkpointing("activations.budget", "budget"),
+    *(_of_adapters(name) for name in FinetuneConfig.model_fields if name != "method"),
+    Conflict(
+        ("finetune.dropout", "finetune.method"),
+        lambda c: c.finetune.method == "dora" and c.finetune.dropout > 0,
+        "expected 0 with method 'dora', found {finetune.dropout}; or set finetune.method to 'lora'",
+    ),
+    Conflict(
+        ("optimizer.in_backward", "optimizer.name"),
+        lambda c: c.optimizer.in_backward and not c.optimizer.entry.in_backward,
+        lambda c: (
+            f"expected false with optimizer {c.optimizer.name!r}"
+            + (f", which steps whole {c.optimizer.entry.whole}" if c.optimizer.entry.whole else "")
+            + ", found true"
+        ),
+    ),
+    _of_muon("optimizer.momentum"),
+    _of_muon("optimizer.ns_steps"),
+    *(_of_our_engine(f"parallel.{name}") for name in OWN_KEYS),
+    Conflict(
+        ("parallel.keep_float32", "parallel.param_dtype"),
+        lambda c: bool(c.parallel.keep_float32) and c.parallel.param_dtype == "float32",
+        "expected no patterns with param_dtype 'float32', since all parameters are then gathered in float32",
+    ),
+    Conflict(
+        ("parallel.grad_dtype", "parallel.accumulate_dtype"),
+        lambda c: (
+            "auto" not in (own := (c.parallel.grad_dtype, c.parallel.accumulate_dtype)) and len(set(own)) > 1
+        ),
+        "expected 'auto' or accumulate_dtype, {parallel.accumulate_dtype!r}, found {parallel.grad_dtype!r}; "
+        "reduced micro-batches add up in the gradients",
+    ),
+    Conflict(
+        ("parallel.tensor", "parallel.engine"),
+        lambda c: c.parallel.tensor > 1 and not c.parallel.facts.divides_layers,
+        "engine {parallel.engine!r} has no tensor parallelism; expected 1, found {parallel.tensor}",
+    ),
+    Conflict(
+        ("parallel.replicas", "parallel.strategy"),
+        lambda c: strategies.get(c.parallel.strategy).axes == 2 and c.parallel.replicas < 2,
+        "expected at least 2 with strategy {parallel.strategy!r}, found {parallel.replicas}; or set strategy = "
+        "'zero3', which has no replicas",
+    ),
+    Conflict(
+        ("parallel.replicas", "parallel.strategy"),
+        lambda c: strategies.get(c.parallel.strategy).axes is None and c.parallel.replicas > 1,
+        "expected 1 with strategy {parallel.strategy!r}, which treats all ranks alike, found {parallel.replicas}; "
+        "set strategy = 'hsdp' for groups of ranks that each hold a whole model",
+    ),
+    Conflict(
+        ("parallel.reshard_after_forward", "parallel.strategy"),
+        lambda c: (
+            c.parallel.strategy_keeps_parameters
+            and c.parallel.reshard_after_forward not in ("default", "never")
+        ),
+        "strategy {parallel.strategy!r} keeps parameters whole until the optimizer's step; expected 'default' or "
+        "'never', found {parallel.reshard_after_forward!r}",
+    ),
+    Conflict(
+        ("parallel.reshard_after_forward", "parallel.engine"),
+        lambda c: not c.parallel.facts.shards and c.parallel.reshard_after_forward != "default",
+        "expected 'default' with engine {parallel.engine}, which shards nothing, found "
+        "{parallel.reshard_after_forward!r}",
+    ),
+    Conflict(
+        ("parallel.reshard_after_forward", "parallel.engine"),
+        lambda c: (
+            not c.parallel.facts.reshards_to_groups and isinstance(c.parallel.reshard_after_forward, int)
+        ),
+        "engine {parallel.engine!r} does not support a number; expected 'default', 'always' or 'never', found "
+        "{parallel.reshard_after_forward}",
+    ),
+)
+"""Settings of one section, in any configuration."""
+
+
+def _rewinds(key: str) -> tuple[Conflict[Sections], ...]:
+    """`key`: says what a run does about a fault."""
+    return (
+        Conflict(
+            (key, "checkpoint.every"),
+            lambda c: c.value_at(key) == "rewind" and not c.checkpoint.every,
+            "expected another value than 'rewind' with checkpoint.every = 0; there is no checkpoint to go back to",
+        ),
+        Conflict(
+            ("fault.rewind_steps", key, "train.steps"),
+            lambda c: (
+                c.value_at(key) == "rewind" and c.fault.rewind_steps >= c.train.steps and not c.train.epochs
+            ),
+            lambda c: (
+                f"expected less than train.steps = {c.train.steps} with {key} = 'rewind', found "
+                f"{c.fault.rewind_steps}; no checkpoint would be old enough"
+            ),
+        ),
+        Conflict(
+            (key, "optimizer.in_backward"),
+            lambda c: c.value_at(key) == "skip" and c.optimizer.in_backward,
+            "expected 'rewind' or the default with optimizer.in_backward, found 'skip'; the weights are already "
+            "updated when the loss of all ranks is known",
+        ),
+    )
+
+
+def _with_float8(key: str, expected: object, gathered: bool = False) -> Conflict[Sections]:
+    """`gathered`: only if weights are gathered in float8."""
+    return Conflict(
+        (key, "train.float8"),
+        lambda c: (
+            (c.gathers_float8 if gathered else c.train.float8 != "none") and c.value_at(key) != expected
+        ),
+        lambda c: f"expected {expected!r} with train.float8 = {c.train.float8!r}, found {c.value_at(key)!r}",
+    )
+
+
+def _longest(config: Sections) -> int | None:
+    return config.model.shape().max_seq_len
+
+
+BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("train.seq_len", "model.max_seq_len"),
+        lambda c: (longest := _longest(c)) is not None and c.train.seq_len > longest,
+        lambda c: (
+            "expected at most "
+            + (
+                f"model.max_seq_len = {_longest(c)}"
+                if "max_seq_len" in kind_of(c.model.shape()).numbers
+                else f"{_longest(c)}, the positions that the model has"
+            )
+            + f", found {c.train.seq_len}"
+        ),
+    ),
+    Conflict(
+        ("train.seq_len", "model.mtp_pattern"),
+        lambda c: (
+            isinstance(shape := c.model.shape(), HybridConfig)
+            and bool(shape.mtp_pattern)
+            and c.train.seq_len < 2
+        ),
+        "expected at least 2 with a model.mtp_pattern, found 1",
+    ),
+    Conflict(
+        ("train.cuda_graph", "parallel.engine"),
+        lambda c: c.train.cuda_graph and not c.parallel.facts.captures_graphs,
+        "expected false with parallel.engine {parallel.engine!r}, found true; only steps of the engine "
+        f"{engines_that(lambda engine: engine.captures_graphs)} can be captured",
+    ),
+    *_rewinds("fault.on_non_finite"),
+    *_rewinds("fault.on_spike"),
+    Conflict(
+        ("checkpoint.keep_best", "validation.every", "checkpoint.every"),
+        lambda c: (
+            c.checkpoint.keep_best.startswith("validation_")
+            and bool(not c.validation.every or c.checkpoint.every % c.validation.every)
+        ),
+        "expected a validation at each checkpoint for {checkpoint.keep_best!r}, found validation.every = "
+        "{validation.every} and checkpoint.every = {checkpoint.every}; make checkpoint.every a multiple of "
+        "validation.every",
+    ),
+    Conflict(
+        ("optimizer.in_backward", "parallel.engine"),
+        lambda c: c.optimizer.in_backward and not c.parallel.facts.steps_in_backward,
+        "expected false with parallel.engine {parallel.engine!r}, found true; only the engine "
+        f"{engines_that(lambda engine: engine.steps_in_backward)} steps in backward",
+    ),
+    Conflict(
+        ("train.max_norm", "optimizer.in_backward"),
+        lambda c: c.optimizer.in_backward and c.train.max_norm > 0,
+        "expected 0 with optimizer.in_backward, found {train.max_norm}; the norm of all gradients is known only "
+        "when backward is over, and the first gradients are already used and freed then",
+    ),
+    Conflict(
+        ("train.cuda_graph", "optimizer.in_backward"),
+        lambda c: c.optimizer.in_backward and c.train.cuda_graph,
+        "expected false with optimizer.in_backward, found true; the optimizer steps outside the graph",
+    ),
+    Conflict(
+        ("parallel.tensor", "finetune.method"),
+        lambda c: c.finetune.method != "full" and c.parallel.tensor > 1,
+        "expected 1 with finetune.method = {finetune.method!r}, found {parallel.tensor}; adapters are not cut over "
+        "tensor-parallel ranks",
+    ),
+    Conflict(
+        ("parallel.engine", "finetune.method"),
+        lambda c: c.finetune.method != "full" and c.parallel.facts.flattens,
+        f"expected {engines_that(lambda engine: not engine.flattens, style=repr)} with "
+        "finetune.method = {finetune.method!r}, found {parallel.engine!r}; it keeps frozen and trained parameters in "
+        "one flat parameter",
+    ),
+    Conflict(
+        ("train.float8", "finetune.method"),
+        lambda c: c.finetune.method != "full" and c.train.float8 != "none",
+        "expected 'none' with finetune.method = {finetune.method!r}, found {train.float8!r}; layers in float8 have no "
+        "adapters",
+    ),
+    Conflict(
+        ("train.cuda_graph", "finetune.dropout"),
+        lambda c: c.finetune.dropout > 0 and c.train.cuda_graph,
+        "expected false with finetune.dropout, found true; the numbers of the samples change between "
+        "micro-batches of one graph",
+    ),
+    Conflict(
+        ("finetune.base_dtype", "parallel.engine"),
+        lambda c: c.finetune.base_dtype != "float32" and not c.parallel.facts.casts_weights,
+        "expected 'float32' with parallel.engine {parallel.engine!r}, found {finetune.base_dtype!r}; this engine "
+        "computes with weights in the precision in which they are stored",
+    ),
+    Conflict(
+        ("parallel.offload", "train.cuda_graph"),
+        lambda c: c.train.cuda_graph and c.parallel.offload != "none",
+        "expected 'none' with train.cuda_graph, found {parallel.offload!r}; the host takes part in a step with "
+        "offload",
+    ),
+    Conflict(
+        ("parallel.grad_dtype", "optimizer.name"),
+        lambda c: c.parallel.grad_dtype not in ("auto", "float32") and not c.optimizer.entry.any_gradients,
+        "expected 'auto' with optimizer.name {optimizer.name!r}, which takes only float32 gradients, found "
+        "{parallel.grad_dtype!r}; use adamw8bit for other dtypes",
+    ),
+    Conflict(
+        ("activations.checkpoint", "train.compile"),
+        lambda c: c.activations.checkpoint == "budget" and c.train.compile != "inductor",
+        "expected train.compile = 'inductor' with 'budget', found {train.compile!r}; only the compiler knows "
+        "which activations a block keeps. Or use 'ops'",
+    ),
+    Conflict(
+        ("train.compile", "parallel.engine"),
+        lambda c: c.train.compile != "none" and bool(c.parallel.facts.no_compile),
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {train.compile!r}; "
+        "{parallel.facts.no_compile}",
+    ),
+    Conflict(
+        ("train.compile", "parallel.engine", "parallel.tensor"),
+        lambda c: (
+            c.train.compile != "none"
+            and c.parallel.tensor > 1
+            and bool(c.parallel.facts.no_compile_with_tensor)
+        ),
+        "expected 'none' with parallel.engine {parallel.engine!r} and parallel.tensor = {parallel.tensor}, found "
+        "{train.compile!r}; {parallel.facts.no_compile_with_tensor}",
+    ),
+    Conflict(
+        ("train.float8", "train.micro_batch", "train.seq_len"),
+        lambda c: c.train.float8 != "none" and c.train.micro_batch_tokens % 16 > 0,
+        "expected 'none' with {train.micro_batch_tokens} tokens in a micro-batch, found {train.float8!r}; the number "
+        "of tokens must be a multiple of 16",
+    ),
+    _with_float8("parallel.param_dtype", "bfloat16"),
+    _with_float8("parallel.tensor", 1),
+    _with_float8("parallel.expert", 1),
+    _with_float8("train.cuda_graph", False),
+    _with_float8("optimizer.name", "adamw", gathered=True),
+    _with_float8("parallel.offload", "none", gathered=True),
+    _with_float8("parallel.full_precision_in_eval", False, gathered=True),
+    Conflict(
+        ("train.float8", "parallel.engine"),
+        lambda c: c.train.float8 != "none" and c.parallel.facts.flattens,
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {train.float8!r}; its weights are flat",
+    ),
+    Conflict(
+        ("optimizer.name", "parallel.engine"),
+        lambda c: bool(c.optimizer.entry.whole) and not c.parallel.facts.steps_whole,
+        "{optimizer.name} needs whole {optimizer.entry.whole}, and only the engine "
+        f"{engines_that(lambda engine: engine.shards and engine.steps_whole)} supports that on shards; expected "
+        "'adamw' with parallel.engine {parallel.engine!r}, found {optimizer.name!r}",
+    ),
+    Conflict(
+        ("validation.every", "data.validation_fraction"),
+        lambda c: c.validation.every > 0 and not c.data.validates,
+        "expected 0, since data.validation_fraction = 0 leaves no text to validate on, found {validation.every}; "
+        "or set data.validation_source",
+    ),
+)
+"""Settings of several sections, in any configuration."""

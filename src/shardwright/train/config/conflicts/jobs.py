@@ -1,0 +1,113 @@
+"""Settings that a job cannot have together, checked when it starts or is planned. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from shardwright.train.config.catalog.engines import engines_that
+from shardwright.train.config.conflicts.table import Conflict
+from shardwright.train.config.sections.all import Sections
+from shardwright.train.config.shapes.presets import HybridConfig
+
+
+def _divided(key: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "model.kind"),
+        lambda c: c.value_at(key) > 1 and c.model.kind in ("hf", "python"),
+        lambda c: (
+            f"expected 1 with model.kind {c.model.kind!r}, found {c.value_at(key)}; only the kinds llama and hybrid "
+            "have a plan that divides layers"
+        ),
+    )
+
+
+def _with_experts(key: str, expected: object, why: str) -> Conflict[Sections]:
+    return Conflict(
+        (key, "parallel.expert"),
+        lambda c: c.parallel.expert > 1 and c.value_at(key) != expected,
+        lambda c: (
+            f"expected {expected!r} with parallel.expert = {c.parallel.expert}, found {c.value_at(key)!r}; {why}"
+        ),
+    )
+
+
+def _experts(config: Sections) -> str:
+    """The pattern of a model with experts; empty for other models."""
+    shape = config.model.shape()
+    pattern = shape.pattern + shape.mtp_pattern if isinstance(shape, HybridConfig) else ""
+    return pattern if "E" in pattern else ""
+
+
+STARTED: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("parallel.reduce_dtype", "parallel.engine"),
+        lambda c: c.parallel.reduce_dtype != "float32" and not c.parallel.facts.reduces_low,
+        "expected float32 with engine {parallel.engine}, found {parallel.reduce_dtype}",
+    ),
+    _divided("parallel.tensor"),
+    _divided("parallel.expert"),
+    Conflict(
+        ("parallel.tensor", "optimizer.name"),
+        lambda c: c.parallel.tensor > 1 and bool(c.optimizer.entry.whole),
+        "expected 1 with optimizer {optimizer.name!r}, which needs tensors or blocks that are not cut, found "
+        '{parallel.tensor}; or set optimizer.name = "adamw"',
+    ),
+    Conflict(
+        ("parallel.tensor", "train.cuda_graph"),
+        lambda c: c.parallel.tensor > 1 and c.train.cuda_graph,
+        "expected 1 with train.cuda_graph, found {parallel.tensor}; leave train.cuda_graph at its default",
+    ),
+    Conflict(
+        ("parallel.expert", "model.pattern"),
+        lambda c: c.parallel.expert > 1 and not _experts(c),
+        "expected 1 for a model without experts, found {parallel.expert}",
+    ),
+    _with_experts("train.cuda_graph", False, "sizes depend on the routing"),
+    _with_experts("train.compile", "none", "sizes depend on the routing"),
+    Conflict(
+        ("optimizer.name", "parallel.expert"),
+        lambda c: c.parallel.expert > 1 and bool(c.optimizer.entry.whole),
+        "expected 'adamw' with parallel.expert = {parallel.expert}, found {optimizer.name!r}; it needs tensors or "
+        "blocks that are not cut",
+    ),
+    Conflict(
+        ("train.compile", "parallel.param_dtype", "model.pattern"),
+        lambda c: c.train.compile != "none" and c.parallel.param_dtype == "float32" and bool(_experts(c)),
+        lambda c: (
+            f"expected none for a pattern with experts, {_experts(c)!r}, in float32, found {c.train.compile!r}; torch "
+            "compiles grouped matrix products only in bfloat16: set parallel.param_dtype to bfloat16"
+        ),
+    ),
+    Conflict(
+        ("train.cuda_graph", "model.kind"),
+        lambda c: c.train.cuda_graph and c.model.kind == "hf",
+        "expected false with model.kind 'hf', found true; models of transformers make masks whose kind depends on "
+        "values",
+    ),
+)
+"""Settings of a job that starts or is planned, checked on each rank, too. Commands that only read a run take them."""
+
+NEW: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("parallel.engine", "finetune.adapters"),
+        lambda c: bool(c.finetune.adapters) and not c.parallel.facts.reads_adapters,
+        f"expected {engines_that(lambda engine: engine.reads_adapters, style=repr)} with finetune.adapters, found "
+        "{parallel.engine!r}, into whose parameters no files of adapters are read; choose another engine",
+    ),
+)
+"""Settings of a run that does not resume. It begins with adapters from files."""
+
+PLANNED: tuple[Conflict[Sections], ...] = (
+    Conflict(
+        ("train.float8",),
+        lambda c: c.train.float8 != "none" and importlib.util.find_spec("torchao") is None,
+        "a plan with {train.float8!r} needs torchao, found none; install the extra float8",
+    ),
+    Conflict(
+        ("parallel.engine",),
+        lambda c: not c.parallel.facts.is_planned,
+        f"a plan covers {engines_that(lambda engine: engine.is_planned, 'and', repr)}, found "
+        "{parallel.engine!r}",
+    ),
+)
+"""Settings of a job that is planned."""

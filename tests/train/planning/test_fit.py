@@ -1,0 +1,172 @@
+"""`shardwright plan --fit` and `plan A.toml B.toml`: settings that are tried, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwright import cli
+from shardwright.planner.allocator import GIB
+from shardwright.planner.program import STEP, Alloc, Free, Kernel, Owner, Phase, Program
+from shardwright.train.commands import fit as fitting
+from shardwright.train.commands import plan_difference
+from shardwright.train.config import Config, load_config
+from shardwright.train.errors import UserError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+DEBUG = str(EXAMPLES / "llama_debug.toml")
+
+
+def config(*keys: tuple[str, str], ranks: int = 8) -> Config:
+    return load_config(EXAMPLES / "llama_8b.toml", keys, ranks=ranks)
+
+
+def program(config: Config, ranks: int, caches: bool = True) -> Program:
+    """8 GiB for each sample of a micro-batch, a fourth of it with checkpoints, which take a third more time."""
+    train, way = config.train, config.activations.checkpoint
+    if way == "ops" and train.compile != "none":
+        raise UserError("these do not go together")
+    nbytes = int(8 * GIB * train.micro_batch * {"none": 1, "ops": 0.5, "full": 0.25}[way])
+    parallel = config.parallel
+    gathers = 1 if parallel.strategy == "zero2" else 2 if parallel.reshard_after_forward == "never" else 3
+    whole = 20 * GIB if config.parallel.strategy == "zero2" else 5 * GIB
+    count = train.global_batch // ranks
+    work = int(1e4 * {"none": 3, "ops": 3.4, "full": 4}[way] * (0.8 if train.compile != "none" else 1))
+    product = Kernel("mm", "compute", 100, ((4096, 4096), (4096, work * count)), "bfloat16")
+    gather = Kernel("c10d.allgather", "compute", 1 << 28, (), "uint8", (ranks, 1))
+    events = [
+        Alloc(0, whole, "compute", 0),
+        *(
+            [
+                Phase(STEP), Phase("forward"), *[gather] * (gathers * count // train.micro_batch),
+                Alloc(1 + i, nbytes, "compute", 1), product, Free(1 + i),
+            ]
+            for i in range(2)
+        ),
+    ]  # fmt: skip
+    flat = [events[0], *[event for step in events[1:] for event in step]]
+    owners = [
+        Owner("parameters", "w", "", ""),
+        Owner("activations", "layers.0", "mm bfloat16 [2]", "model.py:3"),
+    ]
+    return Program(flat, owners, count * train.seq_len, 1e12)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "program_of", program)
+    monkeypatch.setattr(plan_difference, "program_of", program)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_settings_that_are_tried() -> None:
+    grids = list(fitting.axes_of(config(("train.global_batch", "96")), 8, 8, {}))
+    assert [grid[0].values for grid in grids] == [
+        ((("train.compile", way),),) for way in ("inductor", "none")
+    ]
+    strategies, sizes = grids[0][1].values, grids[0][2].values
+    assert [dict(each)["parallel.strategy"] for each in strategies] == ["zero2", "zero3", "zero3"]
+    assert [dict(each)["train.micro_batch"] for each in sizes] == ["12", "4", "2", "1"]
+    for keys in strategies:  # each is a configuration
+        config(*keys)
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_on_several_nodes_replicas_are_whole_nodes(ranks: int) -> None:
+    given = config(("train.global_batch", str(ranks)), ranks=ranks)
+    strategies = next(iter(fitting.axes_of(given, ranks, 8, {})))[1].values
+    replicas = [int(dict(each)["parallel.replicas"]) for each in strategies]
+    assert (
+        replicas[0] == ranks // 8 and replicas[-2:] == [1, 1] and replicas == sorted(replicas, reverse=True)
+    )
+    for keys in strategies:
+        config(("train.global_batch", str(ranks)), *keys, ranks=ranks)
+
+
+def test_keys_of_the_command_line_stay() -> None:
+    given = {"train.compile": "none", "train.micro_batch": "2"}
+    (grid,) = fitting.axes_of(config(*given.items()), 8, 8, given)
+    assert [axis.name for axis in grid] == ["compile", "strategy", "checkpoint"] and len(grid[0].values) == 1
+
+
+def test_another_engine_keeps_its_strategy() -> None:
+    assert next(iter(fitting.axes_of(config(("parallel.engine", "fsdp2")), 8, 8, {})))[1].values == ((),)
+
+
+def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(
+        capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1"
+    )
+    assert (status, err) == (0, "")
+    head, now, best, *rest = out.splitlines()
+    assert now.startswith("now ") and head.startswith("fit ") and " of them fit NVIDIA H100" in head
+    assert "tokens/s on each device, MFU " in best
+    smaller = next(i for i, line in enumerate(rest) if line.startswith("smaller"))
+    values = tomllib.loads("\n".join(line.strip() for line in rest[:smaller]))
+    # 20 + 32 GiB: four samples at once, compiled, nothing computed twice.
+    assert values == {"train": {"compile": "inductor", "micro_batch": 4}, "parallel": {"strategy": "zero2"}}
+    assert "a step more: " in rest[smaller + 1]
+
+
+def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1", "--json"
+    )
+    values = json.loads(out)
+    fastest = min((each for each in values["plans"] if each["fits"]), key=lambda each: each["step_seconds"])
+    assert status == 0 and values["best"] == fastest
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text('like = "h100"\ngib = 4.0\n')
+    status, out, _ = run(
+        capsys,
+        str(EXAMPLES / "llama_8b.toml"),
+        "--on",
+        f"8x{tmp_path}/small.toml",
+        "--fit",
+        "--processes",
+        "1",
+    )
+    assert status == 3 and "best     none; the smallest one needs 7.00 GiB: " in out
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("gib = 80\n")
+    for arguments, message in (
+        (
+            (DEBUG, "--on", f"2x{tmp_path}/own.toml", "--fit", "--processes", "1"),
+            "expected a device whose speed is known, found 'own'",
+        ),
+        (
+            (DEBUG, DEBUG, "--on", "2xh100", "--fit", "--processes", "1"),
+            "expected one job with --fit, found two",
+        ),
+        ((DEBUG, "nowhere.toml", "--on", "2xh100"), "nowhere.toml"),
+    ):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+def test_what_makes_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = (EXAMPLES / "llama_8b.toml").read_text()
+    (tmp_path / "b.toml").write_text(text + '\n[activations]\ncheckpoint = "full"\n')
+    jobs = [str(EXAMPLES / "llama_8b.toml"), str(tmp_path / "b.toml")]
+    status, out, err = run(capsys, *jobs, "--on", "8xh100")
+    first, second, *rest = out.splitlines()
+    assert (status, err) == (0, "") and first.startswith(jobs[0]) and second.startswith(jobs[1])
+    assert rest[0] == "memory   the second one has"
+    assert rest[1].split() == ["-6.00", "GiB", "activations,", "mm,", "model.py:3"]
+    assert rest[2] == "time     the second one has" and "operations beyond these" in "".join(rest[3:])
+    status, out, _ = run(capsys, jobs[0], jobs[0], "--on", "8xh100")
+    assert "memory   no difference of 1% or more\ntime     no difference of 1% or more" in out
+    values = json.loads(run(capsys, *jobs, "--on", "8xh100", "--json")[1])
+    assert values["memory"] == [{"owner": "activations, mm, model.py:3", "bytes": -6 * GIB}]
