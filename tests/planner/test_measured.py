@@ -137,7 +137,7 @@ def test_tables_differ_by_how_shapes_differ() -> None:
 def test_on_a_cpu_the_host_and_its_kernels_take_turns() -> None:
     rates = Rates.of(FIGURES)
     events: list[Event] = [ADD, PRODUCT, GATHER, ADD]
-    found = replay(Step.of(Program([Phase(STEP), Phase("forward"), *events])), rates)
+    found = replay(Step.of(Program([Phase(STEP), Phase(STEP), Phase("forward"), *events])), rates)
     each = [rates.seconds(kernel, work_of(kernel)) for kernel in (ADD, PRODUCT, GATHER, ADD)]
     assert found.seconds == pytest.approx(sum(each) + 3 * HOST["host"] + HOST["host_collective"])
     assert found.host == pytest.approx(3 * HOST["host"] + HOST["host_collective"])
@@ -145,7 +145,7 @@ def test_on_a_cpu_the_host_and_its_kernels_take_turns() -> None:
     # A GPU computes beside its host.
     beside = Figures(**{**vars(FIGURES), "measured": Measured(KERNELS, LINKS, HOST, SPREAD, 2)})
     later: list[Event] = [PRODUCT._replace(shapes=((512, 512),) * 3), *[ADD] * 20]
-    step = Step.of(Program([Phase(STEP), Phase("forward"), *later]))
+    step = Step.of(Program([Phase(STEP), Phase(STEP), Phase("forward"), *later]))
     assert replay(step, Rates.of(beside)).seconds < replay(step, rates).seconds - 15 * HOST["host"]
 
 
@@ -167,7 +167,7 @@ def test_the_range_is_the_spread() -> None:
     assert spans["memory"].high == pytest.approx(1.2) and spans["host"].low == pytest.approx(1.04e-5)
     device = parse_devices("2xh100", lambda: pytest.fail("not local"))[1]
     own = type(device)("mine", "mine", 1 << 34, "", FIGURES, "cpu")
-    step: list[Event] = [Phase(STEP), Phase("forward"), *[PRODUCT] * 100, *[ADD] * 10]
+    step: list[Event] = [Phase(STEP), Phase(STEP), Phase("forward"), *[PRODUCT] * 100, *[ADD] * 10]
     speed = speed_of(Program(step, [], 4096, 1e9), own, 2)
     assert speed is not None
     low, likely, high = speed.seconds
