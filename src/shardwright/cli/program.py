@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from shardwright import __version__
 from shardwright.cli import (
+    calibrate,
     compare,
     convert,
     doctor,
@@ -49,6 +50,7 @@ COMMANDS = {
         inspect,
         layout,
         plan,
+        calibrate,
         relay,
         extensions,
         doctor,

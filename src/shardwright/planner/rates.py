@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwright.planner.devices import Figures
+from shardwright.planner.measured import Measured
 from shardwright.planner.program import Kernel
 from shardwright.planner.work import Work
 
@@ -94,6 +95,9 @@ class Rates:
             return self.collective(kernel)
         if work.kind == "nothing":
             return 0.0
+        if (measured := self.figures.measured) is not None:
+            name = work.kind if work.kind in ("products", "attention") else "memory"
+            return measured.seconds(kernel, work) / self.shares[name]
         shares, launch = self.shares, self.shares["launch"] * work.launches
         moved = work.nbytes / (self.figures.bandwidth * shares["memory"])
         if work.kind == "products":
@@ -138,6 +142,9 @@ class Rates:
         figures = self.figures
         nodes, members = spread(ranks, stride, figures.node)
         whole, rounds = _traffic(kernel)
+        measured = figures.measured
+        if measured is not None and measured.ranks and nodes == 1:
+            return measured.collective(kernel.name, whole, ranks) / self.shares["links"]
         seconds = _latency(ranks, nodes) * rounds
         within = whole * (ranks - 1) / ranks / (figures.within * self.shares["links"])
         if nodes == 1:
@@ -148,8 +155,27 @@ class Rates:
 
 def spans_of(figures: Figures) -> dict[str, Span]:
     """The shares that programs reach on a device, by name."""
+    if figures.measured is not None:
+        return _of_measured(figures.measured)
     names = "products", "attention", "attention_backward"
     return {**_OF_ALL, **dict(zip(names, _OF_GENERATION[figures.generation], strict=True))}
+
+
+def _of_measured(measured: Measured) -> dict[str, Span]:
+    """The shares of measured times: 1, with a range as far as repeated measurements differ."""
+
+    def around(name: str, likely: float = 1.0, way: int = 1) -> Span:
+        other = measured.spread[name]
+        return Span(likely * (1 + other) ** -way, likely, likely * (1 + other) ** way)
+
+    spans = {name: around(name) for name in ("products", "attention", "memory", "links")}
+    spans["attention_backward"] = Span(1, 1, 1)  # of the same tables as ``attention``
+    spans |= {name: around("host", seconds, -1) for name, seconds in measured.host.items()}
+    spans |= {"launch": Span(0, 0, 0), "network": _OF_ALL["network"]}  # launches are part of measured times
+    spans["beside"] = Span(1, 1, 1) if measured.on_host else _OF_ALL["beside"]
+    if not measured.ranks:
+        spans["links"] = _OF_ALL["links"]
+    return spans
 
 
 def spread(ranks: int, stride: int, node: int) -> tuple[int, int]:

@@ -74,7 +74,14 @@ class Speed:
         """The parts of the likely time, from the model's operations at the peak on. Their sum is the step's time."""
         found, busy = self.timeline, self.timeline.busy
         ideal = self.model_flops / self.peak if self.model_flops else found.ideal
-        parts = [Loss("peak", ideal, f"the model's operations at {self.peak / 1e12:,.0f} TFLOP/s", "")]
+        parts = [
+            Loss(
+                "peak",
+                ideal,
+                f"the model's operations at {self.peak / 1e12:{',.0f' if self.peak > 1e13 else '.2g'}} TFLOP/s",
+                "",
+            )
+        ]
         extra = found.ideal - ideal
         if extra >= 0:
             parts.append(Loss("recomputed", extra, "operations beyond these", "activations.checkpoint"))

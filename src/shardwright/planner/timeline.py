@@ -118,6 +118,7 @@ def replay(step: Step, rates: Rates) -> Timeline:
     marks: dict[int, float] = {}
     recent: list[tuple[float, float]] = []  #: the times of the last collectives
     now = 0.0  #: of the host
+    on_host = rates.figures.measured is not None and rates.figures.measured.on_host
 
     def idle(until: float) -> None:
         """The computation does nothing until then: as long as the host has queued nothing, because of the host."""
@@ -156,6 +157,8 @@ def replay(step: Step, rates: Rates) -> Timeline:
                 found.beside += slower
                 found.flops += work.flops
                 found.ideal += ideal_of[number]
+            if on_host:  # which computes itself, and then goes on
+                now = max(now, ready[stream])
         elif isinstance(event, Mark):
             marks[event.number] = max(ready[event.stream], now)
         elif isinstance(event, Wait):

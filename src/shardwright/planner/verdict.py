@@ -108,12 +108,14 @@ class Verdict:
         usage, peak = self.usage, self.peak
         least, most = (in_gib(each) for each in self.runtime)
         missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
+        shared = f", of which each rank has a part of {self.ranks}," if self.device.kind == "cpu" else ""
+        runs = "Python and PyTorch" if self.device.kind == "cpu" else "CUDA context and NCCL"
         rows = [
             ("fits?", _ANSWERS[self.answer] + missing),
             (
                 "",
                 f"{in_gib(usage.reserved)} GiB reserved of {in_gib(self.room)}, which are the "
-                f"{in_gib(self.device.nbytes)} of {self.device.name} less a runtime of {most}",
+                f"{in_gib(self.device.nbytes)} of {self.device.name}{shared} less a runtime of {most}",
             ),
             *([("", _retries_in_words(self))] if self.retries or self.retries_each_step else []),
             ("exact", _sum(self.exact)),
@@ -122,7 +124,7 @@ class Verdict:
                 "cache",
                 f"{in_gib(self.cached):>7}  reserved and not live when most is reserved: PyTorch's allocator",
             ),
-            ("runtime", f"{most:>7}  CUDA context and NCCL, between {least} and {most}; not measured here"),
+            ("runtime", f"{most:>7}  {runs}, between {least} and {most}; not measured here"),
             ("peak", peak_in_words(peak)),
         ]
         if len(self.parts) > 1:
@@ -170,15 +172,16 @@ def _sum(groups: Mapping[str, int]) -> str:
     return f"{in_gib(sum(groups.values())):>7}  {parts or 'less than 0.01 GiB each'}"
 
 
-def runtime_of(ranks: int) -> tuple[int, int]:
-    """The least and the most bytes of a device that CUDA and NCCL take."""
+def runtime_of(ranks: int, kind: str = "cuda") -> tuple[int, int]:
+    """The least and the most bytes of a device that CUDA and NCCL take, or Python and PyTorch on a CPU."""
     least, most = CONTEXT
-    return (least + NCCL[0], most + NCCL[1]) if ranks > 1 else (least, most)
+    return (least + NCCL[0], most + NCCL[1]) if ranks > 1 and kind == "cuda" else (least, most)
 
 
-def room_of(device: Device, runtime: tuple[int, int]) -> int:
-    """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all."""
-    return max(0, device.nbytes - runtime[1])
+def room_of(device: Device, runtime: tuple[int, int], ranks: int) -> int:
+    """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all. Ranks share the memory of a CPU."""
+    nbytes = device.nbytes // ranks if device.kind == "cpu" else device.nbytes
+    return max(0, nbytes - runtime[1])
 
 
 @without_collections()
@@ -190,9 +193,9 @@ def judge(
     rules = rules or Rules()
     starts = [i for i, name in program.phase_starts() if name == "forward"]
     peak = program.peak(starts[0] if starts else 0)
-    runtime = runtime_of(ranks)
+    runtime = runtime_of(ranks, device.kind)
     allowed = int(rules.fraction * device.nbytes) if rules.fraction < 1 else None
-    room = min(room_of(device, runtime), device.nbytes if allowed is None else allowed)
+    room = min(room_of(device, runtime, ranks), device.nbytes if allowed is None else allowed)
     unlimited = replay(program.events, rules)
     answer: Literal["yes", "barely", "no"] = "yes"
     if room - unlimited.peak.reserved < MARGIN * unlimited.peak.reserved:

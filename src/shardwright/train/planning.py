@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, cast
@@ -176,14 +177,19 @@ def _layers_of(shape: Any) -> Layers | None:
     return Layers(described(shape).layers, keys)
 
 
-def traced_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
-    """The same program, from a trace of the whole job."""
+def traced_program(
+    config: Config,
+    ranks: int,
+    kind: Literal["cpu", "cuda"] = "cuda",
+    watching: Callable[[Recorder], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> Program:
+    """The same program, from a trace of the whole job. ``watching``: makes a context in which it runs."""
     _warm_up()
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
     try:
-        with trace(ranks, kind) as recorder, even_routing():
+        with trace(ranks, kind) as recorder, even_routing(), watching(recorder):
             # A model that reads its tokens is refused.
             dataset = AbsentData.of(config, ranks, recorder.note_without_values)
             return _traced(config, ranks, cast(Dataset, dataset), recorder, kind)

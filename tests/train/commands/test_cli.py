@@ -202,7 +202,7 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
         (
             "fly",
             "unknown command fly; the commands are train, compare, generate, export, convert, inspect, layout, "
-            "plan, relay, extensions, doctor",
+            "plan, calibrate, relay, extensions, doctor",
         ),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         (

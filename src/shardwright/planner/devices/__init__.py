@@ -6,10 +6,12 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from shardwright.planner.measured import Measured, MeasuredError, read_measured
 
 GIB = 1 << 30
 
@@ -32,6 +34,7 @@ class Figures:
         within: bytes a second that a device sends to the others of its node.
         across: bytes a second that a device sends to other nodes.
         source: the source of these figures.
+        measured: times of this device, in place of shares of its figures; None: there are none.
     """
 
     generation: str
@@ -43,6 +46,7 @@ class Figures:
     within: float
     across: float
     source: str
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Device:
         nbytes: bytes that ``torch.cuda.get_device_properties`` reports.
         source: the source of this figure.
         figures: its speed; None: unknown.
+        kind: "cpu" if ranks compute on the host, whose memory they share.
     """
 
     key: str
@@ -62,6 +67,7 @@ class Device:
     nbytes: int
     source: str
     figures: Figures | None = None
+    kind: Literal["cpu", "cuda"] = "cuda"
 
 
 def known_devices() -> dict[str, Device]:
@@ -114,8 +120,25 @@ def _read(key: str, text: str) -> Device:
         values = {**base, **values, "speed": {**base.get("speed", {}), **values.get("speed", {})}}
     gib = _number(key, values, "gib", "the device's memory in GiB", 1e6)
     speed = values.get("speed")
+    kind = values.get("kind", "cuda")
+    if kind not in ("cpu", "cuda"):
+        raise DeviceError(f"device {key}: expected kind, cpu or cuda, found {kind!r}")
     figures = _figures(key, speed) if speed is not None else None
-    return Device(key, str(values.get("name", key)), int(gib * GIB), str(values.get("source", "")), figures)
+    if "measured" in values:
+        if figures is None:
+            raise DeviceError(f"device {key}: expected a table [speed] beside [measured], found none")
+        try:
+            figures = replace(figures, measured=read_measured(key, values["measured"], kind == "cpu"))
+        except MeasuredError as error:
+            raise DeviceError(str(error)) from error
+    elif kind == "cpu" and figures is not None:
+        raise DeviceError(
+            f"device {key}: the speed of a CPU is known only by measurement: shardwright calibrate"
+        )
+    elif figures is not None and figures.generation == MEASURED:
+        raise DeviceError(f"device {key}: a generation {MEASURED!r} needs a table [measured], found none")
+    name, source = str(values.get("name", key)), str(values.get("source", ""))
+    return Device(key, name, int(gib * GIB), source, figures, kind)
 
 
 def _figures(key: str, values: Any) -> Figures:
@@ -124,7 +147,7 @@ def _figures(key: str, values: Any) -> Figures:
     if unknown := values.keys() - _SPEED:
         raise DeviceError(f"device {key}: [speed] has {min(unknown)!r}; expected {', '.join(sorted(_SPEED))}")
     generation = values.get("generation")
-    if generation not in GENERATIONS:
+    if generation not in (*GENERATIONS, MEASURED):
         raise DeviceError(
             f"device {key}: expected a generation of {', '.join(GENERATIONS)}, found {generation!r}"
         )
@@ -150,6 +173,7 @@ def _figures(key: str, values: Any) -> Figures:
 
 #: Generations of which ``rates`` knows the share of these figures that programs reach.
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
+MEASURED = "measured"  #: the generation of a device whose times are in its file
 _SPEED = {"generation", "tflops", "bandwidth", "units", "power", "node", "within", "across", "source"}
 
 

@@ -71,7 +71,7 @@ def fit(
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if not found:
-        program_of(config, job.ranks, caches)  # an error of the job itself
+        program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
     best = fastest(found)
     if json:
@@ -92,7 +92,7 @@ def _planned(
     """The plan of some settings; None: they do not go together."""
     try:
         config = job(keys)
-        program = program_of(config, job.ranks, caches)
+        program = program_of(config, job.ranks, caches, device.kind)
     except UserError:
         return None
     speed = speed_of(program, device, job.ranks, with_range=False)

@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from shardwright.extend import strategies
 from shardwright.planner import cache
@@ -49,7 +50,7 @@ def plan(
     config = configured(())
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
-    program = program_of(config, ranks, caches)
+    program = program_of(config, ranks, caches, device.kind)
     verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
     if not json:
         print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
@@ -64,7 +65,7 @@ def plan(
             if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.unlimited.reserved:
                 continue
             try:
-                program = program_of(configured(keys), ranks, caches)
+                program = program_of(configured(keys), ranks, caches, device.kind)
             except UserError:  # it does not go together with another key
                 continue
             speed = speed_of(program, device, ranks, with_range=False)
@@ -89,22 +90,23 @@ def _run(config: Config, verdict: Verdict) -> Iterator[str]:
         steps = config.train.steps
         seconds = steps * verdict.speed.seconds[1]
         hours = seconds / 3600 * verdict.ranks
-        words = (
-            f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} GPU-hours, without validations and saves"
-        )
+        kind = "GPU" if verdict.device.kind == "cuda" else "CPU"
+        words = f"{steps:,} steps take {in_time(seconds)}, {hours:,.3g} {kind}-hours, without validations and saves"
         yield f"{'run':8} {words}"
 
 
-def program_of(config: Config, ranks: int, caches: bool = True) -> Program:
-    """The program of the configuration on GPUs, from the cache if it is there."""
-    key = plan_key(config, ranks, "cuda") if caches else None
+def program_of(
+    config: Config, ranks: int, caches: bool = True, kind: Literal["cpu", "cuda"] = "cuda"
+) -> Program:
+    """The program of the configuration on devices of this kind, from the cache if it is there."""
+    key = plan_key(config, ranks, kind) if caches else None
     program = cache.load(key) if key is not None else None
     if program is None:
         from shardwright._torch import log_errors_alone
         from shardwright.train import planning
 
         log_errors_alone()  # what torch says of code that it only traces is for runs
-        program = planning.program_of(config, ranks)
+        program = planning.program_of(config, ranks, kind)
         if key is not None:
             cache.store(key, program)
     return program

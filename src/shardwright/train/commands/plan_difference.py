@@ -29,7 +29,7 @@ def plan_difference(
     """
     verdicts = []
     for job in jobs:
-        program = program_of(job(), job.ranks, caches)
+        program = program_of(job(), job.ranks, caches, device.kind)
         verdicts.append(judge(program, device, job.ranks, rules, speed_of(program, device, job.ranks)))
     (a, b), names = verdicts, [job.name for job in jobs]
     memory, time = _memory(a, b), _time(a, b)
