@@ -48,8 +48,9 @@ class Speed:
         seconds: the least, the likely and the largest time.
         tokens: trained tokens of one rank in a step; 0: unknown.
         model_flops: operations of the model's formula for these tokens; 0: unknown.
-        peak: operations a second of the device.
+        peak: operations a second of the device, in the dtypes of the step's products.
         ranks: devices.
+        is_measured: whether the times are those of a device that was measured.
     """
 
     timeline: Timeline
@@ -58,6 +59,7 @@ class Speed:
     model_flops: float
     peak: float
     ranks: int
+    is_measured: bool = False
 
     @property
     def tokens_per_second(self) -> tuple[float, float, float]:
@@ -105,7 +107,8 @@ class Speed:
             f"{likely:,.0f} tokens/s on each device, between {low:,.0f} and {high:,.0f}; " if likely else ""
         )
         share = f"MFU {self.mfu:.1%}; " if self.model_flops else ""
-        yield "speed", f"{rate}{share}{in_time(self.seconds[1])} a step; not measured here"
+        source = "" if self.is_measured else "; not measured here"
+        yield "speed", f"{rate}{share}{in_time(self.seconds[1])} a step{source}"
         shown = [loss for loss in self.losses() if abs(loss.seconds) >= LEAST * self.seconds[1]]
         for i, loss in enumerate(shown):
             setting = f" ({loss.setting})" if loss.setting else ""
@@ -139,8 +142,9 @@ def speed_of(program: Program, device: Device, ranks: int, with_range: bool = Tr
     seconds = (likely.seconds,) * 3
     if with_range:
         seconds = _range(step, device.figures, rates, likely.seconds)
-    peak = device.figures.flops.get("bfloat16") or device.figures.flops["float32"]
-    return Speed(likely, seconds, program.tokens, program.model_flops, peak, ranks)
+    peak = likely.flops / likely.ideal if likely.ideal else rates.peak("bfloat16")
+    is_measured = device.figures.measured is not None
+    return Speed(likely, seconds, program.tokens, program.model_flops, peak, ranks, is_measured)
 
 
 def _range(step: Step, figures: Figures, rates: Rates, likely: float) -> tuple[float, float, float]:
