@@ -24,7 +24,7 @@ def config(*keys: tuple[str, str], ranks: int = 8) -> Config:
     return load_config(EXAMPLES / "llama_8b.toml", keys, ranks=ranks)
 
 
-def program(config: Config, ranks: int, caches: bool = True) -> Program:
+def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda") -> Program:
     """8 GiB for each sample of a micro-batch, a fourth of it with checkpoints, which take a third more time."""
     train, way = config.train, config.activations.checkpoint
     if way == "ops" and train.compile != "none":
