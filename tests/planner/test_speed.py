@@ -274,6 +274,7 @@ def test_a_device_like_another_one(tmp_path: Path) -> None:
         ('like = "h100"\n[speed]\nbandwith = 3', r"\[speed\] has 'bandwith'; expected across, bandwidth"),
         ('like = "h100"\n[speed]\nbandwidth = "fast"', "expected bandwidth, GB/s .*, found 'fast'"),
         ('like = "h100"\n[speed]\npower = 1.5', "expected power, the share of its nominal power, found 1.5"),
+        ("gib = 80\nbandwidth = 3", r"own: it has 'bandwidth'; expected gib, kind, like"),
         ("gib = 80\nspeed = 3", r"expected a table \[speed\], found 3"),
         ('gib = 80\n[speed]\ngeneration = "ada"\ntflops = {bfloat16 = 3}', "a table of dtypes with float32"),
     ],

@@ -313,3 +313,14 @@ def test_kernels_of_a_gpu_take_workspaces(of_keys: int) -> None:
     kept = [each.nbytes for each in blocks if program.owners[each.owner].what == "workspace of cuBLAS"]
     assert kept == [32 << 20]
     assert all(each.block in freed for each in blocks if " in _scaled_dot" in program.owners[each.owner].what)
+
+
+def test_a_tensor_larger_than_the_machine() -> None:
+    """Its memory is never touched, so that the system may refuse what is not reserved."""
+    with trace(2) as recorder:
+        large = torch.empty(1 << 38, dtype=torch.bfloat16)
+        recorder.phase("next")
+        product = large.view(1 << 19, 1 << 19).t() * 2
+        assert product.stride() == (1, 1 << 19) and recorder.now == 2 * 2 * (1 << 38)
+        del large, product
+        assert recorder.now == 0

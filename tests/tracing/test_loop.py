@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from shardwright._torch import absent_ranks
+from shardwright.planner.program import Kernel
 from shardwright.tracing.hollow import AbsentDeviceError, UnknownValueError
 from shardwright.tracing.loop import program_of_loop
 from tests.support.matrix import generate
@@ -329,3 +330,29 @@ def test_what_is_no_loop_and_what_this_machine_cannot_hold() -> None:
         sw.plan(None, on="2xh100")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"larger than the memory of this machine.*deferred_init"):
         sw.plan(lambda: nn.Linear(1 << 21, 1 << 21), on="2xh100")
+
+
+@pytest.mark.parametrize("steps", [5, 7])
+def test_a_step_of_a_graph_is_one_step(steps: int) -> None:
+    """However many steps follow the capture, also if the optimizer is in the graph."""
+
+    def loop() -> None:
+        model: Any = nn.Sequential(*[nn.Linear(512, 512) for _ in range(2)])
+        sw.fully_shard(model, memory="arena")
+        optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        graphed = sw.GraphedStep(model, step)
+        for _ in range(steps):
+            graphed(torch.zeros(64, 512))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    program = program_of_loop(loop, 2)
+    first, stop = program.last_step()
+    products = [e for e in program.events[first:stop] if isinstance(e, Kernel) and e.name in ("mm", "addmm")]
+    assert program.has_graph and len(products) == 5

@@ -86,7 +86,7 @@ class Speed:
         ]
         extra = found.ideal - ideal
         if extra >= 0:
-            parts.append(Loss("recomputed", extra, "operations beyond these", "activations.checkpoint"))
+            parts.append(Loss("recomputed", extra, "operations beyond the model's", "activations.checkpoint"))
         else:
             parts.append(Loss("skipped", extra, "operations that kernels leave out, as of masked pairs", ""))
         below = busy["products"] + busy["attention"] - found.ideal
@@ -127,7 +127,8 @@ def in_time(seconds: float) -> str:
 
 
 def speed_of(program: Program, device: Device, ranks: int, with_range: bool = True) -> Speed | None:
-    """The speed of a program's last step. None: the device's speed is not known, or the program makes one step.
+    """The speed of a program's last step. None: the device's speed is not known, the program makes one step, or the
+    host of a device computes in it, as with offload.
 
     ``with_range``: find the range, too, which takes ten times as long.
     """
@@ -136,6 +137,8 @@ def speed_of(program: Program, device: Device, ranks: int, with_range: bool = Tr
     try:
         step = Step.of(program)
     except ValueError:
+        return None
+    if step.computes_on_host and device.kind == "cuda":
         return None
     rates = Rates.of(device.figures)
     likely = replay(step, rates)

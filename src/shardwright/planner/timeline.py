@@ -72,23 +72,27 @@ class Step:
     Attributes:
         kernels: the different kernels, with their work.
         events: in the order of the host's program.
+        computes_on_host: whether the host of a device computes, too.
     """
 
     kernels: list[tuple[Kernel, Work]]
     events: list[_Queued | Mark | Wait | HostWait]
+    computes_on_host: bool = False
 
     @classmethod
     def of(cls, program: Program) -> Step:
         """Raises ValueError if the program makes no second step."""
         numbers: dict[Kernel, int] = {}
         events: list[_Queued | Mark | Wait | HostWait] = []
-        optimizes, has_graph = False, program.has_graph
+        on_host, optimizes, has_graph = False, False, program.has_graph
         begin, end = program.last_step()
         if begin == end:
             raise ValueError("the program has no second step")
         for event in program.events[begin:end]:
             if isinstance(event, Kernel):
-                if event.stream != HOST:
+                if event.stream == HOST:
+                    on_host = True
+                else:
                     number = numbers.setdefault(event, len(numbers))
                     stream = COMPUTE if event.stream == CAPTURE else event.stream
                     events.append(_Queued(number, stream, optimizes, has_graph and not optimizes))
@@ -101,7 +105,7 @@ class Step:
         works = [(kernel, work_of(kernel)) for kernel in numbers]
         nothing = {number for number, (_, work) in enumerate(works) if work.kind == "nothing"}
         events = [e for e in events if not (isinstance(e, _Queued) and e.number in nothing)]
-        return cls(works, events)
+        return cls(works, events, on_host)
 
 
 def replay(step: Step, rates: Rates) -> Timeline:

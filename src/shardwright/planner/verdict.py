@@ -80,7 +80,8 @@ class Verdict:
     @property
     def left(self) -> int:
         """Bytes of :attr:`room` that are never reserved without a limit; negative if some are missing."""
-        return self.room - self.unlimited.reserved
+        room = self.room or self.device.nbytes - self.runtime[1]
+        return room - self.unlimited.reserved
 
     @property
     def exact(self) -> dict[str, int]:

@@ -153,7 +153,7 @@ class _HollowGraph:
                 if node in kernel.places:
                     made = values[kernel.places[node]].view(like.shape)
                 else:
-                    made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype)
+                    made = hollow.untouched(tuple(like.shape), like.stride(), like.dtype)
                 if made.untyped_storage().nbytes() <= hollow.SMALL:
                     made.zero_()  # somebody may read it
             what = f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"

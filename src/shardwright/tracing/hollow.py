@@ -8,6 +8,7 @@ a result without content. So addresses, storages, version counters and graph hoo
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
 SMALL = 16384  #: bytes; tensors up to this size are computed
 #: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
 #: models ask whether a sample has one document.
-NUMBERS = 4 << 20
+NUMBERS = 64 << 20
 _OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
@@ -277,7 +278,7 @@ class Hollow(TorchDispatchMode):
                     shape.size, shape.stride, dtype=shape.dtype, device="cpu"
                 ).zero_()
             else:
-                tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="cpu")
+                tensor = untouched(shape.size, shape.stride, shape.dtype)
             self._recorder.know(tensor, _in_words(form.name, shape), line, group)
             self._recorder.note_without_values(tensor)
             made.append(tensor)
@@ -377,6 +378,24 @@ def _group_of(args: Any, kwargs: Any) -> tuple[int, int]:
     """The number of ranks of a collective's group, and how far apart neighbours are."""
     ranks = ranks_of_collective((*args, *kwargs.values())) or [0]
     return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory nobody touches. It may be larger than the memory of this machine."""
+    try:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = mmap.mmap(-1, (last + 1) * dtype.itemsize, flags=flags)
+    except OSError as error:
+        raise UnknownValueError(
+            f"a tensor of {dtype} {list(size)}, for which there are no addresses", ""
+        ) from error
+    return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
 
 
 def _emptied(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from shardwright._torch import in_backward, number_of_next_node, number_of_running_node
 from shardwright.planner.program import (
+    AFTER_OPTIMIZER,
     GRAPH,
     HOST,
     Alloc,
@@ -249,6 +250,10 @@ class Recorder:
 
     def run_graph(self, work: Iterable[Event]) -> None:
         """Queue the work of a graph. Its marks are new ones each time."""
+        if self.current_phase == AFTER_OPTIMIZER:
+            self.phase(
+                AFTER_OPTIMIZER
+            )  # the optimizer may be in the graph, so that no phase tells steps apart
         numbers: dict[int, int] = {}
         for event in work:
             if isinstance(event, Mark):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -57,6 +58,10 @@ def trace(
     recorder = Recorder()
     with _naming_lines_that_use_gpus(), ExitStack() as stack:
         stack.enter_context(without_collections())  # one would free their blocks at a random event
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings(
+            "ignore", "Using .torch.compile.module.. when there are global hooks"
+        )  # of traces
         stack.enter_context(draws_one_piece())
         stack.enter_context(absent_ranks(ranks))
         stack.enter_context(_without_accelerator())

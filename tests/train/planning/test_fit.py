@@ -122,7 +122,7 @@ def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     )
     values = json.loads(out)
     fastest = min((each for each in values["plans"] if each["fits"]), key=lambda each: each["step_seconds"])
-    assert status == 0 and values["best"] == fastest
+    assert status == 0 and values["best"] == fastest and values["now"]["keys"] == {}
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -142,6 +142,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("gib = 80\n")
     for arguments, message in (
+        ((DEBUG, "--on", "2xh100", "--fit", "--parallel.offload", "cpu"), "found 'cpu'"),
         (
             (DEBUG, "--on", f"2x{tmp_path}/own.toml", "--fit", "--processes", "1"),
             "expected a device whose speed is known, found 'own'",
@@ -165,7 +166,7 @@ def test_what_makes_the_difference(capsys: pytest.CaptureFixture[str], tmp_path:
     assert (status, err) == (0, "") and first.startswith(jobs[0]) and second.startswith(jobs[1])
     assert rest[0] == "memory   the second one has"
     assert rest[1].split() == ["-6.00", "GiB", "activations,", "mm,", "model.py:3"]
-    assert rest[2] == "time     the second one has" and "operations beyond these" in "".join(rest[3:])
+    assert rest[2] == "time     the second one has" and "operations beyond the model's" in "".join(rest[3:])
     status, out, _ = run(capsys, jobs[0], jobs[0], "--on", "8xh100")
     assert "memory   no difference of 1% or more\ntime     no difference of 1% or more" in out
     values = json.loads(run(capsys, *jobs, "--on", "8xh100", "--json")[1])

@@ -118,6 +118,8 @@ def _read(key: str, text: str) -> Device:
             raise DeviceError(f"device {key}: expected like, the name of another device, found {like!r}")
         base = tomllib.loads(known[like].read_text())
         values = {**base, **values, "speed": {**base.get("speed", {}), **values.get("speed", {})}}
+    if unknown := values.keys() - _KEYS:
+        raise DeviceError(f"device {key}: it has {min(unknown)!r}; expected {', '.join(sorted(_KEYS))}")
     gib = _number(key, values, "gib", "the device's memory in GiB", 1e6)
     speed = values.get("speed")
     kind = values.get("kind", "cuda")
@@ -174,6 +176,7 @@ def _figures(key: str, values: Any) -> Figures:
 #: Generations of which ``rates`` knows the share of these figures that programs reach.
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 MEASURED = "measured"  #: the generation of a device whose times are in its file
+_KEYS = {"name", "gib", "source", "like", "kind", "speed", "measured"}
 _SPEED = {"generation", "tflops", "bandwidth", "units", "power", "node", "within", "across", "source"}
 
 

@@ -50,6 +50,11 @@ def fit(
             f"--fit: expected a device whose speed is known, found {device.name!r}; its file needs a table [speed]"
         )
     config = job()
+    if config.parallel.offload != "none":
+        raise UserError(
+            f"--fit: a plan has no times of what the host computes; expected parallel.offload 'none', found "
+            f"{config.parallel.offload!r}"
+        )
     speeds: dict[Keys, Speed] = {}
     started = time.monotonic()
     planned = functools.partial(_planned, job, device, rules, caches)
@@ -75,11 +80,12 @@ def fit(
         raise UserError("--fit: no plan covers any of its settings")
     best = fastest(found)
     if json:
-        print(
-            strict_json(
-                {"best": None if best is None else _values(best), "plans": [*map(_values, found)]}, indent=2
-            )
-        )
+        values = {
+            "now": None if now is None else _values(now, speeds),
+            "best": None if best is None else _values(best, speeds),
+            "plans": [_values(each, speeds) for each in found],
+        }
+        print(strict_json(values, indent=2))
     else:
         rows = _rows(config, device, now, found, speeds, time.monotonic() - started)
         print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
@@ -96,7 +102,8 @@ def _planned(
     except UserError:
         return None
     speed = speed_of(program, device, job.ranks, with_range=False)
-    assert speed is not None
+    if speed is None:
+        return None
     verdict = judge(program, device, job.ranks, rules, speed)
     return Found(keys, verdict.fits, verdict.unlimited.reserved, speed.seconds[1]), speed
 
@@ -114,12 +121,13 @@ def _say(count: int, found: Found) -> None:
         print(f"\r{count} plans, the last one {words}\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _values(each: Found) -> dict[str, object]:
+def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
     return {
         "keys": dict(each.keys),
         "fits": each.fits,
         "reserved_bytes": each.nbytes,
         "step_seconds": each.seconds,
+        "tokens_per_second": speeds[each.keys].tokens_per_second[1],
     }
 
 
