@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ SMALL = 16384  #: bytes; tensors up to this size are computed
 #: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
 #: models ask whether a sample has one document.
 NUMBERS = 64 << 20
+_NO_RESERVE = 0x4000  #: MAP_NORESERVE, which Python's mmap does not name
 _OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
@@ -388,12 +390,12 @@ def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
         if "allocate memory" not in str(error):
             raise
     last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
     try:
         memory = mmap.mmap(-1, (last + 1) * dtype.itemsize, flags=flags)
     except OSError as error:
-        raise UnknownValueError(
-            f"a tensor of {dtype} {list(size)}, for which there are no addresses", ""
+        raise ValueError(
+            f"a tensor of {str(dtype).removeprefix('torch.')} {list(size)} is larger than this system can address"
         ) from error
     return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
 
