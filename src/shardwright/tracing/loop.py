@@ -66,13 +66,6 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
     rules = Rules.of(os.environ)
     try:
         program = program_of_loop(loop, ranks, value=value)
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
-            raise
-        raise ValueError(
-            "the loop makes a tensor that is larger than the memory of this machine. Construct the model inside "
-            "`with sw.deferred_init():` or on the meta device"
-        ) from error
     except UnknownValueError as error:
         raise UnknownValueError(
             error.what, error.line, "; sw.plan(..., value=1.0) says what item() returns"
