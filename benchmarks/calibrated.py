@@ -18,6 +18,7 @@ clock:    on the clock, the median, with waits for the other rank, and for other
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import json
 import math
@@ -131,6 +132,7 @@ def run(rank: int, folder: str, names: list[str]) -> None:
         "gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS,
         timeout=timedelta(minutes=10),
     )  # fmt: skip
+    atexit.register(dist.destroy_process_group)
     timer = Timer(torch.device("cpu"), samples=3)
     found: dict[str, Any] = {}
     for name in names:
@@ -160,7 +162,6 @@ def run(rank: int, folder: str, names: list[str]) -> None:
             print(f"{name}: {len(own)} steps", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def measured(names: list[str]) -> list[dict[str, Any]]:

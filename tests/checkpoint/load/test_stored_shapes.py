@@ -69,6 +69,7 @@ def numbers_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 @multirank(2)
+@pytest.mark.extensive("each kind of state", but=("both-float rate-*", "none-*"))
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float rate", "tensor rate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_go_on_whatever_their_state_holds(
@@ -220,6 +221,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.extensive("each pair of optimizers", but=("*-adamw-*",))
 @pytest.mark.parametrize("used", [0, 1, 2])
 @pytest.mark.parametrize("theirs", OPTIMIZERS)
 @pytest.mark.parametrize("mine", OPTIMIZERS)

@@ -156,6 +156,7 @@ def test_a_plan_takes_the_composed_program(monkeypatch: pytest.MonkeyPatch) -> N
     assert program_of(config, 2) is program
 
 
+@pytest.mark.extensive("three plans")
 def test_a_plan_does_not_depend_on_those_before_it() -> None:
     """torch keeps results of DTensor with their meshes, which are equal to later ones whose groups are others."""
 

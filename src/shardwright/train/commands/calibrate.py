@@ -6,6 +6,7 @@ of small models, and runs the operations of these again. Then they make collecti
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -44,6 +45,7 @@ from shardwright.planner.program import HostWait, Kernel, Mark, Wait
 from shardwright.planner.rates import Rates
 from shardwright.planner.timeline import Step, replay
 from shardwright.planner.work import work_of
+from shardwright.strict_json import strict_json
 from shardwright.tracing.timing import MOST_SETS, Operation, Timer, noting
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
@@ -262,7 +264,7 @@ class _one_thread:
 def _rank(task: Task, rank: int, ranks: int, kind: Kind, folder: str) -> None:
     try:
         found = measure(task, rank, ranks, kind, folder)
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        Path(folder, f"{rank}.json").write_text(strict_json(found))
     except BaseException as error:
         Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)
@@ -320,7 +322,7 @@ def measure(
 
 def configured(values: Mapping[str, Any], ranks: int) -> Config:
     """The configuration of a small job on so many ranks: one micro-batch a step on each."""
-    tables: dict[str, Any] = json.loads(json.dumps(values))
+    tables: dict[str, Any] = copy.deepcopy(dict(values))
     tables["train"]["global_batch"] = tables["train"]["micro_batch"] * ranks
     return checked_config(tables, "a job of calibrate", ranks=ranks)
 
