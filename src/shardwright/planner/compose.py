@@ -90,7 +90,7 @@ class _Read:
         born: dict[int, int] = {}
         marked: dict[int, int] = {}
         owners = [self._owner(each) for each in program.owners]
-        #: What an event has, by the event without its number.
+        #: The exact number, the kind and the values of an event, by the event without its number.
         known: dict[Hashable, tuple[int, int, Values]] = {}
         for i, event in enumerate(program.events):
             refers = NO_EVENT

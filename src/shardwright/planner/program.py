@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
     nbytes: int  #: of its tensors
     shapes: tuple[tuple[int, ...], ...]  #: of the first ones
     dtype: str
-    #: Of a collective the number of ranks, and how far apart neighbours are.
+    #: The number of ranks of a collective, and the distance between neighbours.
     group: tuple[int, int] = (1, 1)
 
 

@@ -41,7 +41,7 @@ class Work(NamedTuple):
 NOTHING = Work("nothing", 0, 0, launches=0)
 #: Operations that take memory and run no kernel.
 _TAKES_MEMORY = frozenset({"empty", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
-#: Of the tensors of these operations only the results move, and as much of what they look up.
+#: These operations read as many bytes of a table as their results have, and no others.
 _LOOKS_UP = re.compile(r"embedding$|^index|^gather|^take|^_index|^nll_loss_forward")
 #: Operations that only write.
 _FILLS = frozenset(

@@ -251,9 +251,8 @@ class Recorder:
     def run_graph(self, work: Iterable[Event]) -> None:
         """Queue the work of a graph. Its marks are new ones each time."""
         if self.current_phase == AFTER_OPTIMIZER:
-            self.phase(
-                AFTER_OPTIMIZER
-            )  # the optimizer may be in the graph, so that no phase tells steps apart
+            # If the graph contains the optimizer, nothing else marks the end of a step.
+            self.phase(AFTER_OPTIMIZER)
         numbers: dict[int, int] = {}
         for event in work:
             if isinstance(event, Mark):

@@ -267,9 +267,8 @@ def test_a_process_of_another_user_does_not_end_a_stream(
         consumer = threading.Thread(
             target=lambda: [found.update(each) for each in sw.receive_weights(address, timeout=20)]
         )
-        users = iter(
-            [own + 1]
-        )  # of this process, while the sender compares it with that of the first connection
+        # The sender takes this process for another user's when it checks the first connection.
+        users = iter([own + 1])
         monkeypatch.setattr(os, "getuid", lambda: next(users, own))
         first = threading.Thread(target=lambda: [None for _ in stream])
         first.start()

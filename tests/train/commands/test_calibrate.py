@@ -25,7 +25,7 @@ SMALL = calibrate._job(96, 160, 256, 64, 1, layers=1)
 TINY = calibrate.Task((SMALL,), (SMALL, calibrate._job(96, 160, 256, 64, 1, layers=2)), (4096,))
 
 
-class Stub(Timer):
+class FixedTimer(Timer):
     """A clock of which each operation takes a time that follows from its number of calls alone."""
 
     def __init__(self, noise: float = 0.0) -> None:
@@ -50,7 +50,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         (tmp_path / "store").unlink(missing_ok=True)
         threads = torch.get_num_threads()
         try:
-            return [calibrate.measure(task, 0, 1, kind, str(tmp_path), Stub(noise))]
+            return [calibrate.measure(task, 0, 1, kind, str(tmp_path), FixedTimer(noise))]
         finally:
             torch.set_num_threads(threads)
 
