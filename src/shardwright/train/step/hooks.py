@@ -10,7 +10,7 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from shardwright._torch import hook_count
 from shardwright.collective import RankGroup
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.figures import COMMON_LOSSES, is_reserved
 from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.models.outputs import called
-from shardwright.train.report.console import COMMON_LOSSES, FIGURES
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
 """Actions that a hook may ask for, the strongest first."""
@@ -70,7 +70,7 @@ class Hooks:
             if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
                 raise UserError(f"run.hooks: expected each name once, found the {what} {twice!r} twice")
         for name in (*self.step_metrics, *self.validation_metrics):
-            if _is_taken(name):
+            if is_reserved(name):
                 raise UserError(
                     f"run.hooks: expected another name for the metric {name!r}, which each step has"
                 )
@@ -78,7 +78,7 @@ class Hooks:
     def check_losses(self, auxiliary: Iterable[str], model: str) -> None:
         """Raise UserError if a loss of a model, beside the cross-entropy, has the name of another figure of a step."""
         for name in auxiliary:
-            if _is_taken(name) and name not in COMMON_LOSSES:
+            if is_reserved(name) and name not in COMMON_LOSSES:
                 raise UserError(
                     f"model: expected another name for the loss {name!r} of {model}, which each step has; change it in "
                     "`auxiliary`"
@@ -220,11 +220,6 @@ def _check_takes_effect(hook: TrainerHook) -> None:
             f"{where}: expected names of its metrics in higher_is_better, found {odd!r}; it has "
             f"{', '.join(sorted(declared)) or 'none'}"
         )
-
-
-def _is_taken(name: str) -> bool:
-    """Whether the line of each step has a figure of this name, or a record a value."""
-    return name.startswith("validation") or name in {*FIGURES, *(each.name for each in fields(StepRecord))}
 
 
 def _has_tensors_in_dicts_alone(value: Any) -> bool:

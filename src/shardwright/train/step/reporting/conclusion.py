@@ -16,6 +16,7 @@ from shardwright import board as boards
 from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.figures import gib
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.errors import printable
 from shardwright.train.launch.forecast import note_reserved
@@ -23,7 +24,6 @@ from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
 from shardwright.train.report import plots
-from shardwright.train.report.console import gib
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
