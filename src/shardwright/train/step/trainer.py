@@ -159,6 +159,10 @@ class Trainer:
         """End the threads that prepare batches."""
         self.feed.close()
 
+    @property
+    def state(self) -> looking.TrainingState:
+        return looking.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
+
     # -- one step
 
     def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
@@ -239,12 +243,8 @@ class Trainer:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
         hooks."""
         with recipe.parallel_loss(self.config.parallel):
-            fault = looking.fault_of_step(
-                self, agreed.losses[0], agreed.norm, agreed.flags, gradients.shares, gradients.again
-            )
-        if fault is None and agreed.action is not None:
-            fault = looking.fault_of_hooks(self, votes, agreed.action, agreed.norm is not None)
-        return fault
+            fault = looking.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
+        return fault or looking.fault_of_hooks(self.state, agreed, votes)
 
     def _apply_gradients(self, result: StepResult) -> None:
         """Step the optimizer and move the position, unless the step has a fault. Gradients are freed."""
@@ -262,12 +262,13 @@ class Trainer:
 
     def _verified_if_due(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""
-        if not verifying.is_due(self):
-            return self.forward_backward(*tensors)
-        trial = partial(self.forward_backward, *tensors)
+        step, work = self.position.step + 1, partial(self.forward_backward, *tensors)
+        if not self.config.fault.verifies(step):
+            return work()
+        trial = work
         if self.config.optimizer.in_backward:
             trial = partial(self._forward_backward, *tensors, completes=False)
-        return verifying.twice(self, trial, partial(self.forward_backward, *tensors))
+        return verifying.twice(self.model, self.optimizer, self.config, step, trial, work)
 
     def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
         """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
