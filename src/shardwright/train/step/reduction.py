@@ -98,47 +98,47 @@ class StepResult:
     untrained: Untrained | None
 
 
-def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
+def agree(world: World, part: OwnPart, metric_names: Sequence[str]) -> Agreed:
     """Add the parts of all ranks up. Called by all ranks together."""
     waits = [0.0] * world.size  # a rank adds to its own number alone, so the sum keeps them apart
-    waits[world.rank] = own.data_seconds
-    seen = [
-        *(float(own.signal == each) for each in SIGNALS),
-        float(own.save_ended),
-        float(own.stops_early),
-        *(float(each in own.votes) for each in ACTIONS),
+    waits[world.rank] = part.data_seconds
+    votes = [
+        *(float(part.signal == each) for each in SIGNALS),
+        float(part.save_ended),
+        float(part.stops_early),
+        *(float(each in part.votes) for each in ACTIONS),
     ]
-    rest = world.figures([*seen, *waits, *own.sums])
-    parts = [own.shares, own.flag, rest]
+    rest = world.figures([*votes, *waits, *part.sums])
+    parts = [part.shares, part.flag, rest]
     if metric_names:
-        parts.append(marks(rest[-len(own.sums) :].view(len(metric_names), 2), world.rank))
+        parts.append(marks(rest[-len(part.sums) :].view(len(metric_names), 2), world.rank))
     row = torch.cat(parts)
     with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
-        if own.norm is not None:
-            norm = own.norm.to(row.device, row.dtype, non_blocking=True)
+        if part.norm is not None:
+            norm = part.norm.to(row.device, row.dtype, non_blocking=True)
             row = torch.cat([row, norm[None]])
         figures = row.tolist()
-    grad_norm = None if own.norm is None else figures.pop()
+    grad_norm = None if part.norm is None else figures.pop()
 
     def taken(count: int) -> list[float]:
         first, figures[:] = figures[:count], figures[count:]
         return first
 
-    losses = [loss / world.dims.with_same_loss for loss in taken(len(own.shares))]
-    (flags,), signals = taken(1), taken(len(SIGNALS))
-    (save_ended, stops_early), votes = taken(2), taken(len(ACTIONS))
+    losses = [loss / world.dims.with_same_loss for loss in taken(len(part.shares))]
+    (flags,), signal_counts = taken(1), taken(len(SIGNALS))
+    (save_ended, stops_early), action_counts = taken(2), taken(len(ACTIONS))
     data_seconds = max(taken(world.size))
-    metrics = means(metric_names, taken(len(own.sums)))
+    metrics = means(metric_names, taken(len(part.sums)))
     return Agreed(
         losses=losses,
         flags=flags,
         norm=grad_norm,
         data_seconds=data_seconds,
-        signal=next((int(each) for each, count in zip(SIGNALS, signals, strict=True) if count), 0),
+        signal=next((int(each) for each, count in zip(SIGNALS, signal_counts, strict=True) if count), 0),
         save_ended=save_ended > 0,
         stops_early=stops_early > 0,
-        action=next((action for action, count in zip(ACTIONS, votes, strict=True) if count), None),
+        action=next((action for action, count in zip(ACTIONS, action_counts, strict=True) if count), None),
         metrics=metrics,
         not_finite=wrong_ranks(metric_names, figures, world.size),
     )

@@ -41,7 +41,7 @@ def twice(
         CorruptionError: gradients differ, or weights or optimizer state changed during the trial, or copies differ.
         UserError: the ranks compute other gradients each time.
     """
-    in_backward, own = config.optimizer.in_backward, not config.train.cuda_graph
+    in_backward, hashes_own = config.optimizer.in_backward, not config.train.cuda_graph
     before = state_hashes(model, [optimizer])
 
     def check_state_is_unchanged() -> None:
@@ -51,13 +51,13 @@ def twice(
     def hashed_trial() -> tuple[sw.GradientHashes, set[str]]:
         """The hashes of a trial, and the names of the buffers that it changes. It leaves everything as it was."""
         moving: set[str] = set()
-        with replay(model, optimizer, moving), sw.hash_gradients(model, own=own) as hashes:
+        with replay(model, optimizer, moving), sw.hash_gradients(model, own=hashes_own) as hashes:
             trial()
         return hashes, moving
 
     first, moving = hashed_trial()
     check_state_is_unchanged()
-    with sw.hash_gradients(model, own=own) as second:
+    with sw.hash_gradients(model, own=hashes_own) as second:
         sums = work()
     if in_backward:  # which frees gradients, in the trial they stay
         first.reduced.clear()
@@ -93,11 +93,11 @@ def verify_copies(
 def _changed(before: dict[HashKey, int], now: dict[HashKey, int]) -> list[sw.Difference]:
     """Values whose bits differ from before, with the ranks where they do."""
     everyones = RankGroup().all_gather([key for key in before if now.get(key) != before[key]])
-    found: dict[HashKey, list[int]] = {}
+    ranks_of_values: dict[HashKey, list[int]] = {}
     for rank, keys in enumerate(everyones):
         for key in keys:
-            found.setdefault(HashKey(*key), []).append(rank)
-    return [sw.Difference(*key, tuple(ranks)) for key, ranks in found.items()]
+            ranks_of_values.setdefault(HashKey(*key), []).append(rank)
+    return [sw.Difference(*key, tuple(ranks)) for key, ranks in ranks_of_values.items()]
 
 
 def _refuse_random(

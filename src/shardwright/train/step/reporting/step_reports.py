@@ -153,10 +153,10 @@ class StepReports(TrainerHook):
 def report_untrained(trainer: Trainer, untrained: Untrained, reporter: Reporter, done: int) -> None:
     """Record global batches without a trained token, which came after `done` steps. The log has the first of them, and
     those at which their number gets another digit; metrics.jsonl has all."""
-    found = counted(untrained.batches, "global batch", "global batches")
+    count = counted(untrained.batches, "global batch", "global batches")
     total = trainer.position.past.untrained
     before = total - untrained.batches
-    reason = f"step {done + 1}: {found} without a trained token before it, of which no step is made ({total:,} so far)"
+    reason = f"step {done + 1}: {count} without a trained token before it, of which no step is made ({total:,} so far)"
     if not before:
         reason += "; prompts may fill train.seq_len: raise train.seq_len or train.global_batch, or shorten the prompts"
     quiet = before > 0 and len(str(before)) == len(str(total))

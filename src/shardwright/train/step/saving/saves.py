@@ -252,17 +252,17 @@ class Saves:
         best = self._best
         if best is None:
             return None
-        found = run_on_first(lambda: best.among(steps))
-        while found is not None and (damage := self._damage(found.step)):
-            step, value = found
+        candidate = run_on_first(lambda: best.among(steps))
+        while candidate is not None and (damage := self._damage(candidate.step)):
+            step, value = candidate
             run_on_first(functools.partial(best.forget, step))
-            found = run_on_first(lambda: best.among(steps))
-            now = (
-                "none is left" if found is None else f"the best is now step-{found.step} ({found.value:.4f})"
-            )
+            candidate = run_on_first(lambda: best.among(steps))
+            now = "none is left"
+            if candidate is not None:
+                now = f"the best is now step-{candidate.step} ({candidate.value:.4f})"
             what = f"{step_folder(self.checkpoints, step)}, the best ({best.figure} {value:.4f}), is damaged"
             self.reporter.say(f"{what} ({damage}); {now}")
-        return None if found is None else found.step
+        return None if candidate is None else candidate.step
 
     def _damage(self, step: int) -> str | None:
         """The damage of a checkpoint, as in `_damages`. Every rank compares a share of its files, once."""
