@@ -242,10 +242,10 @@ def _traced(
                 trainer.train_step(StopRequest())
             if dataset.validation is not None:
                 with training.between_steps(VALIDATION):
-                    fault_of_state(trainer)
+                    fault_of_state(trainer.state)
                     validate(trainer)
             with training.between_steps(SAVE):
-                fault_of_state(trainer)
+                fault_of_state(trainer.state)
                 position = {"position": trainer.position.stored()}
                 stages = stages_checkpoints(trainer.config)
                 trace_save(recorder, trainer.model, trainer.optimizer, position, stages=stages)

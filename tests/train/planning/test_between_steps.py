@@ -98,7 +98,7 @@ def validation_in(config: Config) -> int:
         for _ in range(2):
             trainer.train_step(StopRequest())
         gc.collect()
-        peak = peak_of(lambda: (fault_of_state(trainer), validate(trainer)))
+        peak = peak_of(lambda: (fault_of_state(trainer.state), validate(trainer)))
         trainer.close()
     return peak
 
@@ -119,7 +119,7 @@ def save_in(rank: int, world_size: int, config: Config, folder: Path) -> None:
     else:
         state = trainer.model, trainer.optimizer, trainer.position
         action = functools.partial(checkpoint.save, folder, *state)
-    figures[SAVE] = peak_of(lambda: (fault_of_state(trainer), action()))
+    figures[SAVE] = peak_of(lambda: (fault_of_state(trainer.state), action()))
     if config.checkpoint.asynchronous:
         figures["staging"] = memory.nbytes
         memory.close()

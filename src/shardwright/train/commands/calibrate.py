@@ -152,8 +152,8 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     began = time.monotonic()
     task = task or (ON_CPU if kind == "cpu" else ON_GPU)
     print(f"measuring {_name(kind)} with {ranks} rank{'s' * (ranks > 1)}; stop other programs", flush=True)
-    found = _measured_by_ranks(task, ranks, kind)
-    measured, figures = summary(found, task, ranks, kind)
+    measurements = _measured_by_ranks(task, ranks, kind)
+    measured, figures = summary(measurements, task, ranks, kind)
     unsteady = max(measured.spread, key=lambda name: measured.spread[name])
     difference = measured.spread[unsteady]
     if difference > most:
@@ -167,7 +167,7 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     except OSError as error:
         raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
     print(*_words(measured, figures), sep="\n")
-    if without := sorted({name for rank in found for name in rank["without"]}):
+    if without := sorted({name for rank in measurements for name in rank["without"]}):
         print(f"{'without':10} {', '.join(without)}: they do not run alone")
     print(f"{out} is written, after {time.monotonic() - began:.0f} s; for plans with these times:")
     print(f"  shardwright plan JOB.toml --on {ranks}x{_named(out)}")
@@ -263,8 +263,8 @@ class _one_thread:
 
 def _rank(task: Task, rank: int, ranks: int, kind: Kind, folder: str) -> None:
     try:
-        found = measure(task, rank, ranks, kind, folder)
-        Path(folder, f"{rank}.json").write_text(strict_json(found))
+        measurements = measure(task, rank, ranks, kind, folder)
+        Path(folder, f"{rank}.json").write_text(strict_json(measurements))
     except BaseException as error:
         Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)
@@ -377,12 +377,12 @@ def _step(config: Config, rank: int, ranks: int, device: torch.device) -> float:
 
 
 def summary(
-    found: Sequence[Mapping[str, Any]], task: Task, ranks: int, kind: Kind
+    measurements: Sequence[Mapping[str, Any]], task: Task, ranks: int, kind: Kind
 ) -> tuple[Measured, Figures]:
     """Times and figures from the measurements of all ranks."""
     samples: dict[tuple[str, Point], list[float]] = defaultdict(list)
     of_links: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for rank in found:
+    for rank in measurements:
         for table, point, seconds in rank["kernels"]:
             samples[table, tuple(point)] += seconds
         for name, nbytes, seconds in rank["collectives"]:
@@ -399,7 +399,9 @@ def summary(
     for (name, nbytes), seconds in sorted(of_links.items()):
         collectives[name].append((nbytes, steady(seconds)))
         differences["links"].append(difference(seconds))
-    steps = [[seconds for rank in found for seconds in rank["steps"][i]] for i in range(len(task.steps))]
+    steps = [
+        [seconds for rank in measurements for seconds in rank["steps"][i]] for i in range(len(task.steps))
+    ]
     differences["host"] = [difference(each) for each in steps]
     spread = {
         name: round(max(LEAST, statistics.median(each)), 3) if each else LEAST

@@ -1,7 +1,8 @@
 """One rank of a job, from its process to its exit status; or all of a job that has only one.
 
-`train_together` is the same for every rank. A `LaunchedRank` leaves the end of the job to our launcher. Ranks that
-another launcher or framework has started, each an `IndependentRank`, agree on the one that records it.
+`train_alone` is a job of one rank that no launcher has started; `train_together` is the same for every other rank. A
+`LaunchedRank` leaves the end of the job to our launcher. Ranks that another launcher or framework has started, each an
+`IndependentRank`, agree on the one that records it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ from shardwright.train.step.session import train
 
 
 def train_alone(config: Config, run: OpenedRun) -> int:
-    """Train with one rank in this process and return the exit status. Raises what ended the job."""
+    """Train with one rank in this process and return the exit status. Raises what ended the job.
+
+    `train_together` has a store at which ranks compare their data and configuration before one of them opens the
+    folder. One rank has nothing to compare, its command has opened the folder `run`, and errors keep their kind for the
+    command, which prints them.
+    """
     START.doing("reading the data")
     try:
         dataset = read_data(config, progress=True)
