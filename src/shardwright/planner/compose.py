@@ -41,8 +41,8 @@ Values = tuple[int, ...]
 def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) -> Program | None:
     """The program of ``wanted`` layers, from three programs of ``layers``, ``layers + 1`` and ``layers + 2``.
 
-    ``edge``: the trace treats constants of more bytes differently. None if one that grows with the layers crosses it, or
-    if the programs have no common structure.
+    ``edge``: the trace treats constants of more bytes differently. None if one that grows with the layers crosses it,
+    or if the programs have no common structure.
     """
     words = _Words()
     shortest, middle, longest = (_Read(program, words) for program in programs)

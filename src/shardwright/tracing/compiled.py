@@ -36,7 +36,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 
 class Graphs:
-    """What torch.compile makes in traces: graphs that only take memory. Traces one after another may share them.
+    """Makes the graphs of torch.compile in traces: they only take memory. Traces one after another may share them.
 
     Attributes:
         events: of the trace that runs, which get the blocks and kernels.
