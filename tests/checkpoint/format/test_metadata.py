@@ -29,7 +29,7 @@ from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.load.checkpoints import read_description
 from shardwright.checkpoint.load.collective_load import load_state
-from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with

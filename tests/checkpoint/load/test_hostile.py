@@ -37,7 +37,7 @@ from shardwright.checkpoint.format.index import (
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.children import run_into

@@ -15,7 +15,7 @@ from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage import object_store
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -28,7 +28,7 @@ ALONE = RankGroup(alone=True)
 @pytest.fixture(autouse=True)
 def _same_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FakeStore.restart()
-    monkeypatch.setattr(objects, "promptly", lambda action, url: action())
+    monkeypatch.setattr(object_store, "promptly", lambda action, url: action())
     yield
     FakeStore.restart()
 
@@ -126,7 +126,7 @@ def test_at_most_one_of_two_saves_succeeds_and_it_is_whole(
 
 
 def replace(url: str, value: float) -> None:
-    objects.ObjectStore(url).clear()
+    object_store.ObjectStore(url).clear()
     write_state(url, state(value), ALONE)
 
 

@@ -22,7 +22,7 @@ from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save import collective_save
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 from shardwright.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -208,9 +208,9 @@ def _dies_at(moment: int, action: Any) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rename", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        patch.setattr(places, "_exchange", counted(places._exchange))
+        patch.setattr(local_store, "_exchange", counted(local_store._exchange))
         # A process that was killed tidies nothing.
-        patch.setattr(places.LocalStore, "abandon", lambda store, names: None)
+        patch.setattr(local_store.LocalSave, "abandon", lambda save, names: None)
         try:
             action()
         except Killed:

@@ -32,7 +32,7 @@ from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save import collective_save
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -291,7 +291,9 @@ def test_a_full_disk_keeps_what_is_on_it(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     if "__0_0" in reason:  # as if another program took the space in between
-        monkeypatch.setattr(places.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1 << 40))
+        monkeypatch.setattr(
+            local_store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1 << 40)
+        )
     job = Small(small_disk, features=7_000)  # 168 KB with its moments
     saves = job.saves(keep=1, on_save_failure="continue")
     job.save(saves, 1)

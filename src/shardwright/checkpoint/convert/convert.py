@@ -42,7 +42,8 @@ from shardwright.checkpoint.save.writing import (
     write_descriptions,
     write_parts_in_order,
 )
-from shardwright.checkpoint.storage.places import SingleFile, store_of
+from shardwright.checkpoint.storage.local_store import SingleFile
+from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.checkpoint.training.model import MODEL
@@ -242,14 +243,14 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
+def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.tensors, chosen.values, about())
-    with publish(place, chosen.nbytes, attempt=attempt, names=files_of_save(1)) as unfinished:
-        written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
+    with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1)) as save:
+        written = write_parts_in_order(save, file_of_rank(0), _parts(chosen))
         if not written.parts:
-            unfinished.remove(written.file)
-        write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
+            save.remove(written.file)
+        write_descriptions(save, contents, [written] if written.parts else [], for_torch=to == DCP)
 
 
 def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
@@ -261,9 +262,9 @@ def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
 
 
 def _to_torch(destination: Path, chosen: _Chosen) -> None:
-    with publish(SingleFile(destination), chosen.nbytes) as unfinished:
+    with publish(SingleFile(destination).unfinished(), chosen.nbytes) as save:
         values = {each.path: each.value for each in chosen.values.values()}
-        write_torch_file(unfinished.path, chosen.tensors, values, chosen.read())
+        write_torch_file(save.path, chosen.tensors, values, chosen.read())
 
 
 def _to_safetensors(
@@ -294,8 +295,8 @@ def _to_safetensors(
 
     nbytes = sum(map(form.nbytes, form.keys))
     if destination.suffix == ".safetensors":
-        with publish(SingleFile(destination), nbytes) as unfinished:
-            write_stored_file(unfinished.path, form, read)
+        with publish(SingleFile(destination).unfinished(), nbytes) as save:
+            write_stored_file(save.path, form, read)
     else:
         write_stored_form(destination, form, read, max_shard_size=max_shard_size, config=settings)
     return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)

@@ -24,12 +24,13 @@ from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, parse_index
-from shardwright.checkpoint.format.names import METADATA
+from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.unreplaced import DescriptionFile, unless_replaced
-from shardwright.checkpoint.storage.places import Location, store_of
-from shardwright.checkpoint.storage.stores import Files, LocalFiles
+from shardwright.checkpoint.storage.local_files import LocalFiles
+from shardwright.checkpoint.storage.locations import Location, store_of
+from shardwright.checkpoint.storage.stores import Files, UnfinishedSave
 from shardwright.errors import Damaged
 
 
@@ -285,18 +286,26 @@ def read_description(path: Location, *, links: bool = False) -> Checkpoint:
     """
     store = store_of(path)
     name = store.description()
-    follows = links and name == METADATA  # ours have no links
-    described: Files = store if store.path is None else LocalFiles(store.path, follows)
-    content, origin = _description(described, name, b"." if name == METADATA else b'"}\n')
-    fingerprint = hashlib.sha256(content).hexdigest()
-    if name == METADATA:
-        return TorchCheckpoint(described, fingerprint, origin, parse_metadata(content))
-    return OwnCheckpoint(store, fingerprint, origin, parse_index(content))
+    if name != METADATA:
+        return _own_checkpoint(store, name)
+    files: Files = store if store.path is None else LocalFiles(store.path, links)
+    content, fingerprint, origin = _description(files, name, b".")
+    return TorchCheckpoint(files, fingerprint, origin, parse_metadata(content))
 
 
-def _description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
-    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
-    no more is read."""
+def read_unfinished(save: UnfinishedSave) -> OwnCheckpoint:
+    """Read what describes the checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
+    return _own_checkpoint(save, save.stored_name(INDEX))
+
+
+def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
+    content, fingerprint, origin = _description(files, index_name, b'"}\n')
+    return OwnCheckpoint(files, fingerprint, origin, parse_index(content))
+
+
+def _description(files: Files, name: str, end: bytes) -> tuple[bytes, str, DescriptionFile]:
+    """The content of a file that describes a checkpoint, and its SHA-256. Its end is read first: of a file that is cut
+    off or has holes no more is read."""
     nbytes = files.size(name)
     origin = DescriptionFile.of(files, name)
     with unless_replaced(origin):
@@ -308,4 +317,5 @@ def _description(files: Files, name: str, end: bytes) -> tuple[bytes, Descriptio
                 reader.read_into(memoryview(last), nbytes - len(last))
         if last != end:
             raise Damaged(f"no readable {name}: its end is missing")
-        return files.read(name), origin
+        content = files.read(name)
+        return content, hashlib.sha256(content).hexdigest(), origin

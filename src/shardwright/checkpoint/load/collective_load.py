@@ -20,7 +20,7 @@ from shardwright.checkpoint.format.nested import NestedState, Progress, StateTen
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.unreplaced import OpenFiles, unless_replaced
-from shardwright.checkpoint.storage.places import Location
+from shardwright.checkpoint.storage.locations import Location
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -31,14 +31,14 @@ def identity_of(checkpoint: Checkpoint) -> Identity:
     return checkpoint.fingerprint, str(checkpoint.place)
 
 
-def open_together(path: Location, ranks: RankGroup) -> Checkpoint:
-    """A checkpoint that every rank has opened. Its files may be damaged. Every rank must call it.
+def open_together(read: Callable[[], Checkpoint], ranks: RankGroup) -> Checkpoint:
+    """The checkpoint whose description every rank reads. Its files may be damaged. Every rank must call it.
 
     Raises:
-        FileNotFoundError, Damaged: on every rank, as :func:`read_description`.
+        Exception: the error of ``read``, on every rank.
         OSError, ValueError: as :func:`check_same_description`.
     """
-    checkpoint, identities = ranks.run_and_share(lambda: read_description(path), identity_of)
+    checkpoint, identities = ranks.run_and_share(read, identity_of)
     check_same_description(identities, ranks)
     return checkpoint
 
@@ -152,7 +152,9 @@ def load_state(
         check()
         check_tensors(checkpoint, mine.tensors, convert, advice)
 
-    checkpoint = source if isinstance(source, Checkpoint) else open_together(source, ranks)
+    checkpoint = (
+        source if isinstance(source, Checkpoint) else open_together(lambda: read_description(source), ranks)
+    )
     ranks.run_on_all(fit)
     verify_together(checkpoint, ranks, progress)
     return read_state(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.archive import host_bytes
-from shardwright.checkpoint.storage.stores import LocalWriter
+from shardwright.checkpoint.storage.local_files import LocalWriter
 from shardwright.durable import replace_file
 from shardwright.errors import Damaged
 

@@ -213,8 +213,8 @@ class _FolderWriter:
         """Make every file with its header and its full size."""
         form = self._plan.form
         nbytes = sum(map(form.nbytes, form.keys))
-        unfinished = self._publication.enter_context(publish(self._place, nbytes, self._overwrite))
-        self._folder = unfinished.path
+        save = self._publication.enter_context(publish(self._place.unfinished(), nbytes, self._overwrite))
+        self._folder = save.path
         for name, keys in self._plan.files.items():
             self._open[name] = SafetensorsFile(self._folder / name, {key: form.keys[key] for key in keys})
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.storage.places import Location, store_of
+from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
 
