@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         set_generator_states,
     )
     from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
-    from shardwright.checkpoint.training.opened import StoredCheckpoint, open_checkpoint
+    from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint, open_checkpoint
     from shardwright.checkpoint.training.save_checkpoint import save_checkpoint, save_state
 
 __all__ = [
@@ -107,7 +107,7 @@ _HOMES = {
         "stream.send": "stream_weights",
         "training.generators": "generator_states seed_generators set_generator_states",
         "training.load_checkpoint": "load_checkpoint",
-        "training.opened": "StoredCheckpoint open_checkpoint",
+        "training.open_checkpoint": "StoredCheckpoint open_checkpoint",
         "training.save_checkpoint": "save_checkpoint save_state",
     }.items()
     for name in names.split()

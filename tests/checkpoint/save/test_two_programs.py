@@ -101,7 +101,7 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
 
 def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are opened when they are read are compared again."""
-    monkeypatch.setattr("shardwright.checkpoint.load.unreplaced.HELD", 0)
+    monkeypatch.setattr("shardwright.checkpoint.load.replacement.HELD", 0)
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     check_holds(path, 1)

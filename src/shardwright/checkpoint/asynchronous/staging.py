@@ -127,18 +127,18 @@ def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
         (_view(target, start, part.box.local.dtype, part.box.sizes), part.box.local)
         for start, part in zip(starts, job.parts, strict=True)
     ]
-    for room, values in copies:
+    for memory_of_part, values in copies:
         if values.device.type != "cpu":
-            room.copy_(values, non_blocking=True)
+            memory_of_part.copy_(values, non_blocking=True)
     in_threads([each for each in copies if each[1].device.type == "cpu"], _copy)
     wait_for_devices(values for _, values in copies)
     return end, len(text)
 
 
 def _copy(copy: tuple[Tensor, Tensor]) -> None:
-    room, values = copy
+    memory_of_part, values = copy
     with torch.no_grad():  # which each thread has for itself
-        room.copy_(values)
+        memory_of_part.copy_(values)
 
 
 def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:

@@ -27,7 +27,7 @@ from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTens
 from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
-from shardwright.checkpoint.load.unreplaced import DescriptionFile, unless_replaced
+from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave
@@ -94,6 +94,17 @@ class Checkpoint(ABC):
         """
         values = {leaf: each for name, value in self.values.items() for leaf, each in _opened(name, value)}
         return values | self.tensors
+
+    def below(self, name: str) -> dict[str, Any]:
+        """The leaves below a name, by the rest of their names."""
+        start = f"{name}."
+        return {
+            each.removeprefix(start): leaf for each, leaf in self.leaves.items() if each.startswith(start)
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of this name, or below it."""
+        return name in self.leaves or bool(self.below(name))
 
     @abstractmethod
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:

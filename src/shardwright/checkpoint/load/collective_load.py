@@ -18,8 +18,9 @@ from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
 from shardwright.checkpoint.format.nested import NestedState, Progress, StateTensor, ignore, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
+from shardwright.checkpoint.load.fit import check_tensors, make_alike
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
-from shardwright.checkpoint.load.unreplaced import OpenFiles, unless_replaced
+from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
 from shardwright.checkpoint.storage.locations import Location
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -79,32 +80,6 @@ def check_same_description(identities: Sequence[Identity], ranks: RankGroup) -> 
         )
 
     ranks.check_equal([fingerprint for fingerprint, _ in identities], error)
-
-
-def make_alike(name: str, dtype: torch.dtype) -> str:
-    """Advice for a tensor of a state that has another dtype than the stored one."""
-    return f"Make it in {dtype}"
-
-
-def check_tensors(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, StateTensor],
-    convert: bool = False,
-    advice: Callable[[str, torch.dtype], str] = make_alike,
-) -> None:
-    """Raise ValueError for the first tensor that the checkpoint does not have in this shape and, unless values may be
-    converted, in this dtype."""
-    path = checkpoint.place
-    for name, each in tensors.items():
-        form = checkpoint.tensors.get(name)
-        if form is None:
-            raise ValueError(f"{path} has no tensor {name}, so it is of another model or state")
-        if form.shape != each.shape:
-            raise ValueError(f"{path}: {name} has shape {list(form.shape)}, expected {list(each.shape)}")
-        if form.dtype != each.dtype and not convert:
-            raise ValueError(
-                f"{path}: {name} has dtype {form.dtype}, expected {each.dtype}. {advice(name, form.dtype)}"
-            )
 
 
 @boards.during(boards.LOAD)

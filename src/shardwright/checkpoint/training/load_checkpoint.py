@@ -24,7 +24,7 @@ from shardwright.checkpoint.load.collective_load import (
     identity_of,
     load_state,
 )
-from shardwright.checkpoint.load.unreplaced import unless_replaced
+from shardwright.checkpoint.load.replacement import unless_replaced
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import (
     check_model_and_extra,
@@ -33,12 +33,11 @@ from shardwright.checkpoint.training.arguments import (
     refuse_sharded_optimizers,
     summary,
 )
-from shardwright.checkpoint.training.entries import has, parts_in_words
-from shardwright.checkpoint.training.extra import EXTRA, ExtraToLoad
+from shardwright.checkpoint.training.extra_objects import EXTRA, ExtraToLoad
 from shardwright.checkpoint.training.generators import GeneratorsToLoad
 from shardwright.checkpoint.training.gradient_hooks import HooksToLoad
 from shardwright.checkpoint.training.model import ModelToLoad, dtype_advice, model_state
-from shardwright.checkpoint.training.opened import StoredCheckpoint
+from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, as_optimizers, optimizers_to_load
 from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.collective import RankGroup
@@ -148,9 +147,10 @@ def _other_parts(
 ) -> list[PartToLoad]:
     """The parts beside model and optimizers, as they are restored: generators last, since objects may draw."""
     checkpoint = examined.checkpoint
-    if examined.optimizers and not has(checkpoint, OPTIMIZER):
+    if examined.optimizers and not checkpoint.has(OPTIMIZER):
+        keys = ", ".join(sorted({name.partition(".")[0] for name in checkpoint.leaves}))
         raise ValueError(
-            f"{checkpoint.place} holds no optimizer: it has {parts_in_words(checkpoint)}. Leave optimizer out to load "
+            f"{checkpoint.place} holds no optimizer: it has {keys[:200] or 'nothing'}. Leave optimizer out to load "
             "the rest"
         )
     parts: list[PartToLoad] = [

@@ -26,8 +26,9 @@ from shardwright.checkpoint.load.collective_load import (
     read_tensors,
     verify_together,
 )
-from shardwright.checkpoint.training.entries import check_shapes, new_room, room_below
+from shardwright.checkpoint.load.fit import check_shapes
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
+from shardwright.checkpoint.training.targets import new_target, targets_below
 from shardwright.collective import RankGroup
 
 
@@ -104,7 +105,7 @@ class StoredCheckpoint:
         if not found:
             return copy.deepcopy(self.value(*keys))
         targets = {
-            path: self._room(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
+            path: self._target(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
             for path, each in found.items()
         }
         tensors = {form.name: targets[path] for path, form in found.items() if isinstance(form, StoredForm)}
@@ -112,7 +113,7 @@ class StoredCheckpoint:
             self.read(tensors)
         return nested(targets)
 
-    def _room(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
+    def _target(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
         """A tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
         for step in path:
             try:
@@ -120,7 +121,7 @@ class StoredCheckpoint:
             except (LookupError, TypeError):
                 own = None
         fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
-        return own.detach() if fits else new_room(self.opened, form)
+        return own.detach() if fits else new_target(self.opened, form)
 
     def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
         """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
@@ -157,7 +158,7 @@ class StoredCheckpoint:
         """
         saved, key = stored_by(self.tensors, RankGroup(self._group))
         start = f"{GENERATORS}.{key}"
-        states = room_below(self.opened, start, {})
+        states = targets_below(self.opened, start, {})
         if states:
             self.read({f"{start}.{name}": state for name, state in states.items()})
         return saved, states

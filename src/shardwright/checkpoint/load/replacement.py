@@ -1,4 +1,4 @@
-"""A checkpoint that stays the same while it is read: another job may give its name to a newer one at any moment.
+"""Finds that another job has replaced a checkpoint while it is read. Its name may be given to a newer one at any time.
 
 A load compares digests first and reads after that, each time by the names of files. If another save replaces a folder
 in between, the second half would come from the other checkpoint. So the files are opened before any value changes, and
