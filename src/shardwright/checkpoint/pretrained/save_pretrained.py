@@ -23,7 +23,7 @@ from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.collective import RankGroup
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of
 
@@ -99,11 +99,13 @@ def write_model(
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
     ranks = RankGroup.of_mesh(mesh)
-    plan, place = ranks.run_or_stop(lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)))
+    plan, place = ranks.run_own(
+        lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)), others_raise=OtherRankFailed
+    )
     writes = first_rank(mesh)
     error: Exception | None = None
     with _FolderWriter(place, plan, overwrite) as writer:
-        ranks.run_or_stop(writer.begin if writes else lambda: None)
+        ranks.run_own(writer.begin if writes else lambda: None, others_raise=OtherRankFailed)
         for group in plan.form.groups:
             whole = {
                 entry.name: _whole(entry) for entry in group

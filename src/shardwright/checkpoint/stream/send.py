@@ -26,7 +26,7 @@ from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
-from shardwright.collective import RankGroup
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.front.whole import agree_to_gather
@@ -109,11 +109,15 @@ def stream_weights(
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
     sends = group is not None or share is not None
-    plan = ranks.run_or_stop(lambda: _plan(model, patterns, limit, dtype, key_map, share is not None))
+    plan = ranks.run_own(
+        lambda: _plan(model, patterns, limit, dtype, key_map, share is not None), others_raise=OtherRankFailed
+    )
     if not ranks.alone:
         _refuse_different_calls(ranks, (plan.buckets_in_words(), str(dtype), to, group is None, share))
     first = first_rank(mesh)
-    sink = ranks.run_or_stop(lambda: _sink(first, to, group, share, consumers, timeout))
+    sink = ranks.run_own(
+        lambda: _sink(first, to, group, share, consumers, timeout), others_raise=OtherRankFailed
+    )
     return _stream(plan, units, mesh, sink, sends)
 
 
@@ -325,7 +329,7 @@ def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number:
                 "stream or after it."
             )
 
-    RankGroup.of_mesh(mesh).run_or_stop(check)
+    RankGroup.of_mesh(mesh).run_own(check, others_raise=OtherRankFailed)
 
 
 @torch.inference_mode(False)
