@@ -32,8 +32,8 @@ from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
-from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
+from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_model
+from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     Contents,
@@ -285,18 +285,18 @@ def _to_safetensors(
         ModelTensor([name], torch.empty(each.shape, dtype=each.dtype, device="meta"), [], optional=False)
         for name, each in tensors.items()
     ]
-    form = stored_form(entries, key_map, None, with_values=False)
-    if not form.keys:
+    stored = stored_model(entries, key_map, None, with_values=False)
+    if not stored.keys:
         raise ValueError("there are no tensors to write")
-    settings = None if config is None else {**config, "dtype": form.main_dtype()}
+    settings = None if config is None else {**config, "dtype": stored.main_dtype()}
 
     def read(group: list[ModelTensor]) -> dict[str, Tensor]:
         return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
 
-    nbytes = sum(map(form.nbytes, form.keys))
+    nbytes = stored.total_bytes
     if destination.suffix == ".safetensors":
         with publish(SingleFile(destination).unfinished(), nbytes) as save:
-            write_stored_file(save.path, form, read)
+            write_stored_file(save.path, stored, read)
     else:
-        write_stored_form(destination, form, read, max_shard_size=max_shard_size, config=settings)
-    return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)
+        write_stored_model(destination, stored, read, max_shard_size=max_shard_size, config=settings)
+    return Converted(destination, SAFETENSORS, len(stored.keys), nbytes, chosen.left_out)
