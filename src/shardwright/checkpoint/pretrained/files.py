@@ -331,6 +331,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file by JSON as transformers writes it, also with the numbers that strict readers refuse."""
     replace_file(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
