@@ -63,6 +63,11 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
+    def version(self) -> int | None:
+        """The version of its format; None for torch's."""
+
+    @property
+    @abstractmethod
     def ranks(self) -> int | None:
         """Number of ranks that have saved it, where that is known."""
 
@@ -155,6 +160,10 @@ class OwnCheckpoint(Checkpoint):
     has_digests = True
 
     @property
+    def version(self) -> int:
+        return self.index.version
+
+    @property
     def ranks(self) -> int:
         return self.index.ranks
 
@@ -228,6 +237,10 @@ class TorchCheckpoint(Checkpoint):
 
     metadata: Metadata
     has_digests = False
+
+    @property
+    def version(self) -> None:
+        return None
 
     @property
     def ranks(self) -> None:

@@ -65,6 +65,11 @@ class StoredCheckpoint:
         """The name of the file that describes it."""
         return self.opened.origin.name
 
+    @property
+    def version(self) -> int | None:
+        """The version of its format; None for torch's folders."""
+        return self.opened.version
+
     @cached_property
     def entries(self) -> dict[Keys, Any]:
         """The saved state taken apart: by the keys of each entry a :class:`StoredForm`, or a value as in ``values``.
