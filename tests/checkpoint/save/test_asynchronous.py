@@ -26,7 +26,6 @@ from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, s
 from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.format.nested import PART_BYTES
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import write_parts
@@ -34,6 +33,7 @@ from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.checkpoint.storage.threads import MOST
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.background import pid_of_writer, values
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank, world_mesh
 
 ROOT = Path(__file__).parents[3]
@@ -352,7 +352,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     done = run(
         """
         import json
-        from shardwright.checkpoint.load.collective_load import load_state
+        from tests.checkpoint.kit.states import load_state
         from shardwright.collective import RankGroup
         from shardwright.checkpoint.save.collective_save import write_state
         from tests.checkpoint.kit.background import pid_of_writer

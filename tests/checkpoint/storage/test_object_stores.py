@@ -18,7 +18,6 @@ import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import file_systems, object_files
 from shardwright.checkpoint.storage.local_store import LocalStore
@@ -28,6 +27,7 @@ from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.models import trained
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")

@@ -20,12 +20,12 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.models import trained
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")

@@ -13,11 +13,11 @@ import torch
 
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_store
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
+from tests.checkpoint.kit.states import load_state
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.kit.fake_store import FakeStore  # noqa: E402

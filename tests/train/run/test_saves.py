@@ -30,7 +30,6 @@ from shardwright import cli
 from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import local_store
 from shardwright.collective import RankGroup
@@ -43,6 +42,7 @@ from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
 from shardwright.train.step.saving.saves import Saves, steps_to_delete
+from tests.checkpoint.kit.states import load_state
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
 from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here, trainer

@@ -1,7 +1,7 @@
-"""Reads a checkpoint into tensors: examined, compared with its digests, and only then read, by all ranks together.
+"""The steps of a load by all ranks together: opened, compared with its digests, read into tensors.
 
-Every rank reads what its boxes need. No function here changes a tensor before every rank has found the checkpoint
-whole.
+A load takes them in this order, so no tensor changes before every rank has found the checkpoint whole. Every rank reads
+what its boxes need.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright import board as boards
 from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
 from shardwright.checkpoint.format.nested import NestedState, Progress, StateTensor, ignore, nested
-from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
-from shardwright.checkpoint.load.fit import check_tensors, make_alike
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
-from shardwright.checkpoint.storage.locations import Location
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -83,61 +81,6 @@ def check_same_description(identities: Sequence[Identity], ranks: RankGroup) -> 
 
 
 @boards.during(boards.LOAD)
-def load_state(
-    source: Location | Checkpoint,
-    state: Mapping[str, Any],
-    ranks: RankGroup,
-    *,
-    check: Callable[[], None] = lambda: None,
-    first: Callable[[StateTensor], bool] = lambda tensor: False,
-    accept: Callable[[dict[str, Any]], None] = lambda values: None,
-    weights_only: bool = True,
-    convert: bool = False,
-    advice: Callable[[str, torch.dtype], str] = make_alike,
-    progress: Progress = ignore,
-) -> dict[str, Any]:
-    """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
-
-    Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
-
-    Args:
-        source: the checkpoint's folder or URL; or the checkpoint, which every rank has opened.
-        state: nested dicts and lists. Only its tensors count; its values are not changed.
-        check: called on every rank before anything is read; may raise.
-        first: whether a tensor is read before ``accept`` is called.
-        accept: called on every rank with what is returned, after the first tensors are read and before others change;
-            may raise.
-        weights_only: for values in torch's folders, as for ``torch.load``.
-        convert: tensors may have other dtypes than the stored ones.
-        advice: ends the error for a tensor of this name that is stored in this other dtype.
-        progress: gets the number of bytes as they are compared and read.
-
-    Returns:
-        The checkpoint's nested state: its values and the tensors of ``state``, under the keys of the save. From a
-        folder by torch's writer only the values below the keys of ``state``.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        Damaged: it is not whole. No tensor was changed, unless a file could be read at first and then not again.
-        ValueError: a tensor is missing in it, or has another shape or dtype. No tensor was changed.
-    """
-    mine = NestedState.of(state)
-
-    def fit() -> None:
-        check()
-        check_tensors(checkpoint, mine.tensors, convert, advice)
-
-    checkpoint = (
-        source if isinstance(source, Checkpoint) else open_together(lambda: read_description(source), ranks)
-    )
-    ranks.run_on_all(fit)
-    verify_together(checkpoint, ranks, progress)
-    return read_state(
-        checkpoint, state, ranks, first=first, accept=accept, weights_only=weights_only, progress=progress
-    )
-
-
-@boards.during(boards.LOAD)
 def read_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
@@ -145,12 +88,23 @@ def read_state(
     *,
     first: Callable[[StateTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
-    weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
-    """Read a checkpoint that is known to be whole and to have the state's tensors, as :func:`load_state` does.
+    """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
 
-    Tensors of another dtype get converted values. Every rank must call it.
+    Every rank must call it. Tensors get their values from any cut and any number of ranks, converted to their dtypes.
+
+    Args:
+        checkpoint: one that every rank has found whole (:func:`verify_together`).
+        state: nested dicts and lists. Only its tensors count, which fit the stored ones (:func:`check_tensors`).
+        first: whether a tensor is read before ``accept`` is called.
+        accept: called on every rank with what is returned, after the first tensors are read and before others change;
+            may raise.
+        progress: gets the number of bytes as they are read.
+
+    Returns:
+        The checkpoint's nested state: its values and the tensors of ``state``, under the keys of the save. From a
+        folder by torch's writer only the values below the keys of ``state``.
 
     Raises:
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
@@ -159,7 +113,7 @@ def read_state(
 
     def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
         stored = checkpoint.parts_of(mine.tensors)
-        values = checkpoint.values_below(state.keys(), weights_only)
+        values = checkpoint.values_below(state.keys(), weights_only=True)
         leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
             raise Damaged("the description has a value inside another value")

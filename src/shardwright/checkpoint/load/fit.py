@@ -15,19 +15,14 @@ from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
 
 
-def make_alike(name: str, dtype: torch.dtype) -> str:
-    """Advice for a tensor of a state that has another dtype than the stored one."""
-    return f"Make it in {dtype}"
-
-
 def check_tensors(
     checkpoint: Checkpoint,
     tensors: Mapping[str, StateTensor],
     convert: bool = False,
-    advice: Callable[[str, torch.dtype], str] = make_alike,
+    advice: Callable[[str, torch.dtype], str] = lambda name, dtype: f"Make it in {dtype}",
 ) -> None:
     """Raise ValueError for the first tensor that the checkpoint does not have in this shape and, unless values may be
-    converted, in this dtype."""
+    converted, in this dtype. ``advice`` ends the error for a tensor of this name that is stored in this other dtype."""
     path = checkpoint.place
     for name, each in tensors.items():
         form = checkpoint.tensors.get(name)

@@ -16,14 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.format.nested import ignore
+from shardwright import board as boards
+from shardwright.checkpoint.format.nested import NestedState, ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
 from shardwright.checkpoint.load.collective_load import (
     Identity,
     check_same_description,
     identity_of,
-    load_state,
+    read_state,
+    verify_together,
 )
+from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.replacement import unless_replaced
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import (
@@ -162,16 +165,21 @@ def _other_parts(
     return parts
 
 
+@boards.during(boards.LOAD)
 def _read(
     parts: Sequence[PartToLoad], examined: _Examined, arguments: _Arguments, ranks: RankGroup
 ) -> dict[str, dict[str, Any]]:
     """Read into the tensors of the parts, when all of them fit. Returns what is stored of each part, by its key."""
+    checkpoint, progress = examined.checkpoint, arguments.progress
     by_key: dict[Any, PartToLoad] = {part.key: part for part in parts}
+    state = {key: part.tensors for key, part in by_key.items()}
+    tensors = NestedState.of(state).tensors
     content: dict[str, dict[str, Any]] = {}
 
     def check() -> None:
         for part in parts:
             part.check()
+        check_tensors(checkpoint, tensors, arguments.convert, dtype_advice)
 
     def accept(stored: Mapping[str, Any]) -> None:
         for part in parts:
@@ -179,16 +187,15 @@ def _read(
         for part in parts:
             part.accept(content[part.key])
 
-    load_state(
-        examined.checkpoint,
-        {key: part.tensors for key, part in by_key.items()},
+    ranks.run_on_all(check)
+    verify_together(checkpoint, ranks, progress)
+    read_state(
+        checkpoint,
+        state,
         ranks,
-        check=check,
         first=lambda tensor: by_key[tensor.path[0]].is_new(tensor.name),
         accept=accept,
-        convert=arguments.convert,
-        advice=dtype_advice,
-        progress=arguments.progress,
+        progress=progress,
     )
     return content
 
