@@ -95,7 +95,8 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
     checkpoint = read_description(path)
     (tmp_path / "copy").write_bytes((path / "index.json").read_bytes())
     os.replace(tmp_path / "copy", path / "index.json")
-    assert checkpoint.origin.is_replaced(None) and not checkpoint.origin.is_replaced(checkpoint.fingerprint)
+    assert checkpoint.description._replace(fingerprint=None).is_replaced()
+    assert not checkpoint.description.is_replaced()
     check_holds(path, 1)
 
 

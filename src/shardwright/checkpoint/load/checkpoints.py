@@ -52,9 +52,18 @@ class StoredForm:
 class Checkpoint(ABC):
     """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them."""
 
-    place: Files
-    fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
-    origin: DescriptionFile  #: of the description, to notice that another save has replaced it
+    description: DescriptionFile
+
+    @property
+    def place(self) -> Files:
+        """The files of the checkpoint; as text the folder or URL."""
+        return self.description.files
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the description. Ranks that have read another one notice."""
+        assert self.description.fingerprint is not None
+        return self.description.fingerprint
 
     @property
     @abstractmethod
@@ -313,8 +322,8 @@ def read_description(path: Location, *, links: bool = False) -> Checkpoint:
     if name != METADATA:
         return _own_checkpoint(store, name)
     files: Files = store if store.path is None else LocalFiles(store.path, links)
-    content, fingerprint, origin = _description(files, name, b".")
-    return TorchCheckpoint(files, fingerprint, origin, parse_metadata(content))
+    content, description = _description(files, name, b".")
+    return TorchCheckpoint(description, parse_metadata(content))
 
 
 def read_unfinished(save: UnfinishedSave) -> OwnCheckpoint:
@@ -323,16 +332,16 @@ def read_unfinished(save: UnfinishedSave) -> OwnCheckpoint:
 
 
 def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
-    content, fingerprint, origin = _description(files, index_name, b'"}\n')
-    return OwnCheckpoint(files, fingerprint, origin, parse_index(content))
+    content, description = _description(files, index_name, b'"}\n')
+    return OwnCheckpoint(description, parse_index(content))
 
 
-def _description(files: Files, name: str, end: bytes) -> tuple[bytes, str, DescriptionFile]:
-    """The content of a file that describes a checkpoint, and its SHA-256. Its end is read first: of a file that is cut
-    off or has holes no more is read."""
+def _description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
+    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
+    no more is read."""
     nbytes = files.size(name)
-    origin = DescriptionFile.of(files, name)
-    with unless_replaced(origin):
+    description = DescriptionFile.of(files, name)
+    with unless_replaced(description):
         if nbytes > LARGEST:
             raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
         last = bytearray(min(len(end), nbytes))
@@ -342,4 +351,4 @@ def _description(files: Files, name: str, end: bytes) -> tuple[bytes, str, Descr
         if last != end:
             raise Damaged(f"no readable {name}: its end is missing")
         content = files.read(name)
-        return content, hashlib.sha256(content).hexdigest(), origin
+        return content, description._replace(fingerprint=hashlib.sha256(content).hexdigest())

@@ -51,7 +51,7 @@ def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     """
 
     def compare() -> None:
-        with unless_replaced(checkpoint.origin, checkpoint.fingerprint):
+        with unless_replaced(checkpoint.description):
             checkpoint.verify(ranks.rank, ranks.size, progress)
 
     ranks.run_on_all(compare)
@@ -126,7 +126,7 @@ def read_state(
         if early:
             accept(content)
 
-    with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
+    with closing(OpenFiles(checkpoint.description)) as files:
         stored, content = ranks.run_own(prepare)
         ranks.run_on_all(lambda: read(True))
         ranks.run_on_all(lambda: read(False))

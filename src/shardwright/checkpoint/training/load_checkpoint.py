@@ -209,7 +209,7 @@ def _examine(place: Store, known: Checkpoint | None, arguments: _Arguments, rank
         refuse_sharded_optimizers(arguments.extra)
         _refuse_in_a_step(arguments.model)
         opened = known or read_description(place)
-        with unless_replaced(opened.origin, opened.fingerprint):
+        with unless_replaced(opened.description):
             opened.check_lengths()  # before there is memory for what it says
         state = model_state(arguments.model, arguments.frozen)
         model = ModelToLoad(opened, arguments.model, state, arguments.frozen)

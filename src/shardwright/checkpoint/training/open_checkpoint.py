@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -37,38 +37,65 @@ class StoredCheckpoint:
     """A checkpoint whose description was read and is sound. Its files may be damaged: :meth:`verify` compares them.
 
     Attributes:
-        path: the folder or URL.
-        fingerprint: SHA-256 of the description; equal on ranks that have opened the same checkpoint.
-        has_digests: whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``.
-        tensors: each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``.
-        values: each plain value by its name. The largest part of a state without tensors is one value, such as
-            ``extra``. Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None.
-        files: the bytes of each file but the description; of torch's folders the least there can be.
-        ranks: number of ranks that have saved it; None for torch's folders.
-        about: the versions of libraries that wrote it, and the notes of the save.
         opened: the same, for the package.
     """
 
-    path: str
-    fingerprint: str
-    has_digests: bool
-    tensors: Mapping[str, StoredForm] = field(repr=False)
-    values: Mapping[str, Any] = field(repr=False)
-    files: Mapping[str, int] = field(repr=False)
-    ranks: int | None
-    about: Mapping[str, str]
-    opened: Checkpoint = field(repr=False)
-    _group: dist.ProcessGroup | None = field(default=None, repr=False)
+    opened: Checkpoint
+    _group: dist.ProcessGroup | None = None
+
+    @property
+    def path(self) -> str:
+        """The folder or URL."""
+        return str(self.opened.place)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the description; equal on ranks that have opened the same checkpoint."""
+        return self.opened.fingerprint
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``."""
+        return self.opened.has_digests
+
+    @property
+    def tensors(self) -> Mapping[str, StoredForm]:
+        """Each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``."""
+        return self.opened.tensors
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Each plain value by its name. The largest part of a state without tensors is one value, such as ``extra``.
+        Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None."""
+        return self.opened.values
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The bytes of each file but the description; of torch's folders the least there can be."""
+        return self.opened.files()
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of ranks that have saved it; None for torch's folders."""
+        return self.opened.ranks
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        """The versions of libraries that wrote it, and the notes of the save."""
+        return self.opened.about
 
     @property
     def description(self) -> str:
         """The name of the file that describes it."""
-        return self.opened.origin.name
+        return self.opened.description.name
 
     @property
     def version(self) -> int | None:
         """The version of its format; None for torch's folders."""
         return self.opened.version
+
+    def __repr__(self) -> str:
+        return f"StoredCheckpoint({self.path!r}, ranks={self.ranks}, about={self.about})"
 
     @cached_property
     def entries(self) -> dict[Keys, Any]:
@@ -201,16 +228,4 @@ def open_checkpoint(
         UnknownVersion: a later version of shardwright has saved it.
         OSError: the store behind a URL does not answer.
     """
-    opened = read_description(path, links=links)
-    return StoredCheckpoint(
-        str(opened.place),
-        opened.fingerprint,
-        opened.has_digests,
-        opened.tensors,
-        opened.values,
-        opened.files(),
-        opened.ranks,
-        opened.about,
-        opened,
-        process_group,
-    )
+    return StoredCheckpoint(read_description(path, links=links), process_group)
