@@ -38,7 +38,7 @@ from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
-    about,
+    versions,
     write_descriptions,
     write_parts_in_order,
 )
@@ -245,7 +245,7 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 
 def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
-    contents = Contents(attempt, ranks, chosen.tensors, chosen.values, about())
+    contents = Contents(attempt, ranks, chosen.tensors, chosen.values, versions())
     with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1)) as save:
         written = write_parts_in_order(save, file_of_rank(0), _parts(chosen))
         if not written.parts:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwright.checkpoint.dcp import folders, foreign
+from shardwright.checkpoint.dcp import entries
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.boxes import Box, overlap
-from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, parse_index
 from shardwright.checkpoint.format.names import INDEX, METADATA
-from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
+from shardwright.checkpoint.format.nested import StateTensor
+from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.local_files import LocalFiles
@@ -240,6 +240,18 @@ class OwnCheckpoint(Checkpoint):
                 check_ranges(self.place, name, [(0, file.nbytes, file.sha256)])
 
 
+def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The names for ``rank``, so that all ranks get about the same number of bytes."""
+    loads = [0] * ranks
+    mine = []
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name] + 1  # also spread empty files
+        if lightest == rank:
+            mine.append(name)
+    return mine
+
+
 @dataclass(frozen=True)
 class TorchCheckpoint(Checkpoint):
     """A folder of torch's distributed checkpoint."""
@@ -278,11 +290,11 @@ class TorchCheckpoint(Checkpoint):
 
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         names = [name for name in self.values if self.keys[name][0] in keys]
-        values = foreign.values_of(self.place, self.metadata, names, weights_only)
+        values = entries.values_of(self.place, self.metadata, names, weights_only)
         return {self.keys[name]: value for name, value in values.items()}
 
     def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
-        return foreign.tensors_of(self.place, self.metadata, tensors)
+        return entries.tensors_of(self.place, self.metadata, tensors)
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.tensors[name].shape, dtype=dtype)
@@ -294,7 +306,7 @@ class TorchCheckpoint(Checkpoint):
         return whole
 
     def files(self) -> dict[str, int]:
-        return folders.files_of(self.metadata)
+        return entries.files_of(self.metadata)
 
     def check_lengths(self) -> None:
         for name, least in self.files().items():

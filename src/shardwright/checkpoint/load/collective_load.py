@@ -15,7 +15,8 @@ from torch import Tensor
 from shardwright import board as boards
 from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
-from shardwright.checkpoint.format.nested import NestedState, Progress, StateTensor, ignore, nested
+from shardwright.checkpoint.format.nested import NestedState, StateTensor, nested
+from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
@@ -110,23 +111,23 @@ def read_state(
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
     mine = NestedState.of(state)
-
-    def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
-        stored = checkpoint.parts_of(mine.tensors)
-        values = checkpoint.values_below(state.keys(), weights_only=True)
-        leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
-        if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
-            raise Damaged("the description has a value inside another value")
-        files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
-        return stored, typed(nested(leaves), dict, "the state")
-
-    def read(early: bool) -> None:
-        tensors = [each for each in mine.tensors.values() if first(each) == early]
-        read_boxes(files, stored, tensors, progress)
-        if early:
-            accept(content)
-
     with closing(OpenFiles(checkpoint.description)) as files:
+
+        def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
+            stored = checkpoint.parts_of(mine.tensors)
+            values = checkpoint.values_below(state.keys(), weights_only=True)
+            leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
+            if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
+                raise Damaged("the description has a value inside another value")
+            files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
+            return stored, typed(nested(leaves), dict, "the state")
+
+        def read(early: bool) -> None:
+            tensors = [each for each in mine.tensors.values() if first(each) == early]
+            read_boxes(files, stored, tensors, progress)
+            if early:
+                accept(content)
+
         stored, content = ranks.run_own(prepare)
         ranks.run_on_all(lambda: read(True))
         ranks.run_on_all(lambda: read(False))

@@ -153,11 +153,6 @@ def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
     }
 
 
-def first_rank(mesh: DeviceMesh | None) -> bool:
-    """Whether this is the writing rank."""
-    return mesh is None or not any(mesh.get_coordinate() or ())
-
-
 def same_bits(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaNs and the signs of zeros included."""
     return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))

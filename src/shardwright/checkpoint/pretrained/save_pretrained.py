@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright import board as boards
 from shardwright.checkpoint.pretrained.files import INDEX, SafetensorsFile, shard_names, write_json
 from shardwright.checkpoint.pretrained.folder import ModelFolder
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
@@ -95,14 +95,13 @@ def write_model(
 ) -> None:
     """:func:`save_pretrained`. ``add_files`` changes the files in the folder on the first rank, before its rename."""
     units = units_of(model)
-    mesh = mesh_of(units)
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    ranks = RankGroup.of_mesh(mesh)
+    ranks = RankGroup.of_mesh(mesh_of(units))
     plan, place = ranks.run_own(
         lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)), others_raise=OtherRankFailed
     )
-    writes = first_rank(mesh)
+    writes = ranks.is_first
     error: Exception | None = None
     with _FolderWriter(place, plan, overwrite) as writer:
         ranks.run_own(writer.begin if writes else lambda: None, others_raise=OtherRankFailed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright import board as boards
 from shardwright.checkpoint.format.names import file_of_rank, files_of_save
-from shardwright.checkpoint.format.nested import Progress, ignore
+from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.checkpoints import read_unfinished
 from shardwright.checkpoint.load.collective_load import open_together, verify_together
 from shardwright.checkpoint.load.reading import check_ranges

@@ -33,7 +33,7 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
-from shardwright.checkpoint.format.nested import Progress, ignore
+from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.storage.stores import UnfinishedSave, Writer
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.errors import Damaged
@@ -276,6 +276,6 @@ def _metadata(
     return pickle.dumps(metadata, protocol=4)
 
 
-def about() -> dict[str, str]:
-    """Versions of what writes a checkpoint."""
+def versions() -> dict[str, str]:
+    """The versions of the libraries that write a checkpoint."""
     return {"shardwright": __version__, "torch": re.sub(r"\+.*", "", torch.__version__)}

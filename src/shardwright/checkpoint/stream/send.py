@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import in_backward, local_of, storage_key
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint.pretrained.files import abbreviated
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
@@ -114,9 +114,8 @@ def stream_weights(
     )
     if not ranks.alone:
         _refuse_different_calls(ranks, (plan.buckets_in_words(), str(dtype), to, group is None, share))
-    first = first_rank(mesh)
     sink = ranks.run_own(
-        lambda: _sink(first, to, group, share, consumers, timeout), others_raise=OtherRankFailed
+        lambda: _sink(ranks.is_first, to, group, share, consumers, timeout), others_raise=OtherRankFailed
     )
     return _stream(plan, units, mesh, sink, sends)
 

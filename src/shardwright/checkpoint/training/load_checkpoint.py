@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright import board as boards
-from shardwright.checkpoint.format.nested import NestedState, ignore
+from shardwright.checkpoint.format.nested import NestedState
+from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
 from shardwright.checkpoint.load.collective_load import (
     Identity,

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys
-from shardwright.checkpoint.format.nested import ignore, nested
+from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
 from shardwright.checkpoint.load.collective_load import (
     check_same_description,
