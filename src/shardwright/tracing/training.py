@@ -35,6 +35,9 @@ class Calls:
         if not torch.compiler.is_compiling() and self.training is not None:
             self.training.enter(module)
 
+    def forget(self) -> None:
+        self.training = None
+
     def leave(self, *_: Any) -> None:
         if not torch.compiler.is_compiling() and self.training is not None:
             self.training.leave()
@@ -60,6 +63,7 @@ def watch_training(recorder: Recorder, calls: Calls | None = None) -> Iterator[T
     with ExitStack() as stack:
         calls = calls or stack.enter_context(watch_calls())
         calls.training = training
+        stack.callback(calls.forget)  # the next trace must not find this one's models
         for handle in (
             register_optimizer_step_pre_hook(training.before_step),
             register_optimizer_step_post_hook(training.after_step),
