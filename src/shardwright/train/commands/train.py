@@ -23,7 +23,7 @@ from shardwright.train.launch.environment import (
     choose_device,
     under_launcher,
 )
-from shardwright.train.launch.forecast import forecast, note_out_of_memory
+from shardwright.train.launch.forecast import forecast, is_out_of_memory, note_out_of_memory
 from shardwright.train.launch.launcher import launch_until_done
 from shardwright.train.launch.opening import open_run, refuse_resume
 from shardwright.train.launch.progress import START
@@ -75,7 +75,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             attempt = Attempt(run.attempt, ranks, tuple(arguments))
             return launch_until_done(config, run.folder, attempt, _can_run)
         except BaseException as error:
-            for line in note_out_of_memory(run.folder, str(error)):
+            for line in note_out_of_memory(run.folder) if is_out_of_memory(error) else ():
                 print(line, file=sys.stderr, flush=True)
             if isinstance(error, UserError) and not run.folder.exit_file.exists():
                 run.job_end.refuse(Outcome(error.status, str(error)))

@@ -54,6 +54,8 @@ class Complaint:
     trace: str
     done: int | None = None
     """Steps that the rank had done, if it was in the loop over steps."""
+    out_of_memory: bool = False
+    """The rank's device had no memory left."""
 
     @property
     def is_shared(self) -> bool:

@@ -6,6 +6,7 @@ import traceback
 
 from shardwright.collective import is_lost_contact
 from shardwright.train.errors import JobError, UserError, steps_done
+from shardwright.train.launch.forecast import is_out_of_memory
 from shardwright.train.launch.job_end import Complaint, Kind
 
 KINDS: dict[int, Kind] = {UserError.MISTAKE: "user", UserError.PASSING: "passing"}
@@ -21,4 +22,5 @@ def complaint_of(error: BaseException, rank: int) -> Complaint:
         kind = message = "interrupted"
     elif is_lost_contact(error):
         kind = "lost contact"
-    return Complaint(rank, 0, kind, message, traceback.format_exc(), steps_done(error))
+    trace = traceback.format_exc()
+    return Complaint(rank, 0, kind, message, trace, steps_done(error), is_out_of_memory(error))
