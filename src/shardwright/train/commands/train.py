@@ -95,19 +95,10 @@ def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int
 
 def _check_files(config: Config) -> None:
     """Refuse local data that is missing. Files on other machines are looked up when they are read."""
-    data = config.data
-    paths = [(f"data.sources.{number}.path", each.path) for number, each in enumerate(data.sources)]
-    paths = paths or [("data.source", data.source)]
-    if config.validation.every:
-        paths += [("data.validation_source", data.validation_source or ())]
-        paths += [
-            (f"data.validation_sources.{number}.path", each.path)
-            for number, each in enumerate(data.validation_sources)
-        ]
-    for key, path in paths:
-        for each in (path,) if isinstance(path, str) else path:
-            if "://" not in each:
-                locate(each, key)
+    for source in (*config.data.training, *(config.data.validating if config.validation.every else ())):
+        for path in source.paths:
+            if "://" not in path:
+                locate(path, source.key)
 
 
 def _with_packages(config: Config) -> Config:

@@ -267,7 +267,7 @@ def validation_lines(validation: float | None, training: float, config: Config) 
 
 
 def validation_text(config: Config) -> str:
-    if config.data.validation_source or config.data.validation_sources:
+    if config.data.validating:
         return "the validation source"
     return f"the text's last {100 * config.data.validation_fraction:.3g}%, which no step trains on"
 
