@@ -33,7 +33,7 @@ from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.train.kit.jobs import trainer
 from tests.train.kit.parallel import next_step, take_steps
-from tests.train.numerics.kit import (
+from tests.train.step.numerics.kit import (
     G,
     Plant,
     Run,
