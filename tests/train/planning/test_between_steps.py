@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright._torch import absent_ranks
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.save.plan import SavePlan
-from shardwright.checkpoint.storage.places import store_of
+from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.collective import RankGroup
 from shardwright.planner.devices import known_devices
