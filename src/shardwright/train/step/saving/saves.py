@@ -9,7 +9,6 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
-from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
@@ -257,14 +255,14 @@ class Saves:
     def _best_step(self, steps: list[int]) -> int | None:
         """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
         count as best any more. Raises UserError if metrics.jsonl is damaged."""
-        best = self._best
+        best, ranks = self._best, RankGroup()
         if best is None:
             return None
-        candidate = run_on_first(lambda: best.among(steps))
+        candidate = ranks.run_on_first(lambda: best.among(steps))
         while candidate is not None and (condition := self._condition(candidate.step)).kind == "damaged":
             step, value = candidate
-            run_on_first(functools.partial(best.forget, step))
-            candidate = run_on_first(lambda: best.among(steps))
+            best.forget(step)
+            candidate = ranks.run_on_first(lambda: best.among(steps))
             now = "none is left"
             if candidate is not None:
                 now = f"the best is now step-{candidate.step} ({candidate.value:.4f})"
