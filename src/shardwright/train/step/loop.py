@@ -17,21 +17,16 @@ from shardwright.train.step.reporting.step_reports import (
     report_untrained,
     step_record,
 )
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 
-def run_steps(
-    trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest, loaded: LoadedRun | None = None
-) -> LoopEnd:
+def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> LoopEnd:
     """Run steps, validations and checkpoints until the last step, a signal, or a hook that ends the run.
 
-    Random generators go on from the `loaded` checkpoint. When this returns, the state is saved.
+    When this returns, the state is saved.
     """
     config = trainer.config
-    if loaded is not None:
-        trainer.continue_generators(loaded, reporter)
     while True:
         started = time.perf_counter()
         with trainer.recompiles.step():

@@ -28,6 +28,7 @@ from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.numerics.fault import NonFiniteError, is_spike
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
@@ -338,11 +339,11 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
     run = Run(tmp_path, config, rank, world_size, on_samples(4 * G, math.nan))
     with pytest.MonkeyPatch.context() as patch:
         there: list[list[int]] = []
-        plain = Trainer.continue_generators
+        plain = Saves.forget_after
         patch.setattr(
-            Trainer,
-            "continue_generators",
-            lambda *arguments: (there.append(saved_steps(run.folder.checkpoints)), plain(*arguments))[1],
+            Saves,
+            "forget_after",
+            lambda *arguments: (plain(*arguments), there.append(saved_steps(run.folder.checkpoints)))[0],
         )
         assert run.go() == [n * G for n in range(8)]
     assert there == [[2]]  # not 3 and 4: a resume would take them

@@ -53,13 +53,12 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
         keys += ["fault.rewind_steps"] if steps and trainer.config.fault.rewind_steps else []
         more = f"there would be one with a smaller {' or '.join(keys)}" if keys else ""
         _stop(fault, why, more, trainer, saves)
-    loaded = trainer.rewind(saves.checkpoints, reporter, latest, stop)
+    trainer.rewind(saves.checkpoints, reporter, latest, stop)
     saves.forget_after(trainer.position.step)
     first = trainer.position.past.left_out[-1][0]
     incident = Incident("rewind", trainer.position.step + 1, fault.reason, (first, stop), before.step)
     reporter.rewind(trainer.position.step)
     reporter.incident(incident)
-    trainer.continue_generators(loaded, reporter)
 
 
 def _stop(fault: Fault, why: str, more: str, trainer: Trainer, saves: Saves) -> NoReturn:
