@@ -93,7 +93,7 @@ def judge(evidence: Evidence) -> Outcome:
         return Outcome(USER_ERROR, user.message, user.rank)
     if number is not None and _ended_by_signal(evidence):
         return _stopped_early(evidence, number)
-    on_all = next((each for each in evidence.complaints if each.kind in ("passing", "nonfinite")), None)
+    on_all = next((each for each in evidence.complaints if each.kind in ("passing", "fault")), None)
     if on_all is not None:
         return on_all.end
     culprit_rank, how, status, lost = culprit(evidence)

@@ -10,14 +10,14 @@ from shardwright.train.launch.forecast import is_out_of_memory
 from shardwright.train.launch.job_end import Complaint, Kind
 
 KINDS: dict[int, Kind] = {UserError.MISTAKE: "user", UserError.PASSING: "passing"}
-"""Kinds by the status of an error that all ranks meet; "nonfinite" for others."""
+"""Kinds by the status of an error that all ranks meet; "fault" for others."""
 
 
 def complaint_of(error: BaseException, rank: int) -> Complaint:
     kind: Kind = "error"
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, JobError):
-        kind, message = KINDS.get(error.status, "nonfinite"), str(error)
+        kind, message = KINDS.get(error.status, "fault"), str(error)
     elif isinstance(error, KeyboardInterrupt):
         kind = message = "interrupted"
     elif is_lost_contact(error):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import dataclass
+from typing import Literal
 
+from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.exits import DONE, Outcome
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
-from shardwright.train.step.reporting.conclusion import LoopEnd
 from shardwright.train.step.reporting.step_reports import (
     report_not_finite,
     report_untrained,
@@ -19,6 +22,27 @@ from shardwright.train.step.reporting.step_reports import (
 )
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """The end of the steps of a session.
+
+    Attributes:
+        signal: the signal that stopped them; 0 for none.
+        early: the reason of the hook that stopped them; empty for none.
+    """
+
+    signal: int = 0
+    early: str = ""
+
+    @property
+    def status(self) -> Literal["interrupted", "finished"]:
+        return "interrupted" if self.signal else "finished"
+
+    @property
+    def outcome(self) -> Outcome:
+        return stopped_by(self.signal) if self.signal else Outcome(DONE, "done")
 
 
 def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> LoopEnd:

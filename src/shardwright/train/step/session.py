@@ -25,8 +25,8 @@ from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
-from shardwright.train.step.loop import run_steps
-from shardwright.train.step.reporting.conclusion import LoopEnd, Reports, conclude
+from shardwright.train.step.loop import LoopEnd, run_steps
+from shardwright.train.step.reporting.conclusion import Reports, conclude
 from shardwright.train.step.reporting.introduction import introduction
 from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.reporting.notices import FirstLoss
