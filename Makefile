@@ -78,7 +78,7 @@ ops: $(STAMP)
 
 # Hosts made of namespaces, and a SLURM cluster on them, where that is possible; a Ray cluster with the extra ray.
 clusters: $(STAMP)
-	SHARDWRIGHT_TEST_CLUSTERS=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest tests/train/launch/test_hosts.py \
+	SHARDWRIGHT_TEST_CLUSTERS=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest tests/train/rank/test_hosts.py \
 		tests/train/launch/test_relay.py tests/train/launch/test_slurm.py tests/integrations/test_ray.py $(ARGS)
 
 # With any Python that has torch: a machine with a GPU may have no network to make .venv from.

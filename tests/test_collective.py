@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import OtherRankFailed, RankGroup
-from shardwright.errors import Damaged
+from shardwright.errors import Damaged, SharedError
 from tests.support import multirank, world_mesh
 
 
@@ -58,6 +58,24 @@ def test_an_error_on_any_rank_is_raised_on_all(rank: int, world_size: int) -> No
                 mesh.run_own(action, others_raise=LookupError)
     with pytest.raises(ValueError, match=r"^equal$"):
         RankGroup().run_on_all(lambda: (_ for _ in ()).throw(ValueError("equal")))
+
+
+class Mistake(SharedError):
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@multirank(2)
+def test_a_shared_error_stays_as_it_is_on_all_ranks(rank: int, world_size: int) -> None:
+    for failing in (0, 1):
+
+        def action(failing: int = failing) -> None:
+            raise Mistake("on purpose", 7) if rank == failing else OSError("another one")
+
+        with pytest.raises(Mistake, match=r"^on purpose$") as caught:
+            RankGroup().run_on_all(action)
+        assert caught.value.status == 7
 
 
 @multirank(2)

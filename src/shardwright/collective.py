@@ -23,14 +23,14 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.noted import noted
-from shardwright.errors import Damaged, OtherOptimizer
+from shardwright.errors import Damaged, OtherOptimizer, SharedError
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: Errors that keep their kind on every rank; every other error arrives as a RuntimeError. If ranks raise different
-#: kinds, all ranks raise the first one of this table. So a rank that could do no work (a missing file, no right to
-#: write) wins over a rank that did its work and found damage or a wrong value.
+#: Errors that keep their kind on every rank. A SharedError does, too; others arrive as a RuntimeError. If ranks raise
+#: different kinds, all ranks raise the first one of this table. So a rank that could do no work (a missing file, no
+#: right to write) wins over a rank that did its work and found damage or a wrong value.
 _KINDS: tuple[type[Exception], ...] = (
     RuntimeError, FileExistsError, FileNotFoundError, OSError, TypeError, KeyError, Damaged, OtherOptimizer,
     ValueError,
@@ -160,7 +160,7 @@ class RankGroup:
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
         """The result of ``action`` on each rank. If it raises on one, all ranks raise one error with the same text.
 
-        ``action`` does not communicate. Its results are pickled.
+        A SharedError is raised as it is. ``action`` does not communicate. Its results are pickled.
         """
         result: Any = None
         error: BaseException | None = None
@@ -172,11 +172,14 @@ class RankGroup:
             if error is not None:
                 raise error
             return [result]
-        outcomes = self.all_gather((result, None if error is None else described(error)))
-        failures = [(rank, *each) for rank, (_, each) in enumerate(outcomes) if each is not None]
+        shared = error if isinstance(error, SharedError) else None
+        outcomes = self.all_gather((result, shared, None if error is None else described(error)))
+        failures = [(rank, *each) for rank, (*_, each) in enumerate(outcomes) if each is not None]
         if failures:
-            raise_for(failures, self.size, error)
-        return [outcome for outcome, _ in outcomes]
+            raise_for(
+                failures, self.size, error, next((each for _, each, _ in outcomes if each is not None), None)
+            )
+        return [outcome for outcome, *_ in outcomes]
 
     def run_own(self, action: Callable[[], T], *, others_raise: type[Exception] | None = None) -> T:
         """This rank's result of ``action``, which is not pickled. If it raises on one rank, all raise as above.
@@ -227,10 +230,18 @@ class RankGroup:
 # -- errors that travel ------------------------------------------------------------------------------------------------
 
 
-def raise_for(failures: list[tuple[int, int, str]], ranks: int, own: BaseException | None) -> None:
-    """Raise the first failure. Each is a rank, the number of its kind, and its text. An interrupt stays one."""
+def raise_for(
+    failures: list[tuple[int, int, str]],
+    ranks: int,
+    own: BaseException | None,
+    shared: SharedError | None = None,
+) -> None:
+    """Raise the first failure. Each is a rank, the number of its kind, and its text. An interrupt stays one, and the
+    ``shared`` error, if there is one, is raised before others."""
     if own is not None and not isinstance(own, Exception):
         raise own
+    if shared is not None:
+        raise shared from own
     rank, kind, text = min(failures, key=lambda each: (each[1], each[0]))
     same = len(failures) == ranks and all(each[2] == text for each in failures)
     message = text if same or text.startswith("rank ") else f"rank {rank}: {text}"

@@ -1,6 +1,10 @@
 """Errors that several rooms know. Nothing is imported here."""
 
 
+class SharedError(Exception):
+    """An error that ranks share as it is, where others arrive as one of a few kinds (``collective``). It is pickled."""
+
+
 class Damaged(ValueError):
     """A checkpoint does not hold what a save has written. The message says what is wrong, without the folder."""
 

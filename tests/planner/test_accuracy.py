@@ -114,8 +114,7 @@ def test_the_end_of_a_run_is_kept_beside_its_plan(tmp_path: Path) -> None:
     forecast.plan_file(folder).write_text(json.dumps(figures))
     (line,) = forecast.note_reserved(folder, 2 * GIB)
     assert " ".join(line.split()) == "plan 3.00 GiB, +50.0% beside the peak memory"
-    assert forecast.note_out_of_memory(folder, "rank 1 was killed") == []
-    assert len(forecast.note_out_of_memory(folder, "CUDA out of memory. Tried to ...")) == 1
+    assert len(forecast.note_out_of_memory(folder)) == 1
     assert [each[1:6] for each in accuracy.read()] == [
         ("h100", 4, "yes", 3 * GIB, 2 * GIB),
         ("h100", 4, "yes", 3 * GIB, None),

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardwright.errors import SharedError
 
-class JobError(Exception):
+
+class JobError(SharedError):
     """An error that all ranks of a job meet alike, with the job's exit `status`."""
 
     status = 1

@@ -1,15 +1,16 @@
-"""Facts of engines: one row and one class for each, and no other file that asks for the name of an engine."""
+"""Facts of engines and kinds of models: one row for each, and no other file that asks for the name of one."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
 from shardwright import train
 from shardwright.train.config.catalog.engines import ENGINES, EngineName, engines_that
+from shardwright.train.config.catalog.kinds import kinds, kinds_that
 from shardwright.train.config.sections.parallel import ParallelConfig
 from shardwright.train.parallel.engines import CLASSES, engine_of
 
@@ -33,12 +34,42 @@ def test_each_fact_differs_between_engines() -> None:
 
 def test_no_other_file_asks_for_the_name_of_an_engine() -> None:
     """A fact of the row, or a method of the class, says what an engine does."""
-    found = []
-    for path in sorted(TRAIN.rglob("*.py")):
-        name = str(path.relative_to(TRAIN))
-        if name not in OWN:
-            found += [f"{name}:{line}" for line in _questions(ast.parse(path.read_text()))]
-    assert found == []
+    assert _places(_questions) == []
+
+
+def test_no_file_compares_the_name_of_a_kind_of_model() -> None:
+    assert _places(_questions_of_kinds) == []
+    tree = ast.parse('if config.model.kind in ("hf", "python") and c.model.kind == d.model.kind:\n    pass')
+    assert [*_questions_of_kinds(tree)] == [1]
+
+
+def test_facts_of_kinds() -> None:
+    for fact in ("divides_layers", "no_cuda_graph", "is_users_code"):
+        assert len({getattr(kind, fact) for kind in kinds.known()}) > 1, fact
+    assert kinds_that(lambda kind: kind.divides_layers) == "llama and hybrid"
+
+
+def _places(questions: Callable[[ast.Module], Iterator[int]]) -> list[str]:
+    """File and line of each question in the trainer."""
+    files = {str(path.relative_to(TRAIN)): path for path in sorted(TRAIN.rglob("*.py"))}
+    return [
+        f"{name}:{line}"
+        for name, path in files.items()
+        if name not in OWN
+        for line in questions(ast.parse(path.read_text()))
+    ]
+
+
+def _questions_of_kinds(tree: ast.Module) -> Iterator[int]:
+    """Lines that compare `model.kind` with a text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.Match):
+            parts = [*ast.walk(node)]
+            asks = any(
+                isinstance(part, ast.Attribute) and ast.unparse(part).endswith("model.kind") for part in parts
+            )
+            if asks and any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts):
+                yield node.lineno
 
 
 def _questions(tree: ast.Module) -> Iterator[int]:

@@ -24,7 +24,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
 from shardwright.train.run.metrics import last_record
 from shardwright.train.run.writing import writing
-from shardwright.train.step.numerics.fault import NonFiniteError
+from shardwright.train.step.numerics.fault import FaultError
 from shardwright.train.step.numerics.verifying import CorruptionError
 from shardwright.train.step.saving.checkpoint import SaveFailedError, _failures
 from shardwright.train.step.trainer import Trainer
@@ -60,7 +60,7 @@ def failing_at(patch: pytest.MonkeyPatch, step: int, error: BaseException) -> No
         (RuntimeError("of the\nmachine"), 1, "failed", "RuntimeError: of the machine"),
         (UserError("wrong"), 2, "failed", "wrong"),
         (UserError("no answer", passes=True), 75, "failed", "no answer"),
-        (NonFiniteError("NaN"), 1, "failed", "NaN"),
+        (FaultError("NaN"), 1, "failed", "NaN"),
         (CorruptionError("a changed bit"), 75, "failed", "a changed bit"),
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],

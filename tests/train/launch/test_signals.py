@@ -18,18 +18,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright import cli
 from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
 from shardwright.train.config import load_config
 from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.errors import UserError
 from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
 from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.judgement import Evidence, announce, judge
 from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
 from shardwright.train.rank import process
+from shardwright.train.rank.complaints import complaint_of
 from shardwright.train.run.exits import Outcome, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
@@ -220,6 +223,7 @@ def saved_run(folder: Path, step: int, saved: int) -> None:
 
 ERROR = Complaint(0, 1, "error", "OSError: no\n  space", "")
 FINISHED = {"status": "finished"}
+BY_RANK = {"status": "interrupted"}  # a signal that only a rank got
 LOST = Complaint(0, 1, "lost contact", "RuntimeError: rank 1 did not come", "")
 
 
@@ -233,7 +237,7 @@ LOST = Complaint(0, 1, "lost contact", "RuntimeError: rank 1 did not come", "")
         ({0: -9, 1: 1}, {}, 75, "rank 0 of 2 was killed by SIGKILL"),
         ({0: -11, 1: 1}, {}, 1, "rank 0 of 2 was killed by SIGSEGV"),
         ({0: 1, 1: 2}, {"complaints": [Complaint(1, 1, "user", "wrong", "")]}, 2, "wrong"),
-        ({0: 143, 1: 143}, {"session": {"ended_by": "stopped by SIGUSR1 without saving: why"}}, 143, "SIGUSR1 without"),
+        ({0: 143, 1: 143}, {"session": {**BY_RANK, "ended_by": "by SIGUSR1 without saving"}}, 143, "SIGUSR1 without"),
         ({0: 0, 1: -15}, {"first_signal": 15, "session": FINISHED}, 0, "done"),
         ({0: -9, 1: -9}, {"killed": {0, 1}, "hurried": "x", "first_signal": 15, "session": FINISHED}, 0, "done"),
         ({0: 1, 1: 0}, {"complaints": [ERROR], "session": FINISHED}, 1, "failed with OSError: no space"),
@@ -259,6 +263,24 @@ def test_ranks_that_saved_and_left(tmp_path: Path, capsys: pytest.CaptureFixture
     assert announce(left, end, debug=False) == 143
     shown = capsys.readouterr()
     assert shown.out == shown.err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("sizes differ"), False),
+        (UserError("run.plan: jobs run out of memory"), False),
+    ],
+)
+def test_a_complaint_says_that_memory_ran_out(error: Exception, is_so: bool, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as raised:
+        raise error
+    complaint = complaint_of(raised.value, 1)
+    assert complaint.out_of_memory == is_so
+    known = evidence(tmp_path, {0: 1, 1: 1}, complaints=[complaint])
+    assert known.is_out_of_memory(1) == is_so and not known.is_out_of_memory(0)
 
 
 def test_a_long_error_is_one_line_of_limited_length() -> None:

@@ -45,7 +45,7 @@ def prompt_ids(
 def _begins(config: Config, tokenizer: Tokenizer) -> bool:
     """Whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template does."""
     data = config.data
-    if tokenizer.begin is None or {each.kind for each in data.sources or (data,)} != {"conversations"}:
+    if tokenizer.begin is None or {each.kind for each in data.training} != {"conversations"}:
         return tokenizer.begin is not None
     template = template_of(data, tokenizer)
     return template is not None and prompt_of("a", template, tokenizer)[:1] == [tokenizer.begin]

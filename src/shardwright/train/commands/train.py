@@ -23,7 +23,7 @@ from shardwright.train.launch.environment import (
     choose_device,
     under_launcher,
 )
-from shardwright.train.launch.forecast import forecast, note_out_of_memory
+from shardwright.train.launch.forecast import forecast, is_out_of_memory, note_out_of_memory
 from shardwright.train.launch.launcher import launch_until_done
 from shardwright.train.launch.opening import open_run, refuse_resume
 from shardwright.train.launch.progress import START
@@ -75,7 +75,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             attempt = Attempt(run.attempt, ranks, tuple(arguments))
             return launch_until_done(config, run.folder, attempt, _can_run)
         except BaseException as error:
-            for line in note_out_of_memory(run.folder, str(error)):
+            for line in note_out_of_memory(run.folder) if is_out_of_memory(error) else ():
                 print(line, file=sys.stderr, flush=True)
             if isinstance(error, UserError) and not run.folder.exit_file.exists():
                 run.job_end.refuse(Outcome(error.status, str(error)))
@@ -95,19 +95,10 @@ def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int
 
 def _check_files(config: Config) -> None:
     """Refuse local data that is missing. Files on other machines are looked up when they are read."""
-    data = config.data
-    paths = [(f"data.sources.{number}.path", each.path) for number, each in enumerate(data.sources)]
-    paths = paths or [("data.source", data.source)]
-    if config.validation.every:
-        paths += [("data.validation_source", data.validation_source or ())]
-        paths += [
-            (f"data.validation_sources.{number}.path", each.path)
-            for number, each in enumerate(data.validation_sources)
-        ]
-    for key, path in paths:
-        for each in (path,) if isinstance(path, str) else path:
-            if "://" not in each:
-                locate(each, key)
+    for source in (*config.data.training, *(config.data.validating if config.validation.every else ())):
+        for path in source.paths:
+            if "://" not in path:
+                locate(path, source.key)
 
 
 def _with_packages(config: Config) -> Config:

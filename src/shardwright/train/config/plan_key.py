@@ -31,7 +31,7 @@ def plan_key(config: Config, ranks: int, kind: str) -> str | None:
     )
     if any(isinstance(name, str) and registry.origin(name) != "built in" for registry, name in chosen):
         return None
-    if config.model.kind == "python" or config.finetune.adapters:
+    if config.model.facts.is_users_code or config.finetune.adapters:
         return None
     if config.run.hooks and config.validation.every:  # their metrics need logits
         return None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.train.config import Config, DataConfig
-from shardwright.train.config.sections.data import SourceConfig
+from shardwright.train.config.sections.data import DataSource
 from shardwright.train.data.samples.packing import pack
 from shardwright.train.data.samples.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
 from shardwright.train.data.samples.validation import training_and_validation
@@ -172,7 +172,16 @@ def load_dataset(
     template = _template(data)
     cache = Path(data.cache) if data.cache else None
 
-    def material(files: DataFiles, weight: float) -> Material:
+    def material(source: DataSource) -> Material:
+        files = DataFiles(
+            source.paths,
+            source.kind,
+            source.text_key,
+            source.messages_key,
+            source.prompt_key,
+            source.completion_key,
+            source.key,
+        )
         tokens = tokenised(
             files,
             tokenizer,
@@ -184,10 +193,10 @@ def load_dataset(
         )
         _check_completions(files, tokens, tokenizer)
         known = known_of(tokens, _identity(config, tokens))
-        return Material(", ".join(files.paths), weight, tokens, tuple(places(files)), known)
+        return Material(", ".join(files.paths), source.weight, tokens, tuple(places(files)), known)
 
-    materials = [material(*each) for each in _files(data)]
-    validation = [material(*each) for each in _validation_files(data)] if config.validation.every else []
+    materials = [material(each) for each in data.training]
+    validation = [material(each) for each in data.validating] if config.validation.every else []
     return _dataset(config, tokenizer, materials, validation)
 
 
@@ -196,14 +205,14 @@ def check_special_tokens(config: Config, dataset: Dataset) -> None:
     data = config.data
     if data.special_tokens is not None:
         return
-    kinds = [each.kind for each in data.sources] or [data.kind]
-    validation_kinds = [each.kind for each in data.validation_sources] or [data.kind]
     pairs = (
-        *zip(kinds, dataset.materials, strict=False),
-        *zip(validation_kinds, dataset.validation_materials, strict=False),
+        *zip(data.training, dataset.materials, strict=True),
+        *zip(
+            data.validating, dataset.validation_materials, strict=False
+        ),  # without validation there are none
     )
-    for kind, material in pairs:
-        if kind == "documents" and material.tokens.spelled:
+    for source, material in pairs:
+        if source.kind == "documents" and material.tokens.spelled:
             places = counted(material.tokens.spelled, "place")
             raise UserError(
                 f'data.special_tokens: expected "text" or "tokens", since documents of {material.name} spell special '
@@ -365,33 +374,6 @@ def _ends_count_for_nothing(config: Config, tokens: Tokens) -> bool:
     return one_text and tokens.ids.dtype == np.uint8 and tokens.trained is None and bool(tokens.sha256)
 
 
-def _files(data: DataConfig) -> list[tuple[DataFiles, float]]:
-    return _files_of_tables("sources", data.sources) or [(_files_at(data.source, data, "data.source"), 1.0)]
-
-
-def _validation_files(data: DataConfig) -> list[tuple[DataFiles, float]]:
-    if data.validation_source:
-        return [(_files_at(data.validation_source, data, "data.validation_source"), 1.0)]
-    return _files_of_tables("validation_sources", data.validation_sources)
-
-
-def _files_of_tables(key: str, tables: Sequence[SourceConfig]) -> list[tuple[DataFiles, float]]:
-    return [
-        (_files_at(each.path, each, f"data.{key}.{number}.path"), each.weight)
-        for number, each in enumerate(tables)
-    ]
-
-
-def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key: str) -> DataFiles:
-    return DataFiles(
-        _paths(path), keys.kind, keys.text_key, keys.messages_key, keys.prompt_key, keys.completion_key, key
-    )
-
-
-def _paths(source: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (source,) if isinstance(source, str) else source
-
-
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
     """The chat template of a run: that of data.chat_template, else the tokenizer's own. None: there is none.
 
@@ -402,8 +384,8 @@ def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
 
 def _template(data: DataConfig) -> str | None:
     template = read_template(data)
-    kinds = {data.kind, *(each.kind for each in (*data.sources, *data.validation_sources))}
-    if template is not None and "conversations" in kinds:
+    has_conversations = any(each.kind == "conversations" for each in (*data.training, *data.validating))
+    if template is not None and has_conversations:
         check_template(template, data.chat_template)
     return template
 

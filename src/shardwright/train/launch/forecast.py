@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import shardwright
 from shardwright.planner.accuracy import Residual, append
 from shardwright.train.config import Config
@@ -153,10 +155,15 @@ def plan_in_words(figures: Mapping[str, Any]) -> str:
     )
 
 
-def note_out_of_memory(folder: RunFolder, reason: str) -> list[str]:
-    """Keep that a job has run out of memory beside its plan, and return the plan in a line. Nothing for other reasons,
-    or without a plan."""
-    figures = read_plan(plan_file(folder)) if "out of memory" in reason.lower() else None
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left. CUDA and NCCL, which allocate beside PyTorch, have no class for it."""
+    text = isinstance(error, RuntimeError) and "out of memory" in str(error)
+    return text or isinstance(error, torch.OutOfMemoryError)
+
+
+def note_out_of_memory(folder: RunFolder) -> list[str]:
+    """Keep that a job has run out of memory beside its plan, and return the plan in a line. Nothing without a plan."""
+    figures = read_plan(plan_file(folder))
     if figures is None:
         return []
     _keep(figures, None)

@@ -34,12 +34,12 @@ from shardwright.train.run.exits import DONE, FAILED, INTERRUPTED, TRY_AGAIN, US
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.record import close_session
 
-Kind = Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"]
+Kind = Literal["user", "passing", "fault", "lost contact", "interrupted", "error"]
 LONGEST = 400
 """Characters of an error in a line that says more than the error."""
 STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
 """Exit statuses by the kind of a complaint; 1 for others."""
-SHARED = ("user", "passing", "nonfinite", "interrupted")
+SHARED = ("user", "passing", "fault", "interrupted")
 """Kinds that all ranks meet."""
 
 
@@ -54,6 +54,8 @@ class Complaint:
     trace: str
     done: int | None = None
     """Steps that the rank had done, if it was in the loop over steps."""
+    out_of_memory: bool = False
+    """The rank's device had no memory left."""
 
     @property
     def is_shared(self) -> bool:

@@ -59,6 +59,9 @@ class Evidence:
         said = next((each.done for each in self.complaints if each.rank == rank), None)
         return self.steps.get(rank) if said is None else said
 
+    def is_out_of_memory(self, rank: int) -> bool:
+        return any(each.out_of_memory for each in self.complaints if each.rank == rank)
+
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
     """The complaints of the ranks, first one first."""
@@ -79,8 +82,10 @@ def judge(evidence: Evidence) -> Outcome:
         if not ranks_have_said_it(evidence):
             # A second signal came to the ranks, but not to the launcher.
             reason = f"stopped by {asked} without saving: a second signal"
-        known = str(evidence.session.get("ended_by", ""))  # also of a signal that only a rank got
-        return Outcome(status, known if number is None and known.startswith("stopped by ") else reason)
+        session = evidence.session
+        if number is None and session.get("status") == "interrupted":  # by a signal that only a rank got
+            reason = str(session["ended_by"])
+        return Outcome(status, reason)
     if evidence.hang is not None:
         return end_of_hang(evidence.hang.verdict)
     user = next((complaint for complaint in evidence.complaints if complaint.kind == "user"), None)
@@ -88,7 +93,7 @@ def judge(evidence: Evidence) -> Outcome:
         return Outcome(USER_ERROR, user.message, user.rank)
     if number is not None and _ended_by_signal(evidence):
         return _stopped_early(evidence, number)
-    on_all = next((each for each in evidence.complaints if each.kind in ("passing", "nonfinite")), None)
+    on_all = next((each for each in evidence.complaints if each.kind in ("passing", "fault")), None)
     if on_all is not None:
         return on_all.end
     culprit_rank, how, status, lost = culprit(evidence)
@@ -159,7 +164,7 @@ def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> i
     elif end.rank is not None:
         lines = [
             f"error: {end.reason}; the job has ended{note}",
-            *note_out_of_memory(evidence.folder, end.reason),
+            *(note_out_of_memory(evidence.folder) if evidence.is_out_of_memory(end.rank) else ()),
             *_end_of_log(evidence, end.rank),
             *continuing,
         ]

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import (
@@ -48,7 +49,6 @@ from shardwright.train.run.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import share
-from shardwright.train.run.together import run_on_first
 from shardwright.train.step.session import train
 
 
@@ -128,7 +128,7 @@ def _planned(config: Config, run: OpenedRun, world: World) -> Iterator[None]:
                 planned.check()
 
         try:
-            run_on_first(plan)
+            RankGroup().run_on_first(plan)
         except UserError:
             run.discard_if_unused()
             raise

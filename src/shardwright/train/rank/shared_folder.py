@@ -17,7 +17,6 @@ from shardwright.train.launch.opening import OpenedRun, open_run
 from shardwright.train.launch.torchrun import TorchrunLaunch, agent
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import writing
 
 SECONDS_TO_APPEAR = 10.0
@@ -79,7 +78,7 @@ def _check_seen(folder: Path) -> None:
         with writing(folder):
             sign.touch()
 
-    run_on_first(touch)
+    ranks.run_on_first(touch)
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while not (seen := sign.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -2,6 +2,15 @@
 
 Wrappers read exit.json where a launcher hides the status: torchrun makes 1 of every other one. Nothing here decides how
 a job has ended.
+
+The words for ends, from the inside to the outside:
+
+- `LoopEnd` (`step/loop`): the steps of a session are over: the last one, a signal, or a hook.
+- `RunEnd` (`config/catalog/records`): the end of a session as hooks and sinks get it, with results.
+- `Complaint` (`launch/job_end`): the error of one rank, which it passes to the one that judges.
+- `Outcome` (here): the status and the reason of an attempt or of the whole job.
+- `JobEnd` (`launch/job_end`): writes an `Outcome` into exit.json and run.json, once.
+- `AttemptEnd` (`launch/restarts`): an attempt that failed, to be compared with the next one.
 """
 
 from __future__ import annotations

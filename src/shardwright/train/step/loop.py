@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import dataclass
+from typing import Literal
 
+from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.progress import START
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.exits import DONE, Outcome
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.numerics.acting import answer
 from shardwright.train.step.numerics.looking import fault_of_state
-from shardwright.train.step.reporting.conclusion import LoopEnd
 from shardwright.train.step.reporting.step_reports import (
     report_not_finite,
     report_untrained,
     step_record,
 )
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 
-def run_steps(
-    trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest, loaded: LoadedRun | None = None
-) -> LoopEnd:
+@dataclass(frozen=True)
+class LoopEnd:
+    """The end of the steps of a session.
+
+    Attributes:
+        signal: the signal that stopped them; 0 for none.
+        early: the reason of the hook that stopped them; empty for none.
+    """
+
+    signal: int = 0
+    early: str = ""
+
+    @property
+    def status(self) -> Literal["interrupted", "finished"]:
+        return "interrupted" if self.signal else "finished"
+
+    @property
+    def outcome(self) -> Outcome:
+        return stopped_by(self.signal) if self.signal else Outcome(DONE, "done")
+
+
+def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> LoopEnd:
     """Run steps, validations and checkpoints until the last step, a signal, or a hook that ends the run.
 
-    Random generators go on from the `loaded` checkpoint. When this returns, the state is saved.
+    When this returns, the state is saved.
     """
     config = trainer.config
-    if loaded is not None:
-        trainer.continue_generators(loaded, reporter)
     while True:
         started = time.perf_counter()
         with trainer.recompiles.step():

@@ -25,8 +25,8 @@ from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
-from shardwright.train.step.loop import run_steps
-from shardwright.train.step.reporting.conclusion import LoopEnd, Reports, conclude
+from shardwright.train.step.loop import LoopEnd, run_steps
+from shardwright.train.step.reporting.conclusion import Reports, conclude
 from shardwright.train.step.reporting.introduction import introduction
 from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.reporting.notices import FirstLoss
@@ -36,7 +36,6 @@ from shardwright.train.step.reporting.step_reports import (
     open_reporter,
 )
 from shardwright.train.step.saving.best import BestCheckpoint
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
@@ -66,7 +65,7 @@ def _train(
     world: World,
     saved: Callable[[int], None] | None,
 ) -> Outcome:
-    trainer, loaded = _built(config, run, dataset, world)
+    trainer = _built(config, run, dataset, world)
     check_model(trainer)
     config, done = (
         trainer.config,
@@ -78,9 +77,9 @@ def _train(
     answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         try:
-            reports = _opened_reports(trainer, run, stack, loaded)
+            reports = _opened_reports(trainer, run, stack)
             answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
-            ended = _run_steps(trainer, run.folder, reports, stop, saved, loaded)
+            ended = _run_steps(trainer, run.folder, reports, stop, saved)
             answers.reach_end()
             return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
@@ -89,11 +88,8 @@ def _train(
             raise
 
 
-def _built(
-    config: Config, run: OpenedRun, dataset: Dataset, world: World
-) -> tuple[Trainer, LoadedRun | None]:
-    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is returned,
-    too: hooks and random generators go on from it later."""
+def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Trainer:
+    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint."""
     folder, resumes = run.folder, run.resumes
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
@@ -106,19 +102,18 @@ def _built(
             notices.say(line)
         reads_weights = not resumes or config.finetune.method != "full"
         trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config))
-        loaded = None
         if resumes:
             notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
-                loaded = trainer.load(folder, notices)
+                trainer.load(folder, notices)
         if config.finetune.method != "full":
             plain = trainer.engine.unwrapped(trainer.model)
             finetuning.prepare(plain, config, folder.base_file, resumes, world.mesh)
             notices.say(adapters.statement(trainer.model))
-    return trainer, loaded
+    return trainer
 
 
-def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack, loaded: LoadedRun | None) -> Reports:
+def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Reports:
     """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them."""
     folder, config = run.folder, trainer.config
     record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
@@ -132,7 +127,7 @@ def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack, loaded: 
     if config.checkpoint.keep_best:
         best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
     hooks = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
-    trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
+    trainer.open_hooks(reporter, [*hooks, *([best] if best else [])])
     return Reports(record, reporter, memory, best)
 
 
@@ -142,7 +137,6 @@ def _run_steps(
     reports: Reports,
     stop: StopRequest,
     saved: Callable[[int], None] | None,
-    loaded: LoadedRun | None,
 ) -> LoopEnd:
     """The steps that the run still has to do, with its checkpoints."""
 
@@ -164,4 +158,4 @@ def _run_steps(
     ) as saves:
         if done >= config.train.steps:
             return LoopEnd()
-        return run_steps(trainer, reports.reporter, saves, stop, loaded)
+        return run_steps(trainer, reports.reporter, saves, stop)

@@ -115,11 +115,10 @@ class Trainer:
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
+        self._loaded: LoadedRun | None = None  # by `load`, until `open_hooks`
 
-    def open_hooks(
-        self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
-    ) -> None:
-        """Set the hooks up, after `trainer_hooks`, with the states that the `loaded` checkpoint has of them."""
+    def open_hooks(self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = ()) -> None:
+        """Set the hooks up, after `trainer_hooks`. They and random generators go on from what `load` has read."""
         world = self.world
         job = JobOfHooks(
             self.config,
@@ -132,22 +131,9 @@ class Trainer:
             lambda: self.position.step,
         )
         self.hooks.setup(job, trainer_hooks)
-        if loaded is not None:
-            self._load_hooks(loaded)
-
-    def _load_hooks(self, loaded: LoadedRun, goes_back: bool = False) -> None:
-        """Give the hooks the states that the loaded checkpoint has of them. Unless the run `goes_back` to it, it need
-        not have any, since hooks can be new."""
-        if not (present_states := self.hooks.state_dict()):
-            return
-        states = checkpoint.hook_states(loaded, present_states)
-        missing = next((name for name in present_states if name not in states), None)
-        if goes_back and missing is not None:
-            raise UserError(
-                f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, to "
-                "which the run goes back, found none; the hook was added later"
-            )
-        self.hooks.load_state_dict(states)
+        if self._loaded is not None:
+            self._load_rest(self._loaded, reporter)
+            self._loaded = None
 
     def _set_data(self, config: Config, dataset: Dataset) -> None:
         """Set the data, the configuration with the steps that `train.epochs` makes of it, and the feed of these steps.
@@ -300,17 +286,15 @@ class Trainer:
         saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
 
     @boards.during(boards.LOAD)
-    def load(self, folder: RunFolder, reporter: Reporter) -> LoadedRun:
+    def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since.
 
-        The states of hooks and random generators are still to load: `open_hooks` and `continue_generators` take the
-        returned value.
+        Hooks and random generators follow in `open_hooks`.
         """
         self.close()
-        loaded = checkpoint.load_newest(
-            checkpoints_of(folder, self.config), self.model, self.optimizer, reporter.say
-        )
-        self.position = loaded.position
+        checkpoints = checkpoints_of(folder, self.config)
+        self._loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
+        self.position = self._loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
         self._set_data(self.config, dataset)
@@ -320,24 +304,34 @@ class Trainer:
             )
         for line in lines:
             reporter.say(line)
-        return loaded
 
     def skip(self) -> None:
         """Leave the samples of the next step out."""
         self.close()  # its loader ends where no sample was left out
         self.position = self.position.after_skip(self.config.train.global_batch)
 
-    def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> LoadedRun:
-        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`. The random
-        generators are still to go on from the returned value, as after `load`."""
+    def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
+        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
         loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
         self.position = loaded.position.after_rewind(self.position, stop)
-        self._load_hooks(loaded, goes_back=True)
+        self._load_rest(loaded, reporter, goes_back=True)
         float8.prepare_scales(self.model, self.config)
-        return loaded
 
-    def continue_generators(self, loaded: LoadedRun, reporter: Reporter) -> None:
-        """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
+    def _load_rest(self, loaded: LoadedRun, reporter: Reporter, goes_back: bool = False) -> None:
+        """Let hooks and random generators go on from a checkpoint, of which the rest is loaded.
+
+        Generators are last, since the model and the setup of hooks draw from them. Unless the run `goes_back`, the
+        checkpoint need not have states of hooks, since hooks can be new.
+        """
+        if present_states := self.hooks.state_dict():
+            states = checkpoint.hook_states(loaded, present_states)
+            missing = next((name for name in present_states if name not in states), None)
+            if goes_back and missing is not None:
+                raise UserError(
+                    f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, "
+                    "to which the run goes back, found none; the hook was added later"
+                )
+            self.hooks.load_state_dict(states)
         if line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup()):
             reporter.say(line)

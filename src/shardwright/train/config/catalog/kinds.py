@@ -82,6 +82,9 @@ class Kind:
         load: imports what the kind offers.
         depth: the key that says how many layers there are, for an error message. Without presets: the key that names
             the model.
+        divides_layers: a tensor or expert axis may divide layers; whether one does depends on the Offers.
+        no_cuda_graph: the reason why a step of its models is no CUDA graph. Empty: it can be one.
+        is_users_code: code of the user makes its models, which can change while the configuration stays.
     """
 
     name: str
@@ -90,6 +93,9 @@ class Kind:
     presets: Mapping[str, Any]
     load: Callable[[], Offers]
     depth: str = ""
+    divides_layers: bool = True
+    no_cuda_graph: str = ""
+    is_users_code: bool = False
 
     def __post_init__(self) -> None:
         check_signature(f"Kind {self.name!r}: load", self.load)
@@ -147,9 +153,13 @@ kinds: Registry[Kind] = Registry(
         ),
         Kind(
             "hf", "Any causal language model of transformers: set model.path.", HuggingFaceShape, {},
-            _built_in("hf"), "model.path",
+            _built_in("hf"), "model.path", divides_layers=False,
+            no_cuda_graph="models of transformers make masks whose kind depends on values",
         ),
-        Kind("python", "Your own module: set model.target.", PythonShape, {}, _built_in("python"), "model.target"),
+        Kind(
+            "python", "Your own module: set model.target.", PythonShape, {}, _built_in("python"), "model.target",
+            divides_layers=False, is_users_code=True,
+        ),
     ),
 )  # fmt: skip
 
@@ -168,6 +178,13 @@ def kind_named(name: str) -> Kind:
                 "by which their models are chosen. Give each kind a dataclass that no other has"
             )
     return kind
+
+
+def kinds_that(has: Callable[[Kind], bool]) -> str:
+    """The names of the built-in kinds with a fact, for a message: "llama and hybrid"."""
+    return " and ".join(
+        kind.name for kind in kinds.known() if kinds.origin(kind.name) == "built in" and has(kind)
+    )
 
 
 def kind_of(shape: Any) -> Kind:

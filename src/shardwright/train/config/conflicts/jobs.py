@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from shardwright.train.config.catalog.engines import engines_that
+from shardwright.train.config.catalog.kinds import kinds_that
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.config.shapes.presets import HybridConfig
@@ -13,10 +14,10 @@ from shardwright.train.config.shapes.presets import HybridConfig
 def _divided(key: str) -> Conflict[Sections]:
     return Conflict(
         (key, "model.kind"),
-        lambda c: c.value_at(key) > 1 and c.model.kind in ("hf", "python"),
+        lambda c: c.value_at(key) > 1 and not c.model.facts.divides_layers,
         lambda c: (
-            f"expected 1 with model.kind {c.model.kind!r}, found {c.value_at(key)}; only the kinds llama and hybrid "
-            "have a plan that divides layers"
+            f"expected 1 with model.kind {c.model.kind!r}, found {c.value_at(key)}; only the kinds "
+            f"{kinds_that(lambda kind: kind.divides_layers)} have a plan that divides layers"
         ),
     )
 
@@ -80,9 +81,8 @@ STARTED: tuple[Conflict[Sections], ...] = (
     ),
     Conflict(
         ("train.cuda_graph", "model.kind"),
-        lambda c: c.train.cuda_graph and c.model.kind == "hf",
-        "expected false with model.kind 'hf', found true; models of transformers make masks whose kind depends on "
-        "values",
+        lambda c: c.train.cuda_graph and bool(c.model.facts.no_cuda_graph),
+        "expected false with model.kind {model.kind!r}, found true; {model.facts.no_cuda_graph}",
     ),
 )
 """Settings of a job that starts or is planned, checked on each rank, too. Commands that only read a run take them."""

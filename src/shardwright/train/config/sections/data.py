@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -40,6 +40,26 @@ class SourceConfig(Section):
     completion_key: str = Field(
         default="completion", min_length=1, description="Key or column of the text after the prompt."
     )
+
+
+class DataSource(NamedTuple):
+    """A source of the run: `data.source` with the keys beside it, or a table of `data.sources`; or for validation."""
+
+    key: str  #: of its path, for messages
+    paths: tuple[str, ...]
+    weight: float
+    kind: DataKind
+    text_key: str
+    messages_key: str
+    prompt_key: str
+    completion_key: str
+
+    @classmethod
+    def at(cls, key: str, path: str | Paths, weight: float, keys: DataConfig | SourceConfig) -> DataSource:
+        """The source at a path, with the keys of its table or those beside `data.source`."""
+        paths = (path,) if isinstance(path, str) else path
+        names = (keys.text_key, keys.messages_key, keys.prompt_key, keys.completion_key)
+        return cls(key, paths, weight, keys.kind, *names)
 
 
 class DataConfig(Section):
@@ -148,13 +168,31 @@ class DataConfig(Section):
     )
 
     @property
+    def training(self) -> tuple[DataSource, ...]:
+        """The sources of training, at least one."""
+        return self._sources_at("sources") or (DataSource.at("data.source", self.source, 1.0, self),)
+
+    @property
+    def validating(self) -> tuple[DataSource, ...]:
+        """The sources for validation alone. Empty: validation uses the ends of those of training, or there is none."""
+        if self.validation_source:
+            return (DataSource.at("data.validation_source", self.validation_source, 1.0, self),)
+        return self._sources_at("validation_sources")
+
+    def _sources_at(self, key: Literal["sources", "validation_sources"]) -> tuple[DataSource, ...]:
+        tables: tuple[SourceConfig, ...] = getattr(self, key)
+        return tuple(
+            DataSource.at(f"data.{key}.{number}.path", each.path, each.weight, each)
+            for number, each in enumerate(tables)
+        )
+
+    @property
     def separates(self) -> bool:
         """Whether tokens must see their own document alone in samples of several."""
         if self.packing != "split":
             return self.packing == "best_fit"
         if self.document_mask == "auto":
-            kinds = {self.kind, *(source.kind for source in self.sources)}
-            return self.tokenizer != "bytes" or kinds != {"documents"}
+            return self.tokenizer != "bytes" or any(each.kind != "documents" for each in self.training)
         return self.document_mask
 
     @property
@@ -165,12 +203,12 @@ class DataConfig(Section):
     @property
     def split_fraction(self) -> float:
         """Fraction of each source that is kept for validation."""
-        return 0.0 if self.validation_source or self.validation_sources else self.validation_fraction
+        return 0.0 if self.validating else self.validation_fraction
 
     @property
     def validates(self) -> bool:
         """Whether there is text to validate on."""
-        return bool(self.validation_source or self.validation_sources or self.validation_fraction)
+        return bool(self.validating or self.validation_fraction)
 
     def resolved(self) -> DataConfig:
         """The same data with absolute paths, to be found from any folder."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from shardwright.train.config.catalog.kinds import kind_named, kinds
+from shardwright.train.config.catalog.kinds import Kind, kind_named, kinds
 from shardwright.train.config.registered import UNKNOWN_KEY, WRONG_NAME, OneOf, summaries
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.shapes.presets import RopeScaling, Shape
@@ -188,12 +188,17 @@ class ModelConfig(Section):
         self.shape()
         return self
 
+    @property
+    def facts(self) -> Kind:
+        """The kind, which knows what its models support."""
+        return kind_named(self.kind)
+
     def shape(self) -> Shape:
         """The preset with this section's own numbers in place.
 
         Raises ValueError where the numbers do not fit one another, or the kind.
         """
-        kind = kind_named(self.kind)
+        kind = self.facts
         values = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
         for name in sorted(values.keys() - kind.numbers):
             owners = " or ".join(repr(its.name) for its in kinds if name in its.numbers)

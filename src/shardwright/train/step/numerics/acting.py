@@ -10,7 +10,7 @@ from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import answering, saved_steps
-from shardwright.train.step.numerics.fault import NonFiniteError
+from shardwright.train.step.numerics.fault import FaultError
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
@@ -20,7 +20,7 @@ def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> 
     """Do what the settings ask for. Called by all ranks together.
 
     Raises:
-        NonFiniteError: the run cannot go on. The state before the fault is saved if it is good.
+        FaultError: the run cannot go on. The state before the fault is saved if it is good.
     """
     settings, past = trainer.config.fault, trainer.position.past
     if fault.action == "skip":
@@ -53,20 +53,19 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
         keys += ["fault.rewind_steps"] if steps and trainer.config.fault.rewind_steps else []
         more = f"there would be one with a smaller {' or '.join(keys)}" if keys else ""
         _stop(fault, why, more, trainer, saves)
-    loaded = trainer.rewind(saves.checkpoints, reporter, latest, stop)
+    trainer.rewind(saves.checkpoints, reporter, latest, stop)
     saves.forget_after(trainer.position.step)
     first = trainer.position.past.left_out[-1][0]
     incident = Incident("rewind", trainer.position.step + 1, fault.reason, (first, stop), before.step)
     reporter.rewind(trainer.position.step)
     reporter.incident(incident)
-    trainer.continue_generators(loaded, reporter)
 
 
 def _stop(fault: Fault, why: str, more: str, trainer: Trainer, saves: Saves) -> NoReturn:
     """Save and end. `why` says about a limit that was reached, `more` is the rest of the advice."""
     reason, advice = ("; ".join(filter(None, words)) for words in ((fault.reason, why), (fault.advice, more)))
     saved = _saved(fault, trainer, saves)
-    raise NonFiniteError(". ".join(filter(None, [reason, saved, advice[:1].upper() + advice[1:]])))
+    raise FaultError(". ".join(filter(None, [reason, saved, advice[:1].upper() + advice[1:]])))
 
 
 def _saved(fault: Fault, trainer: Trainer, saves: Saves) -> str:

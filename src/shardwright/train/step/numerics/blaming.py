@@ -30,7 +30,7 @@ class _RankGradient(NamedTuple):
     largest: Tensor  #: absolute value, 0-d; not finite if any value is not
 
 
-class _Suspect(NamedTuple):
+class Suspect(NamedTuple):
     """The first gradient of a rank that is not finite, or else its largest one. The least of several is the culprit."""
 
     place: int  #: in the order of backward
@@ -43,6 +43,27 @@ class _Suspect(NamedTuple):
         return self.largest < float("inf")  # False for nan
 
 
+class Blame(NamedTuple):
+    """The gradients of all ranks, before they are reduced."""
+
+    suspect: Suspect  #: the first gradient that is not finite, or else the largest one
+    wrong_ranks: list[int]  #: whose gradients are not finite; empty if all are finite
+
+    @property
+    def in_words(self) -> str:
+        suspect, ranks = self.suspect, self.wrong_ranks
+        if ranks:
+            others = f" (such ranks: {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
+            return (
+                f"gradient of {suspect.name}, the first one in the order of backward, is not finite on rank "
+                f"{suspect.rank}, which computed it{others}"
+            )
+        return (
+            "computed again, all gradients are finite on all ranks before they are reduced; the largest, "
+            f"{suspect.largest:.3g}, is the gradient of {suspect.name} on rank {suspect.rank}"
+        )
+
+
 def hooks_see_gradients(config: Config) -> bool:
     """Whether hooks see a rank's gradients before they are reduced. A CUDA graph calls no hooks."""
     return config.parallel.facts.shows_gradients and not config.train.cuda_graph
@@ -51,8 +72,8 @@ def hooks_see_gradients(config: Config) -> bool:
 @torch.no_grad()
 def computed_by(
     model: nn.Module, optimizer: torch.optim.Optimizer, work: Callable[[], Tensor], rank: int
-) -> str | None:
-    """In words the rank whose own gradient is not finite, or is the largest; None without any gradient.
+) -> Blame | None:
+    """The rank whose own gradient is not finite, or is the largest; None without any gradient.
 
     `work` does forward and backward of the step again. Called by all ranks together, with no gradient left that is
     still needed. `hooks_see_gradients` must hold.
@@ -65,24 +86,14 @@ def computed_by(
         return None
     wrong = [suspect for suspect in suspects if not suspect.is_finite]
     if wrong:
-        first = min(wrong)
-        ranks = sorted(suspect.rank for suspect in wrong)
-        others = f" (such ranks: {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
-        return (
-            f"gradient of {first.name}, the first one in the order of backward, is not finite on rank {first.rank}, "
-            f"which computed it{others}"
-        )
-    largest = max(suspects, key=lambda suspect: (suspect.largest, -suspect.rank))
-    return (
-        f"computed again, all gradients are finite on all ranks before they are reduced; the largest, "
-        f"{largest.largest:.3g}, is the gradient of {largest.name} on rank {largest.rank}"
-    )
+        return Blame(min(wrong), sorted(suspect.rank for suspect in wrong))
+    return Blame(max(suspects, key=lambda suspect: (suspect.largest, -suspect.rank)), [])
 
 
-def _suspect_of(gradients: Sequence[_RankGradient], rank: int) -> _Suspect | None:
+def _suspect_of(gradients: Sequence[_RankGradient], rank: int) -> Suspect | None:
     """This rank's suspect; None without any gradient."""
     suspects = [
-        _Suspect(place, rank, _in_words(gradient), float(gradient.largest))
+        Suspect(place, rank, _in_words(gradient), float(gradient.largest))
         for place, gradient in enumerate(gradients)
     ]
     first_wrong = next((suspect for suspect in suspects if not suspect.is_finite), None)

@@ -12,8 +12,8 @@ from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.errors import JobError
 
 
-class NonFiniteError(JobError):
-    """Numbers have gone wrong, and by the settings the run cannot continue."""
+class FaultError(JobError):
+    """A fault ends the run by its settings: numbers that are not finite, a spike of the loss, or a vote of a hook."""
 
 
 def is_spike(loss: float, before: Sequence[float], settings: FaultConfig) -> bool:

@@ -22,7 +22,7 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
-from shardwright.train.step.numerics.blaming import computed_by, hooks_see_gradients
+from shardwright.train.step.numerics.blaming import Blame, computed_by, hooks_see_gradients
 from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
 from shardwright.train.step.numerics.verifying import verify_copies
@@ -158,9 +158,7 @@ def _where(
         parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite, with finite weights")
     elif not wrong - {"gradient"} and not scaled:
         parts = [*parts, largest_gradient(model, rank)][:1]
-        if size == 1:
-            parts = [parts[0].removeprefix("reduced ")]
-        else:
+        if size > 1:
             computed = None
             if hooks_see_gradients(state.config):
                 computed = computed_by(model, optimizer, work, rank)
@@ -168,12 +166,12 @@ def _where(
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
 
 
-def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
+def _with_rank(text: str, wrong: set[str], computed: Blame | None) -> list[str]:
     """Lines about gradients after the reduction (`text`) and before it (`computed`); None if those are not known."""
     if computed is None:
         return [text, "the rank that computed it is not known"]
-    if computed.startswith("gradient ") or not wrong:
-        return [computed]
+    if computed.wrong_ranks or not wrong:
+        return [computed.in_words]
     return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
 
 

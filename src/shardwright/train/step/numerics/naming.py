@@ -113,7 +113,7 @@ def first_bad(
 def _in_words(named: Named, count: int, rank: int) -> str:
     what = {
         "weight": "weight",
-        "gradient": "reduced gradient of",
+        "gradient": "reduced gradient of" if RankGroup().size > 1 else "gradient of",
         "buffer": "buffer",
         "optimizer": f"optimizer state {named.key!r} of",
     }[named.kind]

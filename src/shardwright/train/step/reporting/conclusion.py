@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,43 +19,22 @@ from shardwright.train.config.catalog.figures import gib
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.errors import printable
 from shardwright.train.launch.forecast import note_reserved
-from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
 from shardwright.train.report import plots
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.exits import DONE, Outcome
+from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, saved_steps, step_folder
 from shardwright.train.run.record import RunRecord
 from shardwright.train.run.writing import write_text, writing
 from shardwright.train.step.evaluation import Sample, sample_text
+from shardwright.train.step.loop import LoopEnd
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.step.reporting.memory_report import MemoryReporter
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class LoopEnd:
-    """The end of the steps of a session.
-
-    Attributes:
-        signal: the signal that stopped them; 0 for none.
-        early: the reason of the hook that stopped them; empty for none.
-    """
-
-    signal: int = 0
-    early: str = ""
-
-    @property
-    def status(self) -> Literal["interrupted", "finished"]:
-        return "interrupted" if self.signal else "finished"
-
-    @property
-    def outcome(self) -> Outcome:
-        return stopped_by(self.signal) if self.signal else Outcome(DONE, "done")
 
 
 class Reports(NamedTuple):
@@ -267,7 +245,7 @@ def validation_lines(validation: float | None, training: float, config: Config) 
 
 
 def validation_text(config: Config) -> str:
-    if config.data.validation_source or config.data.validation_sources:
+    if config.data.validating:
         return "the validation source"
     return f"the text's last {100 * config.data.validation_fraction:.3g}%, which no step trains on"
 

@@ -48,9 +48,7 @@ def data_in_words(trainer: Trainer) -> str:
         packing=config.data.packing,
         first=trainer.position.samples,
         samples=config.train.steps * config.train.global_batch,
-        ends=ends_in_words(
-            dataset.tokenizer, [each.kind for each in config.data.sources] or [config.data.kind]
-        ),
+        ends=ends_in_words(dataset.tokenizer, [each.kind for each in config.data.training]),
         spelled=dataset.spelled,
         special_tokens=config.data.spelled,
     )

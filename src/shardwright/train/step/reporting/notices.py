@@ -147,10 +147,9 @@ def _unknown_end_of_turns(config: Config, dataset: Dataset) -> str | None:
 
 def _end_of_turn(config: Config, dataset: Dataset) -> int | None:
     """The last trained token of the first conversation that has one: as the template writes it. None without."""
-    kinds = [each.kind for each in config.data.sources] or [config.data.kind]
-    for kind, material in zip(kinds, dataset.materials, strict=True):
+    for source, material in zip(config.data.training, dataset.materials, strict=True):
         tokens = material.tokens
-        if kind != "conversations" or tokens.trained is None:
+        if source.kind != "conversations" or tokens.trained is None:
             continue
         start = 0
         for stop in tokens.ends[:LOOKED_AT].tolist():

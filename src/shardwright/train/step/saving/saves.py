@@ -9,12 +9,11 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
-from shardwright.train.run.together import run_on_first
 from shardwright.train.run.writing import may_pass
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
@@ -44,12 +42,22 @@ def background() -> AsyncCheckpoint:
         ) from error
 
 
+class Condition(NamedTuple):
+    """The condition of a checkpoint after its files were compared with their digests."""
+
+    kind: Literal["sound", "damaged", "unknown"]  #: unknown: a later version of shardwright has saved it
+    damage: str = ""
+
+
+SOUND = Condition("sound")
+
+
 def steps_to_delete(
     steps: Sequence[int],
     newest: int,
     best: int | None,
     settings: CheckpointConfig,
-    damage: Callable[[int], str | None],
+    condition: Callable[[int], Condition],
     rewind_steps: int = 0,
 ) -> list[int]:
     """The steps whose checkpoints go.
@@ -61,14 +69,14 @@ def steps_to_delete(
 
     Args:
         steps: those that have a folder, newest first.
-        damage: of a step's checkpoint, "" for none; expensive, and called by all ranks for the same steps.
+        condition: of a step's checkpoint; expensive, and called by all ranks for the same steps.
     """
 
     def is_permanent(step: int) -> bool:
         return settings.keep_every > 0 and step % settings.keep_every == 0
 
     later = [step for step in steps if step > newest]
-    doomed = [step for step in later if damage(step)]
+    doomed = [step for step in later if condition(step).kind == "damaged"]
     rest = steps[len(later) :]
     near = sum(step > newest - rewind_steps for step in rest)  # so many are too new for a rewind
     whole, has_old_one = 0, False  # of those before, which stay
@@ -80,7 +88,7 @@ def steps_to_delete(
         needed = max(settings.keep - whole, 0 if has_old_one else max(near - number, 0) + 1)
         if all(is_permanent(old) for old in rest[number + needed :]):
             break
-        if damage(step) == "":
+        if condition(step).kind == "sound":
             whole, has_old_one = whole + 1, has_old_one or number >= near
     return [step for step in doomed if step != best]
 
@@ -102,9 +110,8 @@ class Saves:
         with the step of each checkpoint that was written. `best`: finds one that stays, too. `rewind_steps`: steps that
         a rewind goes back at least, for which checkpoints stay."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
-        #: By step the damage, "" if the files are those that were saved, of checkpoints that were compared in this
-        #: session. None: a later version of shardwright has saved it, so this one cannot know.
-        self._damages: dict[int, str | None] = {} if loaded is None else {loaded: ""}
+        #: By step, of the checkpoints that were written or compared in this session.
+        self._conditions: dict[int, Condition] = {} if loaded is None else {loaded: SOUND}
         self._note, self._best, self._rewind_steps = saved, best, rewind_steps
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
@@ -186,7 +193,7 @@ class Saves:
             raise UserError(
                 f"{self.checkpoints}: cannot delete checkpoints after step {step}: {error}"
             ) from error
-        self._damages = {known: damage for known, damage in self._damages.items() if known <= step}
+        self._conditions = {known: each for known, each in self._conditions.items() if known <= step}
 
     @contextmanager
     def _failing(self, step: int, raises: bool) -> Iterator[None]:
@@ -199,7 +206,7 @@ class Saves:
             self.reporter.save_failed(step, str(error))
 
     def _saved(self, step: int) -> None:
-        self._damages[step] = ""
+        self._conditions[step] = SOUND
         if self._note is not None:
             with boards.during(boards.SAVE):
                 self._note(step)
@@ -219,10 +226,10 @@ class Saves:
         try:
             if step not in ranks.run_on_first(lambda: saved_steps(self.checkpoints)):
                 return False
-            damage = self._damage(step)  # without digests a save cannot see that it is damaged
-            if damage is None:
+            kind = self._condition(step).kind  # without digests a save cannot see that it is damaged
+            if kind == "unknown":
                 return False  # the save says what is there
-            if not damage and ranks.run_on_first(lambda: examine(place).position) == position:
+            if kind == "sound" and ranks.run_on_first(lambda: examine(place).position) == position:
                 return True
             ranks.run_on_first(lambda: remove_step(self.checkpoints, step))
         except OSError as error:
@@ -239,7 +246,7 @@ class Saves:
         try:
             steps = ranks.run_on_first(lambda: saved_steps(self.checkpoints))
             best = self._best_step(steps)
-            doomed = steps_to_delete(steps, newest, best, self.settings, self._damage, self._rewind_steps)
+            doomed = steps_to_delete(steps, newest, best, self.settings, self._condition, self._rewind_steps)
             ranks.run_on_first(lambda: delete(doomed))
         except OSError as error:
             message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
@@ -248,29 +255,30 @@ class Saves:
     def _best_step(self, steps: list[int]) -> int | None:
         """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
         count as best any more. Raises UserError if metrics.jsonl is damaged."""
-        best = self._best
+        best, ranks = self._best, RankGroup()
         if best is None:
             return None
-        candidate = run_on_first(lambda: best.among(steps))
-        while candidate is not None and (damage := self._damage(candidate.step)):
+        candidate = ranks.run_on_first(lambda: best.among(steps))
+        while candidate is not None and (condition := self._condition(candidate.step)).kind == "damaged":
             step, value = candidate
-            run_on_first(functools.partial(best.forget, step))
-            candidate = run_on_first(lambda: best.among(steps))
+            best.forget(step)
+            candidate = ranks.run_on_first(lambda: best.among(steps))
             now = "none is left"
             if candidate is not None:
                 now = f"the best is now step-{candidate.step} ({candidate.value:.4f})"
             what = f"{step_folder(self.checkpoints, step)}, the best ({best.figure} {value:.4f}), is damaged"
-            self.reporter.say(f"{what} ({damage}); {now}")
+            self.reporter.say(f"{what} ({condition.damage}); {now}")
         return None if candidate is None else candidate.step
 
-    def _damage(self, step: int) -> str | None:
-        """The damage of a checkpoint, as in `_damages`. Every rank compares a share of its files, once."""
-        if step not in self._damages:
+    def _condition(self, step: int) -> Condition:
+        """The condition of a checkpoint. Every rank compares a share of its files, once."""
+        if step not in self._conditions:
+            condition = SOUND
             try:
                 checkpoint.verified_checkpoint(step_folder(self.checkpoints, step), self.reporter.say)
-                self._damages[step] = ""
             except Damaged as problem:
-                self._damages[step] = str(problem)
+                condition = Condition("damaged", str(problem))
             except UserError:
-                self._damages[step] = None
-        return self._damages[step]
+                condition = Condition("unknown")
+            self._conditions[step] = condition
+        return self._conditions[step]

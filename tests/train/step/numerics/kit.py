@@ -29,7 +29,6 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.loop import run_steps
 from shardwright.train.step.reporting.step_reports import StepReports
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import tiny, trainer
@@ -74,13 +73,12 @@ class Run:
         self.trainer = trainer(config, rank, world_size, dataset)
         self.is_first = rank == 0
         self.lines: list[str] = []
-        self.loaded: LoadedRun | None = None
         if plant is not None:
             plain = self.trainer.losses.sums
             self.trainer.losses.sums = lambda batch: plant(self.trainer, plain(batch))  # type: ignore[method-assign]
 
     def resume(self) -> Run:
-        self.loaded = self.trainer.load(self.folder, Reporter([]))
+        self.trainer.load(self.folder, Reporter([]))
         return self
 
     def go(self, before: Callable[[], None] = lambda: None) -> list[int]:
@@ -116,8 +114,8 @@ class Run:
                 ) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
-                self.trainer.hooks.trainer_hooks = [StepReports(reporter)]
-                run_steps(self.trainer, reporter, saves, stop, self.loaded)
+                self.trainer.open_hooks(reporter, [StepReports(reporter)])
+                run_steps(self.trainer, reporter, saves, stop)
         finally:
             self.trainer.close()
         return tried

@@ -41,7 +41,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
-from shardwright.train.step.saving.saves import Saves, steps_to_delete
+from shardwright.train.step.saving.saves import SOUND, Condition, Saves, steps_to_delete
 from tests.checkpoint.kit.states import load_state
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
@@ -464,12 +464,12 @@ def test_which_checkpoints_stay(seed: int) -> None:
     settings = CheckpointConfig(keep=keep, keep_every=every)
     asked: list[int] = []
 
-    def damage(step: int) -> str:
+    def condition(step: int) -> Condition:
         asked.append(step)
-        return "bytes differ" if step in damaged else ""
+        return Condition("damaged", "bytes differ") if step in damaged else SOUND
 
     back = draw.choice([0, 0, 2, 7, 40])
-    gone = steps_to_delete(steps, newest, best, settings, damage, back)
+    gone = steps_to_delete(steps, newest, best, settings, condition, back)
     whole = [step for step in steps if step <= newest and step not in damaged]
     far = [step for step in whole if step <= newest - back]
     oldest = min(whole[keep - 1], far[0]) if len(whole) >= keep and far else 0  # with fewer, nothing is old
@@ -501,7 +501,7 @@ def test_a_rewind_is_possible_in_every_step_of_a_run_that_is_long_enough(seed: i
         if step % every == 0 and step not in kept:
             kept, saved = [step, *kept], saved | {step}
             best = step if draw.random() < 0.2 else best
-            gone = steps_to_delete(kept, step, best, settings, lambda step: "", back)
+            gone = steps_to_delete(kept, step, best, settings, lambda step: SOUND, back)
             kept = [each for each in kept if each not in gone]
             nth = settings.keep_every
             others = [each for each in kept if each != best and not (nth and each % nth == 0)]

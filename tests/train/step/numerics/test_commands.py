@@ -14,11 +14,11 @@ import torch
 import shardwright as sw
 from tests.support import multirank
 from tests.train.kit.jobs import TINY, config_file, train_here
-from tests.train.numerics.bad_data import BAD
-from tests.train.numerics.kit import job
+from tests.train.step.numerics.bad_data import BAD
+from tests.train.step.numerics.kit import job
 
 WITHOUT_LLAMA = re.sub(r"\[model\].*(?=\[train\])", "", TINY, flags=re.DOTALL)
-PAGE = Path(__file__).parents[3] / "docs" / "numbers.md"
+PAGE = Path(__file__).parents[4] / "docs" / "numbers.md"
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def bad_text(tmp_path: Path) -> Path:
 def train(folder: Path, text: Path, run: str, *arguments: str) -> int:
     return train_here(
         config_file(folder, WITHOUT_LLAMA), "--run.dir", folder / run, "--data.source", text, "--model.kind", "python",
-        "--model.target", "tests.train.numerics.bad_data:Model", "--train.steps", "50", "--train.global_batch", "16",
-        "--train.micro_batch", "8", "--validation.every", "0", "--checkpoint.every", "20", "--run.sample_tokens", "0",
-        *arguments,
+        "--model.target", "tests.train.step.numerics.bad_data:Model", "--train.steps", "50",
+        "--train.global_batch", "16", "--train.micro_batch", "8", "--validation.every", "0",
+        "--checkpoint.every", "20", "--run.sample_tokens", "0", *arguments,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.train.kit.jobs import HYBRID
 from tests.train.kit.parallel import take_steps
-from tests.train.numerics.kit import Run, job, lines_of, weight_of
+from tests.train.step.numerics.kit import Run, job, lines_of, weight_of
 
 G, S = 4, 8
 """Samples of a step, and their tokens."""

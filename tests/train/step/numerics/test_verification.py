@@ -22,7 +22,7 @@ from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.kit.jobs import trainer
 from tests.train.kit.parallel import take_steps
-from tests.train.numerics.kit import Run, after_step, job, part_of, weight_of
+from tests.train.step.numerics.kit import Run, after_step, job, part_of, weight_of
 
 CLEAN: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {},

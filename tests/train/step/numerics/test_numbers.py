@@ -27,13 +27,14 @@ from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Position, saved_steps
-from shardwright.train.step.numerics.fault import NonFiniteError, is_spike
+from shardwright.train.step.numerics.fault import FaultError, is_spike
+from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.train.kit.jobs import trainer
 from tests.train.kit.parallel import next_step, take_steps
-from tests.train.numerics.kit import (
+from tests.train.step.numerics.kit import (
     G,
     Plant,
     Run,
@@ -134,7 +135,7 @@ def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int
             firsts, newest = [0, 1, 2, 4], 4
             past = Past(((3 * G, 4 * G),), skips=1)
         else:
-            with pytest.raises(NonFiniteError) as error:
+            with pytest.raises(FaultError) as error:
                 run.go()
             words = {"weight": f"weight {WEIGHT} .*on rank {last} .*newest checkpoint is of step 2"}
             saved = "after step 3 is saved"
@@ -210,7 +211,7 @@ def test_the_gradient_and_its_rank_are_named(rank: int, world_size: int, tmp_pat
             run = Run(folder, config, rank, world_size)
             if rank == 1:
                 in_gradient(run.trainer, value)
-            with pytest.raises(NonFiniteError, match=words) as error:
+            with pytest.raises(FaultError, match=words) as error:
                 run.go()
             assert "after step 1 is saved" in str(error.value)
             if place != number:
@@ -248,7 +249,7 @@ def test_wrong_weights_and_state_are_not_saved(rank: int, world_size: int, tmp_p
             continue
         what = "optimizer state 'exp_avg' of" if state else "weight"
         words = rf"step 4: .* {what} {WEIGHT} \(unit layers.0\) has 1 value on rank 1 .*newest checkpoint is of step 2"
-        with pytest.raises(NonFiniteError, match=words):
+        with pytest.raises(FaultError, match=words):
             run.go()
         assert saved_steps(run.folder.checkpoints) == [2]
 
@@ -261,7 +262,7 @@ def test_an_optimizer_in_backward_can_only_stop_or_rewind(rank: int, world_size:
     words = (
         r"step 4: .* norm not known; weight tok_embeddings.weight .*not saved.*newest checkpoint is of step 2"
     )
-    with pytest.raises(NonFiniteError, match=words):
+    with pytest.raises(FaultError, match=words):
         run.go()
     assert saved_steps(run.folder.checkpoints) == [2]
     config = job(fault={"on_non_finite": "rewind"}, **settings)
@@ -278,7 +279,7 @@ def test_an_optimizer_in_backward_can_only_stop_or_rewind(rank: int, world_size:
         config = job(checkpoint={"every": every}, **settings)
         run = Run(tmp_path / f"gradient {every}", config, rank, world_size)
         in_gradient(run.trainer, math.nan)
-        with pytest.raises(NonFiniteError, match=f"{words} .*there is no checkpoint"):
+        with pytest.raises(FaultError, match=f"{words} .*there is no checkpoint"):
             run.go()
 
 
@@ -295,12 +296,12 @@ def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_
     config = job(fault={"on_non_finite": "skip", "max_skips": 3})
     run = Run(tmp_path / "skips", config, rank, world_size, from_sample(2 * G))
     words = r"3 steps before it were skipped, too.*after step 2 is saved.*with a larger fault.max_skips$"
-    with pytest.raises(NonFiniteError, match=words):
+    with pytest.raises(FaultError, match=words):
         run.go()
     assert run.trainer.position == Position(2, 5 * G, Past(((2 * G, 5 * G),), 3, 3))
     again = Run(tmp_path / "skips", config, rank, world_size, from_sample(2 * G)).resume()
     assert again.trainer.position == run.trainer.position
-    with pytest.raises(NonFiniteError, match="3 steps before it"):  # a restart is not a way around
+    with pytest.raises(FaultError, match="3 steps before it"):  # a restart is not a way around
         again.go()
     if rank == 0:
         assert [line["step"] for line in lines_of(again)] == [1, 2]
@@ -310,7 +311,7 @@ def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_
     config = job(fault={"on_non_finite": "rewind", "max_rewinds": 2})
     run = Run(tmp_path / "rewinds", config, rank, world_size, from_sample(3 * G))
     words = r"the run has gone back 2 times already.*after step 2 is saved.*fault.max_rewinds more often$"
-    with pytest.raises(NonFiniteError, match=words):
+    with pytest.raises(FaultError, match=words):
         run.go()
     assert run.trainer.position.past.rewinds == 2
     if rank == 0:  # each rewind keeps the line of the one before
@@ -324,7 +325,7 @@ def test_skips_in_a_row_and_rewinds_are_bounded(rank: int, world_size: int, tmp_
         assert len(read_records(run.folder.metrics_file)) == 4
     run = Run(tmp_path / "early", config, rank, world_size, from_sample(G))
     words = r"no checkpoint of step 1 or before .*after step 1 is saved.*with a smaller checkpoint.every$"
-    with pytest.raises(NonFiniteError, match=words):
+    with pytest.raises(FaultError, match=words):
         run.go()
 
 
@@ -338,11 +339,11 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
     run = Run(tmp_path, config, rank, world_size, on_samples(4 * G, math.nan))
     with pytest.MonkeyPatch.context() as patch:
         there: list[list[int]] = []
-        plain = Trainer.continue_generators
+        plain = Saves.forget_after
         patch.setattr(
-            Trainer,
-            "continue_generators",
-            lambda *arguments: (there.append(saved_steps(run.folder.checkpoints)), plain(*arguments))[1],
+            Saves,
+            "forget_after",
+            lambda *arguments: (plain(*arguments), there.append(saved_steps(run.folder.checkpoints)))[0],
         )
         assert run.go() == [n * G for n in range(8)]
     assert there == [[2]]  # not 3 and 4: a resume would take them
