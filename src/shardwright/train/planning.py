@@ -27,8 +27,8 @@ from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import watch_training
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.planned import check_planned
-from shardwright.train.config.series import Layers, layers_of, series_of
+from shardwright.train.config.plans.coverage import check_planned
+from shardwright.train.config.plans.shorter_jobs import Layers, layers_of, series_of
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch

@@ -10,7 +10,7 @@ import pytest
 from shardwright.planner.program import Program
 from shardwright.train import planning
 from shardwright.train.config import Config, load_config
-from shardwright.train.config.series import series_of
+from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.errors import UserError
 from shardwright.train.planning import composed_program, program_of, traced_program
 from tests.train.planning.kit import EXAMPLES, config_of, plain

@@ -11,8 +11,8 @@ import pytest
 from shardwright.cli.program import main
 from shardwright.train import planning
 from shardwright.train.config import Config
-from shardwright.train.config.assumed import assumed_job
-from shardwright.train.config.series import series_of
+from shardwright.train.config.plans.job_of_model import assumed_job
+from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.models.hf.layers import described, shape_with_layers
 from shardwright.train.planning import composed_program, program_of, traced_program
 from tests.train.models.kit.architectures import ARCHITECTURES
