@@ -40,15 +40,17 @@ import torch.distributed as dist
 
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.program import Kernel
+from shardwright.planner.samples import steady
 from shardwright.planner.speed import speed_of
 from shardwright.planner.work import work_of
 from shardwright.tracing.timing import Operation, Timer, noting
-from shardwright.train.commands.calibrate import ON_CPU, configured, steady
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import AbsentData, AbsentStream, program_of, traced_program
+from shardwright.train.planning.absent_data import AbsentData, AbsentStream
+from shardwright.train.planning.programs import program_of, traced_program
+from shardwright.train.planning.small_jobs import ON_CPU, configured
 from shardwright.train.step.trainer import Trainer
 
 RANKS = 2

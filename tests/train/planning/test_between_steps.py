@@ -28,7 +28,8 @@ from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import AbsentData, program_of, stages_checkpoints
+from shardwright.train.planning.absent_data import AbsentData
+from shardwright.train.planning.programs import program_of, stages_checkpoints
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.numerics.looking import fault_of_state

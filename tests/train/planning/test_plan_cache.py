@@ -51,10 +51,10 @@ PROGRAM = Program([Phase("forward"), Alloc(1, 8, "compute", 0)], [Owner("other",
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_program_is_traced_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.train import planning
+    from shardwright.train.planning import programs
 
     traced: list[Any] = []
-    monkeypatch.setattr(planning, "program_of", lambda *of: traced.append(of) or PROGRAM)
+    monkeypatch.setattr(programs, "program_of", lambda *of: traced.append(of) or PROGRAM)
     config = config_of()
     for _ in range(2):
         assert plan.program_of(config, 2, caches=number > 0) == PROGRAM

@@ -102,10 +102,10 @@ def program_of(
     program = cache.load(key) if key is not None else None
     if program is None:
         from shardwright._torch import log_errors_alone
-        from shardwright.train import planning
+        from shardwright.train.planning import programs
 
         log_errors_alone()  # what torch says of code that it only traces is for runs
-        program = planning.program_of(config, ranks, kind)
+        program = programs.program_of(config, ranks, kind)
         if key is not None:
             cache.store(key, program)
     return program

@@ -1,4 +1,4 @@
-"""Configurations as plans need them. `train/planning.py` makes the programs of plans. Nothing here imports torch.
+"""Configurations as plans need them. `train/planning` makes the programs of plans. Nothing here imports torch.
 
 `coverage` refuses settings that no plan covers. `job_of_model` assumes the rest of a job of which only the model is
 known. `shorter_jobs` has jobs with fewer layers or micro-batches, from whose programs a long one is composed.
