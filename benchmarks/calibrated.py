@@ -6,8 +6,8 @@
 No job has the sizes of those that `calibrate` measures. Each one runs in two processes of one thread, with random
 tokens. A row has the steps of the slower rank, in milliseconds:
 
-real:     of the rank's thread on its core, which other programs slow down less than the time on the clock: the lower
-          quartile over the steps, as in the file
+real:     of the rank's thread on its core, which other programs slow down less than the time on the clock: the median
+          over the steps, as in the file
 planned:  of the plan
 ratio:    planned / real
 anchored: the same, with times of the plan as much longer or shorter as operations of their kind take beside the steps

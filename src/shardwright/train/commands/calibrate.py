@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from shardwright.durable import replace_file
-from shardwright.planner.devices import GIB, Figures, Kind
-from shardwright.planner.measured import Measured, as_toml, as_values
+from shardwright.planner.devices import GIB, Kind
+from shardwright.planner.measured import as_toml, as_values
 from shardwright.train.errors import UserError
-from shardwright.train.planning.measured_device import summary
+from shardwright.train.planning.measured_device import Summary, summary
 from shardwright.train.planning.measuring import measured_by_ranks
 from shardwright.train.planning.small_jobs import ON_CPU, ON_GPU, Task
 
@@ -39,20 +39,20 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     task = task or (ON_CPU if kind == "cpu" else ON_GPU)
     print(f"measuring {_name(kind)} with {ranks} rank{'s' * (ranks > 1)}; stop other programs", flush=True)
     found = measured_by_ranks(task, ranks, kind)
-    measured, figures = summary(found, task, ranks, kind)
-    unsteady = max(measured.spread, key=lambda name: measured.spread[name])
-    difference = measured.spread[unsteady]
+    device = summary(found, task, ranks, kind)
+    unsteady = max(device.differences, key=lambda name: device.differences[name])
+    difference = device.differences[unsteady]
     if difference > most:
         raise UserError(
             f"calibrate: repeated measurements ({unsteady}) differ by {difference:.0%}, and at most {most:.0%} may: "
             "other programs run on this machine. Stop them and repeat, or set --most to accept this"
         )
-    text = as_toml(_values(measured, figures, kind))
+    text = as_toml(_values(device, kind))
     try:
         replace_file(out, text.encode())
     except OSError as error:
         raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
-    print(*_words(measured, figures), sep="\n")
+    print(*_words(device), sep="\n")
     if without := sorted({name for rank in found for name in rank["without"]}):
         print(f"{'without':10} {', '.join(without)}: they do not run alone")
     print(f"{out} is written, after {time.monotonic() - began:.0f} s; for plans with these times:")
@@ -94,8 +94,9 @@ def _name(kind: Kind) -> str:
     return f"{platform.machine()} CPU"
 
 
-def _values(measured: Measured, figures: Figures, kind: Kind) -> dict[str, Any]:
+def _values(device: Summary, kind: Kind) -> dict[str, Any]:
     """The tables of a device file."""
+    figures = device.figures
     nbytes = (
         torch.cuda.get_device_properties(0).total_memory
         if kind == "cuda"
@@ -117,11 +118,12 @@ def _values(measured: Measured, figures: Figures, kind: Kind) -> dict[str, Any]:
             "source": source,
             "tflops": {dtype: flops / 1e12 for dtype, flops in sorted(figures.flops.items())},
         },
-        "measured": as_values(measured),
+        "measured": as_values(device.measured),
     }
 
 
-def _words(measured: Measured, figures: Figures) -> Iterable[str]:
+def _words(device: Summary) -> Iterable[str]:
+    measured, figures = device.measured, device.figures
     rates = ", ".join(f"{dtype} {flops / 1e12:,.3g}" for dtype, flops in sorted(figures.flops.items()))
     yield f"{'products':10} {rates} TFLOP/s at most"
     yield f"{'memory':10} {figures.bandwidth / 1e9:,.3g} GB/s"
@@ -129,5 +131,9 @@ def _words(measured: Measured, figures: Figures) -> Iterable[str]:
     if measured.ranks:
         yield f"{'links':10} {figures.within / 1e9:,.3g} GB/s between {measured.ranks} ranks"
     points = sum(map(len, measured.kernels.values()))
-    differ = ", ".join(f"{name} {each:.0%}" for name, each in measured.spread.items())
+    differ, may_differ = (
+        ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
+        for parts in (device.differences, measured.spread)
+    )
     yield f"{'tables':10} {len(measured.kernels)} with {points} times; repeated measurements differ by {differ}"
+    yield f"{'ranges':10} of plans, also for sizes between measured ones: {may_differ}"

@@ -7,27 +7,38 @@ import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwright.planner.devices import MEASURED, Figures, Kind, known_devices
-from shardwright.planner.measured import HOST, Measured, Point, merged
+from shardwright.planner.measured import HOST, SPREADS, Measured, Point, errors_between, kind_of_table, merged
 from shardwright.planner.program import HostWait, Mark, Wait
 from shardwright.planner.rates import Rates
-from shardwright.planner.samples import difference, least_squares, steady
+from shardwright.planner.samples import difference, errors_of_least_squares, least_squares, steady, width
 from shardwright.planner.timeline import Step, replay
 from shardwright.train.planning.programs import traced_program
 from shardwright.train.planning.small_jobs import Task, configured
 
-LEAST = 0.02  #: the smallest spread that a file has
+
+@dataclass(frozen=True)
+class Summary:
+    """A device.
+
+    Attributes:
+        figures: of the device.
+        measured: its times, which the figures have, too.
+        differences: by kind of time the relative difference of repeated measurements.
+    """
+
+    figures: Figures
+    measured: Measured
+    differences: dict[str, float]
 
 
-def summary(
-    found: Sequence[Mapping[str, Any]], task: Task, ranks: int, kind: Kind
-) -> tuple[Measured, Figures]:
-    """Times and figures from the measurements of all ranks."""
+def summary(found: Sequence[Mapping[str, Any]], task: Task, ranks: int, kind: Kind) -> Summary:
+    """Times, their ranges and figures from the measurements of all ranks."""
     samples: dict[tuple[str, Point], list[float]] = defaultdict(list)
     of_links: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rank in found:
@@ -35,44 +46,50 @@ def summary(
             samples[table, tuple(point)] += seconds
         for name, nbytes, seconds in rank["collectives"]:
             of_links[name, nbytes] += seconds
+    steps = [[seconds for rank in found for seconds in rank["steps"][i]] for i in range(len(task.steps))]
+    differences: dict[str, list[float]] = {name: [] for name in SPREADS}
     kernels: dict[str, list[Point]] = defaultdict(list)
-    differences: dict[str, list[float]] = {
-        name: [] for name in ("products", "attention", "memory", "links", "host")
-    }
     for (table, point), seconds in sorted(samples.items()):
         kernels[table].append((*point, steady(seconds)))
-        which = "attention" if "attention" in table else "products" if len(point) == 4 else "memory"
-        differences[which].append(difference(seconds))
+        differences[kind_of_table(table, point)].append(difference(seconds))
     collectives: dict[str, list[Point]] = defaultdict(list)
     for (name, nbytes), seconds in sorted(of_links.items()):
         collectives[name].append((nbytes, steady(seconds)))
         differences["links"].append(difference(seconds))
-    steps = [[seconds for rank in found for seconds in rank["steps"][i]] for i in range(len(task.steps))]
     differences["host"] = [difference(each) for each in steps]
-    spread = {
-        name: round(max(LEAST, statistics.median(each)), 3) if each else LEAST
-        for name, each in differences.items()
-    }
-    no_host = dict.fromkeys(HOST, 0.0)
-    measured = Measured(kernels, collectives, no_host, spread, ranks if ranks > 1 else 0, kind == "cpu")
-    figures = replace(_figures(measured, ranks, kind), measured=measured)
-    host = _host(task, [steady(each) for each in steps], figures, ranks, kind)
-    measured = replace(measured, host=host)
-    return measured, replace(figures, measured=measured)
+
+    errors: dict[str, list[float]] = {name: [] for name in SPREADS}
+    for table, points in kernels.items():
+        errors[kind_of_table(table, points[0][:-1])] += errors_between(points)
+    for points in collectives.values():
+        errors["links"] += errors_between(points)
+    no_host, no_range = dict.fromkeys(HOST, 0.0), dict.fromkeys(SPREADS, 0.0)
+    times = Measured(kernels, collectives, no_host, no_range, ranks if ranks > 1 else 0, kind == "cpu")
+    figures = replace(_figures(times, ranks, kind), measured=times)
+    rows = _beside_kernels(task, [steady(each) for each in steps], figures, ranks, kind)
+    errors["host"] = errors_of_least_squares(rows)
+    one, other = least_squares(rows)
+    measured = replace(
+        times,
+        host={"host": one, "host_compiled": one, "host_collective": other or one},
+        spread={name: round(width(differences[name], errors[name]), 3) for name in SPREADS},
+    )
+    repeated = {name: statistics.median(each) for name, each in differences.items() if each}
+    return Summary(replace(figures, measured=measured), measured, repeated)
 
 
-def _host(task: Task, steps: Sequence[float], figures: Figures, ranks: int, kind: Kind) -> dict[str, float]:
-    """Seconds of the host for an operation and for a collective, from steps of small jobs: what these take beside the
-    kernels, by least squares over the jobs."""
+def _beside_kernels(
+    task: Task, steps: Sequence[float], figures: Figures, ranks: int, kind: Kind
+) -> list[tuple[float, float, float]]:
+    """For each small job the operations and the collectives of a step, and its seconds beside those of kernels."""
     rows: list[tuple[float, float, float]] = []
     for values, seconds in zip(task.steps, steps, strict=True):
         step = Step.of(traced_program(configured(values, ranks), ranks, kind))
         queued = [each for each in step.events if not isinstance(each, (Mark, Wait, HostWait))]
         counts = Counter(step.kernels[each.number][1].kind == "communication" for each in queued)
-        beside = replay(step, Rates.of(figures)).seconds if kind == "cpu" else 0.0
-        rows.append((counts[False], counts[True] if ranks > 1 else 0, max(seconds - beside, 0.0)))
-    one, other = least_squares(rows)
-    return {"host": one, "host_compiled": one, "host_collective": other or one}
+        of_kernels = replay(step, Rates.of(figures)).seconds if kind == "cpu" else 0.0
+        rows.append((counts[False], counts[True] if ranks > 1 else 0, max(seconds - of_kernels, 0.0)))
+    return rows
 
 
 def _figures(measured: Measured, ranks: int, kind: Kind) -> Figures:
