@@ -15,7 +15,7 @@ SIZES = [4.0**i for i in range(4, 12)]
 
 
 def device(slower: float = 1.0, noise: float = 0.0) -> Summary:
-    """Of two ranks. Times of every second size are slower than the others, and repeated ones differ."""
+    """The device of two ranks. Every second size is slower than the others, and repeated measurements differ."""
 
     def times(seconds: float, number: int) -> list[float]:
         return [seconds * (slower if number % 2 else 1.0) * (1 + noise * i) for i in (-1, 0, 1)]
