@@ -98,6 +98,17 @@ def test_every_kernel_of_a_step_has_an_operation_that_runs_alone(values: dict[st
             operation.function(*arguments, **keywords)
 
 
+def test_groups_of_products_cover_all_rows_and_all_sums() -> None:
+    found, _ = operations({"model": {"kind": "hybrid", "preset": "debug"}, **training(64, 2)}, 2)
+    dimensions = set()
+    for kernel, operation in found.items():
+        if kernel.name == "_grouped_mm":
+            (one, other, ends, *_), _ = operation.tensors(torch.device("cpu"))
+            assert int(ends[-1]) == (one.shape[1] if other.dim() == 2 else one.shape[0])
+            dimensions.add(other.dim())
+    assert dimensions == {2, 3}
+
+
 def _collect(tree: Any, into: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
         into.append(tree)
