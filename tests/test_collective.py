@@ -22,7 +22,9 @@ def test_values_of_ranks(rank: int, world_size: int) -> None:
         assert ranks.broadcast(f"of {rank}") == "of 0"
         assert ranks.run_on_all(lambda: rank * 2) == [r * 2 for r in range(world_size)]
         assert ranks.run_on_first(lambda: rank + 7) == 7
-        assert ranks.run_or_stop(lambda: rank) == rank
+        assert (
+            ranks.run_own(lambda: rank) == ranks.run_own(lambda: rank, others_raise=OtherRankFailed) == rank
+        )
     ranks = RankGroup()
     assert ranks.gather(rank) == (list(range(world_size)) if rank == 0 else None)
     assert ranks.scatter([f"for {r}" for r in range(world_size)] if rank == 0 else None) == f"for {rank}"
@@ -47,13 +49,13 @@ def test_an_error_on_any_rank_is_raised_on_all(rank: int, world_size: int) -> No
                 with pytest.raises(there, match=rf"rank {failing}: .*on purpose"):
                     ranks.run_on_all(action)
             with pytest.raises(kind if rank == failing else OtherRankFailed, match="on purpose") as caught:
-                mesh.run_or_stop(action)
+                mesh.run_own(action, others_raise=OtherRankFailed)
             if rank != failing:
                 assert str(caught.value) == (
                     f"Rank {failing} failed, so all ranks stop. {kind.__name__}: on purpose"
                 )
             with pytest.raises(kind if rank == failing else LookupError):
-                mesh.run_or_stop(action, LookupError)
+                mesh.run_own(action, others_raise=LookupError)
     with pytest.raises(ValueError, match=r"^equal$"):
         RankGroup().run_on_all(lambda: (_ for _ in ()).throw(ValueError("equal")))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.durable import make_folder, new_file, replace_file
+from shardwright.durable import make_folder, new_file, replace_file, sync_files
 
 
 def fail_at(patch: pytest.MonkeyPatch, moment: int) -> list[str]:
@@ -70,3 +70,17 @@ def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), new_file(tmp_path / "file") as stream:
         stream.write(b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_files_of_a_folder_are_synced_before_their_names(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"new")
+    for moment in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            calls = fail_at(patch, moment)
+            if moment == 3:
+                sync_files(tmp_path)
+            else:
+                with pytest.raises(OSError, match=f"No space left.*{tmp_path}{'/.' if moment < 2 else ''}"):
+                    sync_files(tmp_path)
+        assert calls == ["fsync"] * min(moment + 1, 3)

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint import open_checkpoint
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -73,12 +72,13 @@ def last_saved(log: Path) -> int:
 def step_found(path: Path, size: int) -> int:
     """The step of the checkpoint, whose values are right; 0 if there is none."""
     try:
-        checkpoint = read_description(path)
+        checkpoint = open_checkpoint(path)
     except FileNotFoundError:
         return 0
     checkpoint.verify()
     read = torch.zeros(size)
-    step = int(load_state(path, {"model": {"w": read}}, ALONE)["step"])
+    checkpoint.read({"model.w": read})
+    step = int(checkpoint.values["step"])
     if not torch.equal(read, values(step, size)):
         raise Damaged(f"step {step} has other values than were saved")
     return step

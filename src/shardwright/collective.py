@@ -3,6 +3,8 @@
     ranks = RankGroup(process_group)
     sizes = ranks.run_on_all(lambda: path.stat().st_size)   # of each rank; if one fails, all raise one error
     step = ranks.run_on_first(lambda: newest_step(folder))  # the first rank looks, all get its answer
+    plan = ranks.run_own(make_plan)   # its own on each rank; if one fails, all raise one error
+    plan = ranks.run_own(make_plan, others_raise=OtherRankFailed)   # or that one its own error, the others this kind
 
 Values are pickled, and the host waits for them: this is for what happens once, such as a start, a save or a load. A
 step exchanges what it needs in the engine's own collectives (``engine/model/agreement.py``). Before the process group
@@ -176,12 +178,25 @@ class RankGroup:
             raise_for(failures, self.size, error)
         return [outcome for outcome, _ in outcomes]
 
-    def run_own(self, action: Callable[[], T]) -> T:
-        """This rank's result of ``action``, which is not pickled. If it raises on one rank, all raise as above."""
-        return self.run_and_share(action, lambda result: None)[0]
+    def run_own(self, action: Callable[[], T], *, others_raise: type[Exception] | None = None) -> T:
+        """This rank's result of ``action``, which is not pickled. If it raises on one rank, all raise as above.
+
+        With ``others_raise`` the rank where it raises keeps its own error, whatever its kind, and the other ranks raise
+        one of this kind that names the rank.
+        """
+        if others_raise is None:
+            return self.run_and_share(action, lambda result: None)[0]
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as raised:
+            failure = raised
+        self.stop_after(failure, others_raise)
+        return result  # type: ignore[no-any-return]
 
     def run_and_share(self, action: Callable[[], T], shared: Callable[[T], S]) -> tuple[T, list[S]]:
-        """As :meth:`run_own`, and ``shared(result)`` of each rank, which is pickled."""
+        """This rank's result of ``action``, and ``shared(result)`` of each rank, which is pickled."""
         results: list[T] = []
 
         def act() -> S:
@@ -196,22 +211,10 @@ class RankGroup:
         outcomes = self.run_on_all(action if self.is_first else lambda: None)
         return outcomes[0]  # type: ignore[return-value]
 
-    def run_or_stop(self, action: Callable[[], T], error: type[Exception] = OtherRankFailed) -> T:
-        """The result of ``action`` on this rank. If it raises on one, that rank raises its own error, and the others
-        one of the kind ``error`` that names it. ``action`` does not communicate."""
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as raised:
-            failure = raised
-        self.stop_after(failure, error)
-        return result  # type: ignore[no-any-return]
-
-    def stop_after(self, failure: Exception | None, error: type[Exception] = OtherRankFailed) -> None:
-        """Raise on every rank if any has a failure, as :meth:`run_or_stop`."""
+    def stop_after(self, failure: Exception | None, others_raise: type[Exception] = OtherRankFailed) -> None:
+        """Raise on every rank if one has a failure: there its own, elsewhere one of this kind that names the rank."""
         for rank, text in self.failures_of_others(failure):
-            raise error(f"Rank {rank} failed, so all ranks stop. {text}")
+            raise others_raise(f"Rank {rank} failed, so all ranks stop. {text}")
 
     def failures_of_others(self, failure: Exception | None) -> list[tuple[int, str]]:
         """Raise this rank's own failure, if it has one; else return the ranks that have one, with kind and text."""

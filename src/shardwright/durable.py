@@ -42,6 +42,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_files(folder: Path) -> None:
+    """Wait until the files in a folder, and their names, are on disk."""
+    for path in folder.iterdir():
+        with open(path, "rb") as stream:
+            sync(stream.fileno(), path)
+    sync_folder(folder)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that a crash does not lose their names."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import shardwright as sw
 from shardwright.checkpoint.convert.convert import FORMS, convert
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.names import Joined, Transposed
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
+from tests.checkpoint.kit.states import load_state
 from tests.support import multirank, world_mesh
 
 

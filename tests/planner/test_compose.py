@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -45,6 +45,7 @@ class Rules:
     parts: list[Part]
     grows: int = 0  #: bytes for each layer of an allocation at the end of some parts
     odd: int = 0  #: layers from this one on are different; 0: none is
+    constant: bool = False  #: whether that allocation is a constant
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Writer:
     owners: dict[Owner, int] = field(default_factory=dict)
     blocks: dict[tuple[Any, ...], int] = field(default_factory=dict)
     marks: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    constants: set[int] = field(default_factory=set)
     count: int = 0
 
     def owner(self, unit: str, what: str) -> int:
@@ -121,7 +123,7 @@ def written(rules: Rules, layers: int) -> Program:
                     _write(to, rules, step, number, layer, item)
             for item in part.at_end:
                 _write(to, rules, step, number, layers - 1, item)
-    return Program(to.events, list(to.owners))
+    return Program(to.events, list(to.owners), constants=to.constants)
 
 
 def _write(to: Writer, rules: Rules, step: int, number: int, layer: int, item: tuple[Any, ...]) -> None:
@@ -141,6 +143,8 @@ def _write(to: Writer, rules: Rules, step: int, number: int, layer: int, item: t
         case "grow", number:
             size = rules.grows * to.layers
             to.alloc((step, number, "grow"), size, "compute", "", f"stack [{to.layers}]")
+            if rules.constant:
+                to.constants.add(to.blocks[step, number, "grow"])
             to.events.append(Kernel("stack", "compute", 2 * size, ((to.layers,),), "float32"))
             to.free((step, number, "grow"))
 
@@ -203,9 +207,13 @@ def test_layers_that_differ_give_an_equal_program_or_none(odd: int) -> None:
         assert plain(program) == plain(written(rules, WANTED))
 
 
-def test_a_size_that_crosses_the_edge_gives_no_program() -> None:
-    assert composed(SIMPLE, EDGE // 36) is not None
-    assert composed(SIMPLE, EDGE // 36 + 1) is None
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_constant_whose_size_crosses_the_edge_gives_no_program(constant: bool) -> None:
+    rules = replace(SIMPLE, constant=constant)
+    below, above = composed(rules, EDGE // 36), composed(rules, EDGE // 36 + 1)
+    assert below is not None
+    assert below.constants == written(rules, EDGE // 36).constants
+    assert (above is None) == constant
 
 
 def test_growth_that_is_no_line_gives_no_program() -> None:

@@ -101,13 +101,14 @@ class _Planting:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: self.plan.at("backward", self.step, number))
 
-    def _load(self, original: Callable[..., Any], trainer: Trainer, *arguments: Any) -> None:
+    def _load(self, original: Callable[..., Any], trainer: Trainer, *arguments: Any) -> Any:
         self.plan.at("load", 0)
-        original(trainer, *arguments)
+        loaded = original(trainer, *arguments)
         self.history.add(
             "resumed", step=trainer.position.step, digest=digest(trainer.model, trainer.optimizer)
         )
         self.plan.at("loaded", 0)
+        return loaded
 
     def _data(self, original: Callable[..., Any], loader: Loader) -> Any:
         self.plan.at("data", self.step)

@@ -113,7 +113,7 @@ def count_calls(before: Callable[[int], None], counts: Callable[[], bool]) -> No
 
     The functions of ``os`` are replaced, and the exchange of two names, which Python does not have.
     """
-    from shardwright.checkpoint.storage import places
+    from shardwright.checkpoint.storage import local_store
 
     done = 0
 
@@ -132,4 +132,4 @@ def count_calls(before: Callable[[int], None], counts: Callable[[], bool]) -> No
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name), creates if name == "open" else lambda *rest: True))
-    places._exchange = counted(places._exchange, lambda *rest: True)
+    local_store._exchange = counted(local_store._exchange, lambda *rest: True)

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.pretrained.load_pretrained import Loaded, load_pretrained
     from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained
-    from shardwright.checkpoint.storage.keeping import (
+    from shardwright.checkpoint.storage.housekeeping import (
         check_writable,
-        folder_or_url,
-        has_description,
         is_checkpoint,
         list_checkpoints,
         remove_checkpoint,
         remove_unfinished,
-        write_file,
     )
+    from shardwright.checkpoint.storage.local_store import has_description
+    from shardwright.checkpoint.storage.locations import folder_or_url
+    from shardwright.checkpoint.storage.publishing import write_file
     from shardwright.checkpoint.stream.receive import receive_weights
     from shardwright.checkpoint.stream.send import stream_weights
     from shardwright.checkpoint.training.generators import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         set_generator_states,
     )
     from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
-    from shardwright.checkpoint.training.opened import StoredCheckpoint, open_checkpoint
+    from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint, open_checkpoint
     from shardwright.checkpoint.training.save_checkpoint import save_checkpoint, save_state
 
 __all__ = [
@@ -97,15 +97,17 @@ _HOMES = {
         "pretrained.load_pretrained": "Loaded load_pretrained",
         "pretrained.names": "Joined KeyMap Slice Stacked Transposed",
         "pretrained.save_pretrained": "save_pretrained",
-        "storage.keeping": (
-            "check_writable folder_or_url has_description is_checkpoint list_checkpoints remove_checkpoint "
-            "remove_unfinished write_file"
+        "storage.housekeeping": (
+            "check_writable is_checkpoint list_checkpoints remove_checkpoint remove_unfinished"
         ),
+        "storage.local_store": "has_description",
+        "storage.locations": "folder_or_url",
+        "storage.publishing": "write_file",
         "stream.receive": "receive_weights",
         "stream.send": "stream_weights",
         "training.generators": "generator_states seed_generators set_generator_states",
         "training.load_checkpoint": "load_checkpoint",
-        "training.opened": "StoredCheckpoint open_checkpoint",
+        "training.open_checkpoint": "StoredCheckpoint open_checkpoint",
         "training.save_checkpoint": "save_checkpoint save_state",
     }.items()
     for name in names.split()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import Damaged, is_checkpoint
-from shardwright.checkpoint.dcp.folders import not_plain
+from shardwright.checkpoint.dcp.opcodes import not_plain
 from shardwright.checkpoint.format.digests import open_regular
 from shardwright.checkpoint.format.names import INDEX, METADATA
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwright.durable import replace_file
 from shardwright.planner.cycles import without_collections
 from shardwright.planner.program import (
     Alloc,
@@ -61,14 +61,7 @@ def store(key: str, program: Program) -> None:
     content = json.dumps(_encoded(program), separators=(",", ":")).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_digest(content).encode() + b"\n" + content)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        replace_file(path, _digest(content).encode() + b"\n" + content)
         _remove_old(path.parent)
     except OSError:
         return

@@ -41,8 +41,8 @@ Values = tuple[int, ...]
 def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) -> Program | None:
     """The program of ``wanted`` layers, from three programs of ``layers``, ``layers + 1`` and ``layers + 2``.
 
-    ``edge``: a trace treats tensors of more bytes differently. None if a size that grows with the layers crosses it, or
-    if the programs have no common structure.
+    ``edge``: the trace treats constants of more bytes differently. None if one that grows with the layers crosses it,
+    or if the programs have no common structure.
     """
     words = _Words()
     shortest, middle, longest = (_Read(program, words) for program in programs)
@@ -54,7 +54,7 @@ def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) ->
     laws = _Laws(shape, reads)
     if not laws.hold():
         return None
-    return _Writer(shape, laws, reads[0], wanted, edge).program()
+    return _Writer(shape, laws, reads[0], wanted, edge, programs[0].constants).program()
 
 
 # -- reading
@@ -464,9 +464,12 @@ class _Impossible(Exception):
 class _Writer:
     """Writes the events of a program of ``layers`` layers."""
 
-    def __init__(self, shape: _Shape, laws: _Laws, short: _Read, layers: int, edge: int) -> None:
+    def __init__(
+        self, shape: _Shape, laws: _Laws, short: _Read, layers: int, edge: int, constants: set[int]
+    ) -> None:
         self._shape, self._laws, self._short = shape, laws, short
-        self._layers, self._edge = layers, edge
+        self._layers, self._edge, self._like = layers, edge, constants
+        self._constants: set[int] = set()
         self._starts = shape.starts(layers)
         self._events: list[Event] = []
         self._owners: dict[Owner, int] = {}
@@ -488,7 +491,7 @@ class _Writer:
                         self._write(event, law, law.of_layers(self._layers))
         except _Impossible:
             return None
-        return Program(self._events, list(self._owners))
+        return Program(self._events, list(self._owners), constants=self._constants)
 
     def _add(self, number: int, stop: int) -> None:
         run, laws = self._shape.runs[number], self._laws.added[number]
@@ -507,8 +510,12 @@ class _Writer:
             events.append(self._kernel(event, values))
         elif isinstance(event, Alloc):
             nbytes = values[0]
-            if (nbytes > self._edge) != (event.nbytes > self._edge) or min(values) < 0:
+            if min(values) < 0:
                 raise _Impossible
+            if event.block in self._like:
+                if (nbytes > self._edge) != (event.nbytes > self._edge):
+                    raise _Impossible
+                self._constants.add(at)
             self._live.add(at)
             events.append(Alloc(at, nbytes, event.stream, self._owner(event.owner, values[1:])))
         elif isinstance(event, Free):

@@ -133,12 +133,14 @@ class Program:
         owners: the owners that allocations name by their index.
         tokens: trained tokens of one rank in a step; 0: unknown.
         model_flops: operations of the model's formula for these tokens, forward and backward; 0: unknown.
+        constants: blocks of numbers that the trace has computed. Their operations are no kernels if they are small.
     """
 
     events: list[Event] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
     tokens: float = 0
     model_flops: float = 0
+    constants: set[int] = field(default_factory=set)
 
     @property
     def has_graph(self) -> bool:
@@ -304,4 +306,5 @@ class Program:
                 event = Free(numbers[event.block])
             events.append(event)
         named = [self.owners[owner] for owner in owners]
-        return Program(events, named, self.tokens, self.model_flops)
+        constants = {numbers[block] for block in self.constants if block in numbers}
+        return Program(events, named, self.tokens, self.model_flops, constants)

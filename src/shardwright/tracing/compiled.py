@@ -35,23 +35,24 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def compiled_graphs(events: Recorder, on_cpu: bool = False) -> Iterator[None]:
-    """Inside the context torch.compile's own backend makes graphs that only take memory.
+class Graphs:
+    """Makes the graphs of torch.compile in traces: they only take memory. Traces one after another may share them.
 
-    What was compiled before is forgotten, and so is afterwards what was compiled inside.
-
-    Args:
-        events: gets the blocks and kernels.
+    Attributes:
+        events: of the trace that runs, which get the blocks and kernels.
         on_cpu: whether kernels are made by the rules for a CPU.
     """
 
-    def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def __init__(self, on_cpu: bool) -> None:
+        self.events = Recorder()
+        self.on_cpu = on_cpu
+
+    def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         made: Callable[[list[Any]], Any]
         if has_symbols(graph):  # the sizes of one call are not those of the next
             made = _OneByOne(graph)
         else:
-            made = _HollowGraph(graph, events, donated_inputs(graph), on_cpu)
+            made = _HollowGraph(graph, self, donated_inputs(graph))
 
         def run(arguments: list[Any]) -> Any:
             return made(arguments)
@@ -59,9 +60,17 @@ def compiled_graphs(events: Recorder, on_cpu: bool = False) -> Iterator[None]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+
+@contextmanager
+def hollow_graphs(on_cpu: bool) -> Iterator[Graphs]:
+    """Inside the context torch.compile's own backend makes hollow graphs.
+
+    What was compiled before is forgotten, and so is afterwards what was compiled inside.
+    """
+    graphs = Graphs(on_cpu)
     _hide_tracing()
-    with compile_by(compile_graph):
-        yield
+    with compile_by(graphs.compile):
+        yield graphs
 
 
 @functools.cache
@@ -95,12 +104,12 @@ class _Interpreter(torch.fx.Interpreter):
 class _HollowGraph:
     """A graph, called with its inputs as a list, which is emptied."""
 
-    def __init__(self, graph: GraphModule, events: Recorder, donated: set[int], on_cpu: bool) -> None:
-        self._graph, self._events = graph, events
+    def __init__(self, graph: GraphModule, graphs: Graphs, donated: set[int]) -> None:
+        self._graph, self._graphs = graph, graphs
         nodes = list(graph.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
         self._output = nodes[-1]
-        self._kernels = kernels_of(nodes, {self._inputs[number] for number in donated}, on_cpu)
+        self._kernels = kernels_of(nodes, {self._inputs[number] for number in donated}, graphs.on_cpu)
         kept = {base_of(node) for node in nodes_in(self._output.args)}
         last = {node: number for number, kernel in enumerate(self._kernels) for node in kernel.reads}
         #: By number of a kernel the values of which it is the last reader. -1: of inputs that none reads.
@@ -121,11 +130,12 @@ class _HollowGraph:
                 self._take(kernel, values)
             else:
                 (node,) = kernel.nodes
-                self._events.line = _line(node)
+                events = self._graphs.events
+                events.line = _line(node)
                 try:
                     values[node] = self._run(node, values)
                 finally:
-                    self._events.line = None
+                    events.line = None
                 if not node.users:
                     del values[node]
             for node in self._dying.get(number, ()):
@@ -146,7 +156,7 @@ class _HollowGraph:
 
     def _take(self, kernel: Kernel, values: dict[Node, Any]) -> None:
         """Take memory for the results of a kernel."""
-        events = self._events
+        events = self._graphs.events
         for node in kernel.stored:
             like: Tensor = node.meta["val"]
             with outside_dispatch_modes():

@@ -197,6 +197,8 @@ class Hollow(TorchDispatchMode):
                         raise
                 else:
                     self._know(out, form, known, line)
+                    if not known:  # as of large tensors; of constants the host computes small ones
+                        self._note(form, tensors, out)
                     return out
         if form.writes:
             out = self._written(func, form, args, kwargs, result, line)
@@ -342,8 +344,12 @@ class Hollow(TorchDispatchMode):
                 continue
             if not is_known:
                 self._recorder.note_without_values(each)
-            elif not each.is_meta and each.untyped_storage().nbytes() > SMALL:
+            elif each.is_meta:
+                continue
+            elif each.untyped_storage().nbytes() > SMALL:
                 self._recorder.note_computed(each)
+            elif each.dtype not in _OF_NUMBERS:
+                self._recorder.note_constant(each)
 
     def _note(self, form: _Form, tensors: list[Tensor], out: Any, group: tuple[int, int] = (1, 1)) -> None:
         outs: list[Tensor] = []

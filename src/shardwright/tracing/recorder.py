@@ -62,6 +62,7 @@ class Recorder:
         self._claims: dict[int, Owner] = {}
         self._without_values: set[int] = set()  #: blocks whose content is not what the program would compute
         self._computed: set[int] = set()  #: large blocks with content
+        self._constants: set[int] = set()  #: small blocks with content, also those that were freed
         self._on_host: set[int] = set()  #: blocks in the host's memory
         self._put: set[int] = set()  #: those of which this was known later
         self._lifts = False  #: whether results of tensors on the host are on the device
@@ -146,6 +147,12 @@ class Recorder:
         block = self.block_of(tensor)
         if block is not None:
             self._computed.add(block)
+
+    def note_constant(self, tensor: torch.Tensor) -> None:
+        """A tensor has the content that the program would compute, because it is small."""
+        block = self.block_of(tensor)
+        if block is not None:
+            self._constants.add(block)
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
         return self.block_of(tensor) in self._computed
@@ -310,7 +317,7 @@ class Recorder:
                 stream = HOST if block in self._put else stream
                 event = Alloc(block, nbytes, stream, used.setdefault(owner, len(used)))
             events.append(event)
-        return Program(events, list(used))
+        return Program(events, list(used), constants=self._constants)
 
 
 def _ordered(events: list[Event]) -> list[Event]:

@@ -14,7 +14,7 @@ from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
 from shardwright.planner.cycles import without_collections
-from shardwright.tracing.compiled import compiled_graphs
+from shardwright.tracing.compiled import Graphs, hollow_graphs
 from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
 from shardwright.tracing.recorder import Recorder, line_of, reader_of_value
@@ -45,12 +45,15 @@ class _Slabs:
 
 @contextmanager
 def trace(
-    ranks: int, kind: Literal["cpu", "cuda"] = "cuda", value: float | None = None
+    ranks: int,
+    kind: Literal["cpu", "cuda"] = "cuda",
+    value: float | None = None,
+    graphs: Graphs | None = None,
 ) -> Iterator[Recorder]:
     """Inside the context code runs as rank 0 of so many ranks, on hollow tensors on the CPU.
 
     ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU. ``value``: as for
-    :class:`Hollow`.
+    :class:`Hollow`. ``graphs``: of earlier traces of the same code, whose tensors had the same shapes.
 
     Raises:
         AbsentDeviceError: inside the context, code uses a GPU.
@@ -74,7 +77,8 @@ def trace(
         stack.enter_context(observe(_Slabs(recorder)))
         hollow = Hollow(recorder, value, kind == "cuda")
         stack.enter_context(watch_reads(hollow.check_read))
-        stack.enter_context(compiled_graphs(recorder, kind == "cpu"))
+        graphs = graphs or stack.enter_context(hollow_graphs(kind == "cpu"))
+        graphs.events = recorder
         stack.enter_context(hollow)
         yield recorder
 

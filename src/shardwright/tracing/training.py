@@ -24,14 +24,47 @@ from shardwright.planner.program import AFTER_OPTIMIZER, OPTIMIZER
 from shardwright.tracing.recorder import Recorder
 
 
+class Calls:
+    """Hooks of calls of all modules, which go to the loop that is watched. Traces that share graphs share them, too:
+    torch.compile makes other graphs for other hooks."""
+
+    def __init__(self) -> None:
+        self.training: Training | None = None
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling() and self.training is not None:
+            self.training.enter(module)
+
+    def forget(self) -> None:
+        self.training = None
+
+    def leave(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and self.training is not None:
+            self.training.leave()
+
+
 @contextmanager
-def watch_training(recorder: Recorder) -> Iterator[Training]:
+def watch_calls() -> Iterator[Calls]:
+    """Inside the context calls of modules go to the hooks."""
+    calls = Calls()
+    with ExitStack() as stack:
+        for handle in (
+            register_module_forward_pre_hook(calls.enter),
+            register_module_forward_hook(calls.leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
+        yield calls
+
+
+@contextmanager
+def watch_training(recorder: Recorder, calls: Calls | None = None) -> Iterator[Training]:
     """Inside the context phases are noted, and blocks get the names of the tensors and modules that need them."""
     training = Training(recorder)
     with ExitStack() as stack:
+        calls = calls or stack.enter_context(watch_calls())
+        calls.training = training
+        stack.callback(calls.forget)  # the next trace must not find this one's models
         for handle in (
-            register_module_forward_pre_hook(training.enter),
-            register_module_forward_hook(training.leave, always_call=True),
             register_optimizer_step_pre_hook(training.before_step),
             register_optimizer_step_post_hook(training.after_step),
         ):
@@ -106,9 +139,7 @@ class Training:
 
     # -- hooks
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def enter(self, module: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 "no plan covers DistributedDataParallel, whose reductions are not visible: plan with sw.fully_shard("
@@ -122,9 +153,7 @@ class Training:
         if self._trains and self._recorder.current_phase not in ("forward", "backward"):
             self._recorder.phase("forward")
 
-    def leave(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def leave(self) -> None:
         if self._recorder.modules:  # torch also calls this if `enter` has raised an error
             self._recorder.modules.pop()
 

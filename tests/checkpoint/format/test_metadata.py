@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwright.checkpoint.dcp.foreign import tensors_of
+from shardwright.checkpoint.dcp.entries import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
-from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
-from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.checkpoint.load.checkpoints import read_description, share
+from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
+from tests.checkpoint.kit.states import load_state
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 
 
 class Call(NamedTuple):
@@ -108,7 +108,7 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
         assert names[0] is not None and names[1] is not None
         perform(Call("rename", *names), lambda: real["rename"](one, other))
 
-    exchange = places._exchange
+    exchange = local_store._exchange
 
     def exchanged(one: Path, other: Path) -> bool:
         names = below(one), below(other)
@@ -121,5 +121,5 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
         patch.setattr(os, "rename", renamed)
         for kind in ("fsync", "mkdir", "unlink", "rmdir"):
             patch.setattr(os, kind, one(kind))
-        patch.setattr(places, "_exchange", exchanged)
+        patch.setattr(local_store, "_exchange", exchanged)
         yield calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
+from shardwright.checkpoint.load.collective_load import open_together, read_state, verify_together
+from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.save import plan
 from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.checkpoint.storage.locations import Location
 from shardwright.collective import RankGroup
 
 ALONE = RankGroup(alone=True)
@@ -29,6 +32,15 @@ def state(step: int) -> dict[str, Any]:
         },
         "extra": {"step": step, "deep": [step, {"text": "é"}]},
     }
+
+
+def load_state(path: Location, state: Mapping[str, Any], ranks: RankGroup) -> dict[str, Any]:
+    """Read a nested state in place in the three steps of a load. Returns its tensors and the stored values."""
+    checkpoint = open_together(lambda: read_description(path), ranks)
+    tensors = NestedState.of(state).tensors
+    ranks.run_on_all(lambda: check_tensors(checkpoint, tensors))
+    verify_together(checkpoint, ranks)
+    return read_state(checkpoint, state, ranks)
 
 
 @contextmanager

@@ -35,13 +35,13 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.children import run_into
 from tests.checkpoint.kit.hostile import put_index, read_index, repair
+from tests.checkpoint.kit.states import load_state
 from tests.support.payloads import Payload, saved_with
 from tests.support.pool import forkserver
 

@@ -26,14 +26,14 @@ from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, s
 from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.format.nested import PART_BYTES
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import write_parts
-from shardwright.checkpoint.storage.places import LocalStore, partial_folder
+from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.checkpoint.storage.threads import MOST
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.background import pid_of_writer, values
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank, world_mesh
 
 ROOT = Path(__file__).parents[3]
@@ -312,10 +312,11 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
     plan = SavePlan.of(values(1), RankGroup())
-    partial_folder(tmp_path / "c", plan.contents.attempt).mkdir()
     contents = dataclasses.replace(plan.contents, ranks=2)
     memory = SharedMemory()
-    at, nbytes = stage(SaveJob(LocalStore(tmp_path / "c"), 0, False, plan.own, contents), memory)
+    job = SaveJob(LocalStore(tmp_path / "c"), 0, False, plan.own, contents)
+    job.unfinished.begin(0, overwrite=False)
+    at, nbytes = stage(job, memory)
     commands, its_commands = os.pipe()
     results, its_results = os.pipe()
     send(its_commands, {"do": "save", "at": at, "bytes": nbytes})
@@ -330,16 +331,17 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 
 
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
-    written = write_parts(LocalStore(tmp_path), "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
-    folder = LocalStore(tmp_path)
-    notes.leave(folder, 0, "attempt", written)
-    assert notes.read(folder, 0, "attempt") == written
+    save = LocalStore(tmp_path / "c").unfinished()
+    save.begin(0, overwrite=False)
+    written = write_parts(save, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
+    notes.leave(save, 0, "attempt", written)
+    assert notes.read(save, 0, "attempt") == written
     with pytest.raises(RuntimeError, match="of another save"):
-        notes.read(folder, 0, "other")
-    path = tmp_path / note_of_rank(0)
+        notes.read(save, 0, "other")
+    path = save.path / note_of_rank(0)
     path.write_text(path.read_text().replace("b", "c", 1))
     with pytest.raises(RuntimeError, match="note of rank 0 cannot be read"):
-        notes.read(folder, 0, "attempt")
+        notes.read(save, 0, "attempt")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     done = run(
         """
         import json
-        from shardwright.checkpoint.load.collective_load import load_state
+        from tests.checkpoint.kit.states import load_state
         from shardwright.collective import RankGroup
         from shardwright.checkpoint.save.collective_save import write_state
         from tests.checkpoint.kit.background import pid_of_writer

@@ -26,10 +26,10 @@ from shardwright.checkpoint.format.index import UnknownVersion, parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank, world_mesh
 
 DTYPES = [

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.calls import recorded
 from tests.checkpoint.kit.disk import Disk, Script, check_every_cut, materialise, record
@@ -39,7 +39,7 @@ def test_every_cut_leaves_the_newest_or_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(places, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(local_store, "_exchange", lambda one, other: False)
     path = tmp_path / "saved" / "run" / "c"
     script = record(tmp_path / "saved", saves(path, 3))
     assert any(call.kind == "exchange" for call in script.calls) == exchange
@@ -66,7 +66,7 @@ def test_cuts_while_an_older_checkpoint_is_removed(tmp_path: Path) -> None:
     def next_one(step: int) -> None:
         write_state(folder / f"step-{step}", state(step), ALONE)
         if step > 1:
-            places.LocalStore(folder / f"step-{step - 1}").clear()
+            local_store.LocalStore(folder / f"step-{step - 1}").clear()
 
     script = record(folder, [lambda step=step: next_one(step) for step in (1, 2, 3)])
 

@@ -18,7 +18,7 @@ import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
 from shardwright.checkpoint.pretrained import save_pretrained
 from shardwright.checkpoint.pretrained.files import open_stored
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 from shardwright.engine.tensors.ragged import RaggedTensor
 from tests.checkpoint.kit.models import LAYOUTS, source_model
 from tests.engine.kit.models import build, shard
@@ -227,7 +227,7 @@ def test_the_old_folder_comes_back_if_the_last_step_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sw.save_pretrained(nn.Linear(2, 2), tmp_path / "saved")
-    monkeypatch.setattr(places, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(local_store, "_exchange", lambda one, other: False)
     rename, calls = os.rename, []
 
     def interrupted(*args: Any) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.calls import Call, recorded
 from tests.checkpoint.kit.disk import Script, check_every_cut
@@ -36,7 +36,7 @@ KINDS = ("first", "exchange", "renames")
 def older(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether there is an older checkpoint; it is replaced with and without a system that can exchange names."""
     if request.param == "renames":
-        monkeypatch.setattr(places, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(local_store, "_exchange", lambda one, other: False)
     return request.param != "first"
 
 

@@ -12,8 +12,8 @@ import torch
 
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
-from shardwright.checkpoint.storage import places
-from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.checkpoint.storage import local_store
+from shardwright.checkpoint.storage.local_store import LocalSave, LocalStore
 from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
 from shardwright.checkpoint.training.save_checkpoint import save_checkpoint
@@ -95,13 +95,14 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
     checkpoint = read_description(path)
     (tmp_path / "copy").write_bytes((path / "index.json").read_bytes())
     os.replace(tmp_path / "copy", path / "index.json")
-    assert checkpoint.origin.is_replaced(None) and not checkpoint.origin.is_replaced(checkpoint.fingerprint)
+    assert checkpoint.description._replace(fingerprint=None).is_replaced()
+    assert not checkpoint.description.is_replaced()
     check_holds(path, 1)
 
 
 def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are opened when they are read are compared again."""
-    monkeypatch.setattr("shardwright.checkpoint.load.unreplaced.HELD", 0)
+    monkeypatch.setattr("shardwright.checkpoint.load.replacement.HELD", 0)
     path, read = tmp_path / "c", model(-1)
     save(path, 1)
     check_holds(path, 1)
@@ -126,45 +127,45 @@ def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch:
     path, attempt = tmp_path / "c", new_attempt()
     save(path, 1)
     save(tmp_path / "other", 2)
-    other = places.partial_folder(path, attempt)
+    other = local_store.partial_folder(path, attempt)
     os.rename(tmp_path / "other", other)
 
     def rmtree(folder: Path, **_: Any) -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         with contextlib.suppress(FileNotFoundError):  # what its own save does at this moment
-            places._exchange(other, path)
+            local_store._exchange(other, path)
         for name in os.listdir(descriptor):
             os.unlink(name, dir_fd=descriptor)
         os.close(descriptor)
 
     monkeypatch.setattr("shutil.rmtree", rmtree)
-    LocalStore(path)._remove_leftovers()
+    LocalStore(path).remove_leftovers()
     check_holds(path, 1)
 
 
 def test_two_first_saves_end_together(tmp_path: Path) -> None:
     """Both have found nothing at the place when they began."""
     path = tmp_path / "c"
-    for value in (1, 2):
-        save(tmp_path / f"new-{value}", value)
-    new = [LocalStore(tmp_path / f"new-{value}") for value in (1, 2)]
-    LocalStore(path)._give_name(new[0], overwrite=False)
+    saves = [LocalStore(path).unfinished() for _ in range(2)]
+    for value, each in enumerate(saves, 1):
+        save(each.path, value)
+    saves[0]._give_name(overwrite=False)
     with pytest.raises(FileExistsError, match="another save has just written it"):
-        LocalStore(path)._give_name(new[1], overwrite=False)
+        saves[1]._give_name(overwrite=False)
     check_holds(path, 1)
-    LocalStore(path).commit(new[1], overwrite=True)
+    saves[1].commit(overwrite=True)
     check_holds(path, 2)
 
 
 def test_something_appears_at_the_place_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "c", LocalStore.begin
+    path, real = tmp_path / "c", LocalSave.begin
 
     def begin(*args: Any) -> None:
         real(*args)
         path.mkdir()
         (path / "mine.txt").write_text("kept")
 
-    monkeypatch.setattr(LocalStore, "begin", begin)
+    monkeypatch.setattr(LocalSave, "begin", begin)
     with pytest.raises(FileExistsError, match="is no checkpoint"):
         save(path, 1)
     assert [each.name for each in tmp_path.iterdir()] == ["c"] and (path / "mine.txt").read_text() == "kept"

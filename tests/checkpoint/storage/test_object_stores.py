@@ -18,15 +18,16 @@ import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import file_systems, objects
-from shardwright.checkpoint.storage.objects import ObjectStore
-from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.checkpoint.storage import file_systems, object_files
+from shardwright.checkpoint.storage.local_store import LocalStore
+from shardwright.checkpoint.storage.locations import store_of
+from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.models import trained
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
@@ -135,8 +136,8 @@ def test_any_store_of_the_protocol_is_a_place(tmp_path: Path, monkeypatch: pytes
 def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    monkeypatch.setattr(objects, "BLOCK", 256)
-    monkeypatch.setattr(objects, "SLICE", 100)
+    monkeypatch.setattr(object_files, "BLOCK", 256)
+    monkeypatch.setattr(object_files, "SLICE", 100)
     number, outcomes = 0, []
     while True:
         number += 1
@@ -296,8 +297,8 @@ def test_only_needed_bytes_are_read_in_small_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BLOCK", "SLICE"):
-        monkeypatch.setattr(objects, name, 1 << 12)
-    monkeypatch.setattr(objects, "READ_AT_ONCE", 1 << 14)
+        monkeypatch.setattr(object_files, name, 1 << 12)
+    monkeypatch.setattr(object_files, "READ_AT_ONCE", 1 << 14)
     monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 1 << 13)
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()

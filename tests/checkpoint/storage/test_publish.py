@@ -20,7 +20,7 @@ import shardwright as sw
 from shardwright.checkpoint.convert.convert import convert
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import places, publishing
+from shardwright.checkpoint.storage import local_store, publishing
 from tests.checkpoint.kit.calls import Call, recorded
 from tests.checkpoint.kit.states import ALONE, state, step_of
 from tests.support.pool import forkserver
@@ -91,7 +91,7 @@ def save_and_die(kind: str, path: Path, number: int, exchange: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if not exchange:
-        places._exchange = lambda one, other: False
+        local_store._exchange = lambda one, other: False
     with recorded(path.parent, before=die):
         KINDS[kind].save(path, 2)
     os._exit(0)
@@ -143,12 +143,12 @@ def test_another_program_removes_what_is_written(
     if replaces:
         save(path, 1)
 
-    def removed(place: places.LocalStore, unfinished: places.LocalStore, *rest: Any) -> None:
-        unfinished.clear()
-        commit(place, unfinished, *rest)
+    def removed(unfinished: local_store.LocalSave, overwrite: bool) -> None:
+        unfinished.abandon(())
+        commit(unfinished, overwrite)
 
-    commit = places.LocalStore.commit
-    monkeypatch.setattr(places.LocalStore, "commit", removed)
+    commit = local_store.LocalSave.commit
+    monkeypatch.setattr(local_store.LocalSave, "commit", removed)
     with pytest.raises(OSError, match=f"{name}: what this save had written was removed, by another program"):
         save(path, 2)
     assert step_of(path) == (1 if replaces else None)
@@ -169,7 +169,7 @@ def test_a_disk_that_fails_is_not_another_program(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
 
     with monkeypatch.context() as patch:
-        patch.setattr(places, "sync_folder", failing)
+        patch.setattr(local_store, "sync_folder", failing)
         with pytest.raises(OSError, match="Input/output error"):
             save(path, 2)
     assert step_of(path) == 1
@@ -221,7 +221,7 @@ def test_a_file_that_came_in_the_meantime_stays(
     path = tmp_path / "one.safetensors"
 
     def write(stays: bool) -> None:
-        with publishing.publish(places.SingleFile(path), overwrite=False) as unfinished:
+        with publishing.publish(local_store.SingleFile(path).unfinished()) as unfinished:
             unfinished.path.write_text("mine")
             if stays:
                 path.write_text("another's")
@@ -231,7 +231,7 @@ def test_a_file_that_came_in_the_meantime_stays(
     path.unlink()
     if links:
         monkeypatch.setattr(
-            places.SingleFile, "check_free", lambda *_: None
+            local_store.SingleFile, "check_free", lambda *_: None
         )  # the last look was before it came
         with pytest.raises(FileExistsError, match="has just written it"):
             write(stays=True)

@@ -20,11 +20,12 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage import object_files
+from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.models import trained
+from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
@@ -95,7 +96,7 @@ def test_a_checkpoint_returns_and_torch_reads_it(s3: Any) -> None:
 
 @pytest.mark.extensive("a server and a failure")
 def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "BLOCK", 5 << 20)  # the least that S3 takes
+    monkeypatch.setattr(object_files, "BLOCK", 5 << 20)  # the least that S3 takes
     tensor = torch.arange(3 << 20)
     asked = []
 
@@ -124,11 +125,11 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
 
 _KILLED = """
 import os, signal, torch, fsspec
-from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage import object_files
 from shardwright.collective import RankGroup
 from shardwright.checkpoint.save.collective_save import write_state
 
-objects.BLOCK = 5 << 20
+object_files.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")
 original = kind.call_s3
 
@@ -160,12 +161,12 @@ def test_a_killed_save_leaves_no_checkpoint_and_is_replaced_if_asked(s3: Any) ->
 
 
 def test_a_commit_never_replaces_an_object(s3: Any) -> None:
-    place, later = objects.ObjectStore("s3://runs/c"), objects.ObjectStore("s3://runs/c", "0" * 16)
-    place.begin("0" * 16, 0, False)
+    later = ObjectStore("s3://runs/c").unfinished()
+    later.begin(0, overwrite=False)
     later.write(later.stored_name("index.json"), b"later")
     s3.pipe_file("runs/c/index.json", b"first")
     with pytest.raises(FileExistsError, match="was written by another save"):
-        place.commit(later, overwrite=True)
+        later.commit(overwrite=True)
     assert s3.cat_file("runs/c/index.json") == b"first"
 
 

@@ -13,11 +13,11 @@ import torch
 
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage import object_store
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
+from tests.checkpoint.kit.states import load_state
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.kit.fake_store import FakeStore  # noqa: E402
@@ -28,7 +28,7 @@ ALONE = RankGroup(alone=True)
 @pytest.fixture(autouse=True)
 def _same_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FakeStore.restart()
-    monkeypatch.setattr(objects, "promptly", lambda action, url: action())
+    monkeypatch.setattr(object_store, "promptly", lambda action, url: action())
     yield
     FakeStore.restart()
 
@@ -126,7 +126,7 @@ def test_at_most_one_of_two_saves_succeeds_and_it_is_whole(
 
 
 def replace(url: str, value: float) -> None:
-    objects.ObjectStore(url).clear()
+    object_store.ObjectStore(url).clear()
     write_state(url, state(value), ALONE)
 
 

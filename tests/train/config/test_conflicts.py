@@ -133,6 +133,20 @@ def test_a_job_is_refused_before_it_starts(row: Conflict[Sections], tmp_path: Pa
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("key", ["fault.on_non_finite", "fault.on_spike"])
+def test_rewinds_are_refused_if_no_checkpoint_can_be_old_enough(key: str) -> None:
+    """A run of some steps goes back from each number of steps that it may have done."""
+    (row,) = (row for row in BETWEEN_SECTIONS if row.settings[:2] == ("fault.rewind_steps", key))
+    for steps, every, back in itertools.product(range(1, 9), range(1, 9), range(9)):
+        fault = {key.partition(".")[2]: "rewind", "rewind_steps": back}
+        job = Sections.model_validate(
+            {"train": {"steps": steps}, "checkpoint": {"every": every}, "fault": fault}
+        )
+        saved = range(every, steps + 1, every)
+        goes_back = any(step <= done - back for done in range(1, steps + 1) for step in saved)
+        assert row.applies(job) != goes_back
+
+
 OTHERS: tuple[Conflict[Sections], ...] = NEW + PLANNED
 
 

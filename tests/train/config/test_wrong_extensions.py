@@ -13,7 +13,6 @@ from shardwright import cli
 from shardwright.extend import ExtensionError, NamedLayout, NamedMemory
 from shardwright.memory import Item, Plan
 from shardwright.train.config import Config
-from shardwright.train.config.catalog import kinds as kinds_module
 from shardwright.train.errors import UserError
 from shardwright.train.extend import Kind, NamedOptimizer, NamedSink, Offers, kinds, optimizers
 from shardwright.train.models.build import build_model
@@ -162,7 +161,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in ("mine", "my_small"):
         sys.modules.pop(name, None)
-    kinds_module._by_shape.clear()
     sys.path[:] = path
 
 

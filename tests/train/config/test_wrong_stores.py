@@ -14,7 +14,6 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.extend.stores import NEEDED
 from shardwright.train.commands.extensions import REGISTRIES
-from shardwright.train.config.catalog import kinds as kinds_module
 from tests.train.kit.hooks import EXAMPLES, JOB
 from tests.train.kit.jobs import config_file
 
@@ -100,7 +99,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for (registry, _), values in zip(REGISTRIES.values(), known, strict=True):
         registry._values.clear()
         registry._values.update(values)
-    kinds_module._by_shape.clear()
     for name in ("own_stores", "my_store"):
         sys.modules.pop(name, None)
     sys.path[:] = path

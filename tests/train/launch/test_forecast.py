@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.train.launch import forecast
 from shardwright.train.run.folder import RunFolder
-from tests.train.kit.jobs import config_file, train_here
+from tests.train.kit.jobs import config_file, ranks, train_here
 
 
 @pytest.fixture
@@ -114,3 +114,28 @@ def test_a_start_does_not_wait_long_for_a_plan(
     status, _ = train(job, "warn", 0.00001)
     assert status == 0  # nobody waited for the plan that refuses it
     assert len(late) == 1 and "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.extensive("two processes and a plan")
+@pytest.mark.parametrize("plan", ["warn", "refuse"])
+def test_the_first_rank_of_torchrun_plans(job: Path, plan: str) -> None:
+    run = job.parent / "run"
+    words = (
+        "--run.plan",
+        plan,
+        "--run.plan_device",
+        str(device(job.parent, 0.6)),
+        "--parallel.engine",
+        "shardwright",
+        "--train.steps",
+        "300",
+    )
+    (first, said), (second, silent) = ranks(2, "train", job, *words, "--run.dir", run, timeout=300)
+    if plan == "warn":
+        assert (first, second, silent) == (0, 0, "")
+        assert said.count("warning: this job does not fit") == 1
+        assert forecast.plan_file(RunFolder(run)).exists()
+        return
+    assert (first, second, silent) == (2, 2, "")
+    assert said.startswith("error: run.plan: this job does not fit") and said.count("\n") == 1
+    assert not run.exists()

@@ -265,8 +265,9 @@ def test_a_mistake_in_a_job_that_goes_on_is_in_exit_json(tmp_path: Path) -> None
     [
         (("--fault.least_ranks", "5"), "fault.least_ranks: expected at most 2, the number of ranks, found 5"),
         (
-            ("--fault.rewind_steps", "8", "--fault.on_spike", "rewind"),
-            "fault.rewind_steps: expected less than train.steps = 8 with fault.on_spike = 'rewind', found 8",
+            ("--fault.rewind_steps", "6", "--fault.on_spike", "rewind"),
+            "fault.rewind_steps: expected rewind_steps + checkpoint.every <= train.steps = 8 with fault.on_spike = "
+            "'rewind', found 6 + 3; no checkpoint would be old enough",
         ),
     ],
 )

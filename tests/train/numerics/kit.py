@@ -116,7 +116,7 @@ class Run:
                 ) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
-                self.trainer.hooks.own = [StepReports(reporter)]
+                self.trainer.hooks.trainer_hooks = [StepReports(reporter)]
                 run_steps(self.trainer, reporter, saves, stop, self.loaded)
         finally:
             self.trainer.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright._torch import absent_ranks
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.save.plan import SavePlan
-from shardwright.checkpoint.storage.places import store_of
+from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.collective import RankGroup
 from shardwright.planner.devices import known_devices
@@ -99,7 +99,7 @@ def validation_in(config: Config) -> int:
         for _ in range(2):
             trainer.train_step(StopRequest())
         gc.collect()
-        peak = peak_of(lambda: (fault_of_state(trainer), validate(trainer)))
+        peak = peak_of(lambda: (fault_of_state(trainer.state), validate(trainer)))
         trainer.close()
     return peak
 
@@ -120,7 +120,7 @@ def save_in(rank: int, world_size: int, config: Config, folder: Path) -> None:
     else:
         state = trainer.model, trainer.optimizer, trainer.position
         action = functools.partial(checkpoint.save, folder, *state)
-    figures[SAVE] = peak_of(lambda: (fault_of_state(trainer), action()))
+    figures[SAVE] = peak_of(lambda: (fault_of_state(trainer.state), action()))
     if config.checkpoint.asynchronous:
         figures["staging"] = memory.nbytes
         memory.close()

@@ -22,6 +22,7 @@ LAYERS = 31  #: more than the three short models have together
 HANDFUL: dict[str, str] = {
     "bf16, ragged, checkpoints": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32 parallel.layout=ragged "
     "activations.checkpoint=full model.n_layers=16 validation.every=0",
+    "compiled blocks": "train.compile=inductor model.n_layers=19 validation.every=0",
     "fsdp2, tied, asynchronous saves": "parallel.engine=fsdp2 model.tied_embeddings=true model.n_layers=20 "
     "checkpoint.asynchronous=true",
 }
@@ -42,6 +43,7 @@ ROWS: list[list[str]] = [
     ["", "optimizer.name=adamw8bit", "optimizer.in_backward=true train.max_norm=0"],
     ["", "parallel.tensor=2"],
     ["", "validation.every=0", "checkpoint.asynchronous=true"],
+    ["", "", "", "train.compile=inductor"],
     ["", "", "parallel.offload=cpu", "parallel.offload=optimizer"],
 ]  # fmt: skip
 

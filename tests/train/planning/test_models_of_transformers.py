@@ -74,10 +74,12 @@ LONG: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.extensive("four or more traces of each")
-@pytest.mark.parametrize("kind", LONG)
-def test_a_composed_plan_is_the_traced_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"), [*((kind, "") for kind in LONG), ("gemma2", "train.compile=inductor")]
+)
+def test_a_composed_plan_is_the_traced_one(kind: str, words: str, tmp_path: Path) -> None:
     changes, parts = LONG[kind]
-    config = config_of(folder_of(kind, tmp_path, **changes), "train.seq_len=256")
+    config = config_of(folder_of(kind, tmp_path, **changes), f"train.seq_len=256 {words}")
     *_, layers = series_of(config, 2, programs._layers_of)
     assert (layers.parts, layers.saves(layers.least)) == (parts, True)
     composed, traced = composed_program(config, 2), traced_program(config, 2)

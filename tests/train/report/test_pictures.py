@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,7 @@ from shardwright import cli
 from shardwright.memory.packing import pack
 from shardwright.memory.plan import Item, Plan, slots
 from shardwright.train.commands import compare
-from shardwright.train.config.catalog import records
+from shardwright.train.config.catalog import figures, records
 from shardwright.train.report import console, plots
 from shardwright.train.report.plan_picture import in_ranges, plan_figure, short_names
 from shardwright.train.step.reporting.conclusion import validation_lines
@@ -190,28 +189,27 @@ def test_a_loss_above_and_one_below_are_explained() -> None:
 
 
 def test_every_figure_of_a_step_is_explained() -> None:
-    shown = "  ".join(console.figures_of(RECORD))
+    shown = "  ".join(figures.texts_of(RECORD))
     assert "mem 1.00/2.00 GiB (6%/12%)" in shown and "data 2.0%" in shown and "MFU 25.0%" in shown
-    for device in ("cpu", "cuda"):
-        key = console.explain_figures(
-            torch.device(device),
-            validation=True,
-            norm=True,
-            mfu=True,
+    for on_gpu in (False, True):
+        run = figures.RunFacts(
+            on_gpu=on_gpu,
+            has_validation=True,
+            has_norm=True,
+            has_mfu=True,
             auxiliary={"mtp": 0.3, "balance": 0.01},
             meanings={"balance": "load of the experts; 2: all equal"},
             metrics={},
         )
+        key = console.explain_figures(run)
         names = [line.split()[0] for line in key.splitlines()[1:]]
-        assert all(name in shown for name in names) and len(names) == len(console.figures_of(RECORD))
+        assert all(name in shown for name in names) and len(names) == len(figures.texts_of(RECORD))
         assert max(map(len, key.splitlines())) <= 80
         assert "2: all equal" in key and "1: all equal" not in key
     bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, balance_loss=None, mtp_loss=None)
-    key = console.explain_figures(
-        torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={}, meanings={}, metrics={}
-    )
-    assert len(key.splitlines()) - 1 == len(console.figures_of(bare)) == 5
-    assert "n/a" not in "".join(console.figures_of(bare))
+    key = console.explain_figures(figures.RunFacts(False, False, False, False, {}, {}, {}))
+    assert len(key.splitlines()) - 1 == len(figures.texts_of(bare)) == 5
+    assert "n/a" not in "".join(figures.texts_of(bare))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -222,7 +220,7 @@ def test_bar_labels_its_times_and_keeps_numbers_with_their_units(columns: int) -
     bar.step(replace(RECORD, step=50_000))
     bar.close(records.RunEnd("finished", 50_000))
     shown = file.getvalue()
-    assert all(part in shown for part in console.figures_of(RECORD) if len(part) <= columns)
+    assert all(part in shown for part in figures.texts_of(RECORD) if len(part) <= columns)
     if columns >= 80:
         line = next(line for line in shown.splitlines() if "50000/100000 steps" in line)
         assert line.index(" elapsed ") < line.index(" left")

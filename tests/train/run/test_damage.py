@@ -22,7 +22,8 @@ from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save import collective_save
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
+from shardwright.checkpoint.training import load_checkpoint
 from shardwright.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -107,11 +108,11 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
 
     def stale(folder: Path) -> Any:
         stored = examine(folder)
-        return (
-            stored
-            if folder != newest
-            else replace(stored, checkpoint=replace(stored.checkpoint, fingerprint="?"))
-        )
+        if folder != newest:
+            return stored
+        opened = stored.checkpoint.opened
+        other = replace(opened, description=opened.description._replace(fingerprint="?"))
+        return replace(stored, checkpoint=replace(stored.checkpoint, opened=other))
 
     def unseen(folder: Path) -> Any:
         if folder == newest:
@@ -136,7 +137,7 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(
-                    collective_load, "read_state", _fails(collective_load.read_state, newest, error)
+                    load_checkpoint, "read_state", _fails(load_checkpoint.read_state, newest, error)
                 )
             if kind is None:
                 assert job.load().step == 1 and job.is_at(1)
@@ -208,9 +209,9 @@ def _dies_at(moment: int, action: Any) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rename", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        patch.setattr(places, "_exchange", counted(places._exchange))
+        patch.setattr(local_store, "_exchange", counted(local_store._exchange))
         # A process that was killed tidies nothing.
-        patch.setattr(places.LocalStore, "abandon", lambda store, names: None)
+        patch.setattr(local_store.LocalSave, "abandon", lambda save, names: None)
         try:
             action()
         except Killed:

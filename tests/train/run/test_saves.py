@@ -30,9 +30,8 @@ from shardwright import cli
 from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.load.collective_load import load_state
 from shardwright.checkpoint.save import collective_save
-from shardwright.checkpoint.storage import places
+from shardwright.checkpoint.storage import local_store
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -43,6 +42,7 @@ from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
 from shardwright.train.step.saving.saves import Saves, steps_to_delete
+from tests.checkpoint.kit.states import load_state
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
 from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here, trainer
@@ -291,7 +291,9 @@ def test_a_full_disk_keeps_what_is_on_it(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     if "__0_0" in reason:  # as if another program took the space in between
-        monkeypatch.setattr(places.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1 << 40))
+        monkeypatch.setattr(
+            local_store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1 << 40)
+        )
     job = Small(small_disk, features=7_000)  # 168 KB with its moments
     saves = job.saves(keep=1, on_save_failure="continue")
     job.save(saves, 1)

@@ -18,7 +18,7 @@ from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.save.collective_save import read_back
 from shardwright.checkpoint.save.writing import PartToWrite, write_parts
-from shardwright.checkpoint.storage.places import LocalStore
+from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
@@ -186,9 +186,10 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int
 
 def test_a_flipped_byte_in_the_background_is_a_failure(tmp_path: Path) -> None:
     """Each process reads back what it has written, before the checkpoint gets its name."""
-    files = LocalStore(tmp_path)
-    written = write_parts(files, "__0_0.distcp", [PartToWrite("w", Box((0,), torch.arange(50.0)))])
-    read_back(files, written)
-    flipped(tmp_path / "__0_0.distcp", tmp_path)
+    save = LocalStore(tmp_path / "c").unfinished()
+    save.begin(0, overwrite=False)
+    written = write_parts(save, "__0_0.distcp", [PartToWrite("w", Box((0,), torch.arange(50.0)))])
+    read_back(save, written)
+    flipped(save.path / "__0_0.distcp", save.path)
     with pytest.raises(OSError, match=r"read back after it was written, __0_0\.distcp is not the file"):
-        read_back(files, written)
+        read_back(save, written)

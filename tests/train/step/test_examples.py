@@ -14,7 +14,6 @@ import torch
 
 import shardwright as sw
 from shardwright.extend import Registry, layouts, memories, strategies
-from shardwright.train.config.catalog import kinds as kinds_module
 from shardwright.train.extend import hooks, kinds, optimizers, sinks
 from tests.train.kit.hooks import EXAMPLES, JOB
 from tests.train.kit.jobs import config_file, ranks, records, train_here
@@ -36,7 +35,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         registry._values.update(values)
     for name in EXAMPLES:
         sys.modules.pop(name.removesuffix(".py"), None)
-    kinds_module._by_shape.clear()
     sys.path[:] = path
 
 

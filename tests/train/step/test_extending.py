@@ -21,7 +21,6 @@ from shardwright.extend import (
     strategies,
 )
 from shardwright.train.config import Config
-from shardwright.train.config.catalog import kinds as kinds_module
 from shardwright.train.config.keys import keys
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedOptimizer, hooks, kinds, optimizers, sinks
@@ -62,7 +61,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         registry._values.update(values)
     for name in (*EXAMPLES, "two_kinds.py", "headless.py"):
         sys.modules.pop(name.removesuffix(".py"), None)
-    kinds_module._by_shape.clear()
     sys.path[:] = path
 
 

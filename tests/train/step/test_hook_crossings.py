@@ -14,6 +14,7 @@ import torch
 from shardwright import cli
 from shardwright.comm import use_streams
 from shardwright.train.commands import train as train_command
+from shardwright.train.config.catalog.figures import RunFacts
 from shardwright.train.config.schema import toml_value
 from shardwright.train.parallel import world
 from shardwright.train.report.console import explain_figures
@@ -409,9 +410,10 @@ NAMES = ("a", "a_metric_of_forty_characters_has_this_name", "word " * 40)
 @pytest.mark.parametrize("words", NAMES)
 def test_explanations_fit_a_terminal(name: str, words: str) -> None:
     """A metric with any name and text has its lines, and the lines of the other figures do not change."""
-    rest: dict[str, Any] = {"validation": True, "norm": True, "mfu": True, "auxiliary": {}, "meanings": {}}
-    plain = explain_figures(torch.device("cpu"), metrics={}, **rest).splitlines()
-    found = explain_figures(torch.device("cpu"), metrics={name: words}, **rest).splitlines()
+    plain, found = (
+        explain_figures(RunFacts(False, True, True, True, {}, {}, metrics)).splitlines()
+        for metrics in ({}, {name: words})
+    )
     own = [line for line in found if line not in plain]
     assert [line for line in found if line in plain] == plain and max(map(len, plain)) <= 80
     assert " ".join(" ".join(own).split()) == " ".join(f"{name} {words}".split())

@@ -31,7 +31,7 @@ from shardwright.checkpoint.format.names import files_of_save, note_of_rank
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.publishing import begun
-from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.collective import RankGroup, described, raise_for
@@ -74,7 +74,7 @@ _MOVES: dict[_State, set[_State]] = {
 class _Save:
     """A save under way."""
 
-    place: Store
+    unfinished: UnfinishedSave
     attempt: str
     ranks: RankGroup
     state: _State = _State.WRITING
@@ -88,7 +88,8 @@ class _Save:
 
     @property
     def path(self) -> Path | str:
-        return self.place.path or str(self.place)
+        store = self.unfinished.store
+        return store.path or str(store)
 
     @property
     def is_committed(self) -> bool:
@@ -119,7 +120,7 @@ class _Save:
     def abandon(self) -> None:
         """Remove what was written, as far as that is possible."""
         names = [*files_of_save(self.ranks.size), *map(note_of_rank, range(self.ranks.size))]
-        self.place.unfinished(self.attempt).abandon(names)
+        self.unfinished.abandon(names)
 
     def outcome(self) -> Outcome:
         error = None if self.failure is None else self.failure[1]
@@ -196,16 +197,15 @@ class AsyncCheckpoint:
         """:meth:`save` of a nested state: dicts and lists of tensors and plain values."""
         self._check_open()
         ranks = self._ranks
-        place = place_of(path, ranks)
+        store = place_of(path, ranks)
         self.wait()
         plan = SavePlan.of(state, ranks, shared=SHARED)
-        attempt, names = plan.contents.attempt, files_of_save(ranks.size)
-        with begun(place, plan.contents.nbytes, overwrite, attempt, names, ranks):
-            job = SaveJob(place, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
+        job = SaveJob(store, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
+        with begun(job.unfinished, plan.contents.nbytes, overwrite, files_of_save(ranks.size), ranks):
             ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
-            self._save = _Save(place, attempt, ranks)
+            self._save = _Save(job.unfinished, plan.contents.attempt, ranks)
             _under_way.add(self)
             assert self._writer is not None
             self._writer.send({"do": "save", "at": at, "bytes": nbytes})
@@ -364,7 +364,7 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        opened = read_description(save.place)
+        opened = read_description(save.unfinished.store)
     except (OSError, Damaged):
         return False
     return isinstance(opened, OwnCheckpoint) and opened.index.attempt == save.attempt

@@ -57,12 +57,12 @@ class BackgroundWriter:
     def _save(self, job: SaveJob) -> None:
         start, attempt = time.monotonic(), job.contents.attempt
         try:
-            folder = job.unfinished
-            with unless_removed(job.place, folder):
-                written = write_parts(folder, file_of_rank(job.rank), job.parts)
+            save = job.unfinished
+            with unless_removed(save):
+                written = write_parts(save, file_of_rank(job.rank), job.parts)
                 if job.verified:
-                    read_back(folder, written)
-                notes.leave(folder, job.rank, attempt, written)
+                    read_back(save, written)
+                notes.leave(save, job.rank, attempt, written)
             seconds = time.monotonic() - start
             self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
             if job.is_first:
@@ -81,7 +81,7 @@ class BackgroundWriter:
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
         notes.remove(job.unfinished, job.contents.ranks)
-        commit_parts(job.place, job.unfinished, job.contents, writes, job.overwrite, job.verified)
+        commit_parts(job.unfinished, job.contents, writes, job.overwrite, job.verified)
 
     def _all_written(self, job: SaveJob) -> list[WrittenFile]:
         """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
@@ -91,19 +91,19 @@ class BackgroundWriter:
         Raises:
             OSError and others: a rank has failed, or the trainer wants the save to end.
         """
-        ranks, attempt, folder = job.contents.ranks, job.contents.attempt, job.unfinished
-        is_local = folder.path is not None
+        ranks, attempt, save = job.contents.ranks, job.contents.attempt, job.unfinished
+        is_local = save.path is not None
         patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
         longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
-        names = {rank: folder.stored_name(note_of_rank(rank)) for rank in range(ranks)}
+        names = {rank: save.stored_name(note_of_rank(rank)) for rank in range(ranks)}
         writes: dict[int, WrittenFile] = {}
         seen: dict[str, int] = {}
         change, pause = time.monotonic(), 0.002
         while True:
-            sizes = folder.sizes()
+            sizes = save.sizes()
             failures = []
             for rank in [rank for rank, name in names.items() if rank not in writes and name in sizes]:
-                note = notes.read(folder, rank, attempt)
+                note = notes.read(save, rank, attempt)
                 if isinstance(note, WrittenFile):
                     writes[rank] = note
                 else:
@@ -117,13 +117,13 @@ class BackgroundWriter:
             missing = min(set(range(ranks)) - writes.keys())
             if self._is_leaving and time.monotonic() - change > patience:
                 raise RuntimeError(
-                    f"rank {missing} has not written its part of {job.place}: nothing in {folder} has changed for "
+                    f"rank {missing} has not written its part of {job.store}: nothing in {save} has changed for "
                     f"{patience:.0f} seconds"
                 )
             command = self._commands.next(pause)
             self._is_leaving |= self._commands.ended or (command or {}).get("do") == "leave"
             if command is not None and (command["do"], command.get("attempt")) == ("abandon", attempt):
-                raise RuntimeError(f"rank {missing} has not written its part of {job.place}")
+                raise RuntimeError(f"rank {missing} has not written its part of {job.store}")
             if self._commands.ended:
                 time.sleep(pause)
             pause = min(pause * 1.5, longest_pause)

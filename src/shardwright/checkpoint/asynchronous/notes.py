@@ -12,26 +12,26 @@ from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import Part
 from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.save.writing import WrittenFile
-from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.errors import Damaged
 
 
-def leave(folder: Store, rank: int, attempt: str, written: WrittenFile) -> None:
+def leave(save: UnfinishedSave, rank: int, attempt: str, written: WrittenFile) -> None:
     """Say that a rank's file is on disk. Raises OSError if that cannot be said."""
     parts = [[name, [*part]] for name, part in written.parts]
-    _leave(folder, rank, {"attempt": attempt, "file": written.file, "parts": parts})
+    _leave(save, rank, {"attempt": attempt, "file": written.file, "parts": parts})
 
 
-def leave_failure(folder: Store, rank: int, attempt: str, kind: int, text: str) -> None:
+def leave_failure(save: UnfinishedSave, rank: int, attempt: str, kind: int, text: str) -> None:
     """Say that a rank's file could not be written. Raises OSError if that cannot be said."""
-    _leave(folder, rank, {"attempt": attempt, "kind": kind, "text": text})
+    _leave(save, rank, {"attempt": attempt, "kind": kind, "text": text})
 
 
-def _leave(folder: Store, rank: int, content: dict[str, Any]) -> None:
-    folder.write(folder.stored_name(note_of_rank(rank)), sealed(content).encode())
+def _leave(save: UnfinishedSave, rank: int, content: dict[str, Any]) -> None:
+    save.write(save.stored_name(note_of_rank(rank)), sealed(content).encode())
 
 
-def read(folder: Store, rank: int, attempt: str) -> WrittenFile | tuple[int, str]:
+def read(save: UnfinishedSave, rank: int, attempt: str) -> WrittenFile | tuple[int, str]:
     """The file and parts that a rank has written, or the kind and text of its failure.
 
     Raises:
@@ -39,14 +39,14 @@ def read(folder: Store, rank: int, attempt: str) -> WrittenFile | tuple[int, str
     """
     name = note_of_rank(rank)
     try:
-        content = unsealed(folder.read(folder.stored_name(name)), name)
+        content = unsealed(save.read(save.stored_name(name)), name)
         if content["attempt"] != attempt:
             raise Damaged(f"{name} is of another save")
         if "text" in content:
             return content["kind"], content["text"]
         return WrittenFile(content["file"], [(tensor, _part(part)) for tensor, part in content["parts"]])
     except (Damaged, LookupError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{folder}: the note of rank {rank} cannot be read: {error}") from None
+        raise RuntimeError(f"{save}: the note of rank {rank} cannot be read: {error}") from None
 
 
 def _part(values: list[Any]) -> Part:
@@ -54,7 +54,7 @@ def _part(values: list[Any]) -> Part:
     return Part(tuple(offsets), tuple(sizes), *others)
 
 
-def remove(folder: Store, ranks: int) -> None:
+def remove(save: UnfinishedSave, ranks: int) -> None:
     """Remove the notes, before the files become a checkpoint."""
     for rank in range(ranks):
-        folder.remove(folder.stored_name(note_of_rank(rank)))
+        save.remove(save.stored_name(note_of_rank(rank)))

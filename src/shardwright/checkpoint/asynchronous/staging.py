@@ -22,8 +22,8 @@ from shardwright.checkpoint.format.checks import DTYPES
 from shardwright.checkpoint.format.index import StoredValue, TensorForm
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.save.writing import Contents, PartToWrite
-from shardwright.checkpoint.storage.places import store_of
-from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.locations import store_of
+from shardwright.checkpoint.storage.stores import Store, UnfinishedSave
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 
 _ALIGNMENT = 64  #: bytes; every dtype can be viewed there
@@ -88,7 +88,7 @@ class SharedMemory:
 class SaveJob:
     """One save of one rank, as its writer process gets it."""
 
-    place: Store
+    store: Store
     rank: int
     overwrite: bool
     parts: list[PartToWrite]
@@ -96,9 +96,9 @@ class SaveJob:
     verified: bool = False  #: read back what was written
 
     @property
-    def unfinished(self) -> Store:
-        """The unfinished store into which the ranks write."""
-        return self.place.unfinished(self.contents.attempt)
+    def unfinished(self) -> UnfinishedSave:
+        """The save that the ranks write together."""
+        return self.store.unfinished(self.contents.attempt)
 
     @property
     def is_first(self) -> bool:
@@ -127,18 +127,18 @@ def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
         (_view(target, start, part.box.local.dtype, part.box.sizes), part.box.local)
         for start, part in zip(starts, job.parts, strict=True)
     ]
-    for room, values in copies:
+    for memory_of_part, values in copies:
         if values.device.type != "cpu":
-            room.copy_(values, non_blocking=True)
+            memory_of_part.copy_(values, non_blocking=True)
     in_threads([each for each in copies if each[1].device.type == "cpu"], _copy)
     wait_for_devices(values for _, values in copies)
     return end, len(text)
 
 
 def _copy(copy: tuple[Tensor, Tensor]) -> None:
-    room, values = copy
+    memory_of_part, values = copy
     with torch.no_grad():  # which each thread has for itself
-        room.copy_(values)
+        memory_of_part.copy_(values)
 
 
 def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
@@ -150,7 +150,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
         for name, offsets, sizes, dtype, at in content["parts"]
     ]
     return SaveJob(
-        store_of(content["place"]),
+        store_of(content["store"]),
         content["rank"],
         content["overwrite"],
         parts,
@@ -164,7 +164,7 @@ def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
     tensors = contents.tensors if job.is_first else {}
     values = contents.values if job.is_first else {}
     content = {
-        "place": str(job.place.path.absolute() if job.place.path else job.place),
+        "store": str(job.store.path.absolute() if job.store.path else job.store),
         "rank": job.rank,
         "overwrite": job.overwrite,
         "verified": job.verified,

@@ -32,17 +32,18 @@ from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
-from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import bytes_of, stored_form
+from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_model
+from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     Contents,
     PartToWrite,
-    about,
+    versions,
     write_descriptions,
     write_parts_in_order,
 )
-from shardwright.checkpoint.storage.places import SingleFile, store_of
+from shardwright.checkpoint.storage.local_store import SingleFile
+from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.checkpoint.training.model import MODEL
@@ -242,14 +243,14 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _to_store(place: Store, chosen: _Chosen, ranks: int, to: str) -> None:
+def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
-    contents = Contents(attempt, ranks, chosen.tensors, chosen.values, about())
-    with publish(place, chosen.nbytes, attempt=attempt, names=files_of_save(1)) as unfinished:
-        written = write_parts_in_order(unfinished, file_of_rank(0), _parts(chosen))
+    contents = Contents(attempt, ranks, chosen.tensors, chosen.values, versions())
+    with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1)) as save:
+        written = write_parts_in_order(save, file_of_rank(0), _parts(chosen))
         if not written.parts:
-            unfinished.remove(written.file)
-        write_descriptions(unfinished, contents, [written] if written.parts else [], for_torch=to == DCP)
+            save.remove(written.file)
+        write_descriptions(save, contents, [written] if written.parts else [], for_torch=to == DCP)
 
 
 def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
@@ -261,9 +262,9 @@ def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
 
 
 def _to_torch(destination: Path, chosen: _Chosen) -> None:
-    with publish(SingleFile(destination), chosen.nbytes) as unfinished:
+    with publish(SingleFile(destination).unfinished(), chosen.nbytes) as save:
         values = {each.path: each.value for each in chosen.values.values()}
-        write_torch_file(unfinished.path, chosen.tensors, values, chosen.read())
+        write_torch_file(save.path, chosen.tensors, values, chosen.read())
 
 
 def _to_safetensors(
@@ -284,18 +285,18 @@ def _to_safetensors(
         ModelTensor([name], torch.empty(each.shape, dtype=each.dtype, device="meta"), [], optional=False)
         for name, each in tensors.items()
     ]
-    form = stored_form(entries, key_map, None, with_values=False)
-    if not form.keys:
+    stored = stored_model(entries, key_map, None, with_values=False)
+    if not stored.keys:
         raise ValueError("there are no tensors to write")
-    settings = None if config is None else {**config, "dtype": form.main_dtype()}
+    settings = None if config is None else {**config, "dtype": stored.main_dtype()}
 
     def read(group: list[ModelTensor]) -> dict[str, Tensor]:
         return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
 
-    nbytes = sum(map(form.nbytes, form.keys))
+    nbytes = stored.total_bytes
     if destination.suffix == ".safetensors":
-        with publish(SingleFile(destination), nbytes) as unfinished:
-            write_stored_file(unfinished.path, form, read)
+        with publish(SingleFile(destination).unfinished(), nbytes) as save:
+            write_stored_file(save.path, stored, read)
     else:
-        write_stored_form(destination, form, read, max_shard_size=max_shard_size, config=settings)
-    return Converted(destination, SAFETENSORS, len(form.keys), nbytes, chosen.left_out)
+        write_stored_model(destination, stored, read, max_shard_size=max_shard_size, config=settings)
+    return Converted(destination, SAFETENSORS, len(stored.keys), nbytes, chosen.left_out)

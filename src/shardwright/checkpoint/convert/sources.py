@@ -21,7 +21,7 @@ from shardwright.checkpoint.format.nested import NestedState, nested
 from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
 from shardwright.checkpoint.pretrained.folder import open_model
-from shardwright.checkpoint.storage.places import has_description
+from shardwright.checkpoint.storage.local_store import has_description
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.errors import Damaged
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from shardwright.checkpoint.dcp.folders import not_plain
-from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
+from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable, not_plain
 from shardwright.checkpoint.format.archive import zipped
 from shardwright.checkpoint.format.checks import DTYPES
 from shardwright.checkpoint.storage.stores import Reader

@@ -6,7 +6,9 @@ of shared tuples) or one deeper than the stack. The operations are counted here 
 
 from __future__ import annotations
 
+import pickle
 import pickletools
+import re
 
 from shardwright.errors import Damaged
 
@@ -103,3 +105,14 @@ def _bounded(size: int, name: str) -> int:
     if size > LARGEST_KEY:
         raise Damaged(f"{name} has a tuple of more than {LARGEST_KEY:,} values, which no checkpoint has")
     return size
+
+
+def not_plain(error: pickle.UnpicklingError) -> str:
+    """The reason why ``torch.load(weights_only=True)`` did not load a value, in one line."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is None:
+        return "is damaged: torch.load cannot read it"
+    return (
+        f"names {named[1]}, which is not a tensor or plain value; it was not called. If you trust the file, allow "
+        "the class with torch.serialization.safe_globals"
+    )

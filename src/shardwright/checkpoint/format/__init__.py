@@ -2,8 +2,8 @@
 
 Read `index` first: `index.json` describes all. `nested` takes a state apart into named tensors and values, `boxes` has
 ranges of their elements, `archive` is the container of a tensor, `values` has plain values as JSON, `digests` the
-SHA-256 of files and of JSON that contains its own, `checks` those of single values, `names` the names of all files.
-Rule: nothing here knows folders, URLs or ranks.
+SHA-256 of files and of JSON that contains its own, `checks` those of single values, `names` the names of all files,
+`progress` a function that gets numbers of bytes. Rule: nothing here knows folders, URLs or ranks.
 
 A tensor is a ``TensorForm`` without values (keys, dtype, shape), a ``StateTensor`` in the memory of a run, and a
 ``StoredTensor`` in files. A ``Box`` is a range of it in memory, a ``Part`` one in a file. Other rooms add

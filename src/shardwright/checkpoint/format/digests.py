@@ -10,10 +10,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.errors import Damaged
 
 READ_AT_ONCE = 1 << 22
@@ -24,10 +25,6 @@ _LAST_LINE = f'"{SEAL}": "'
 class Digest(NamedTuple):
     nbytes: int
     sha256: str
-
-
-def _ignore(nbytes: int) -> None:
-    pass
 
 
 def open_regular(file: Path, links: bool = False) -> int:
@@ -75,7 +72,7 @@ def read_regular(file: Path, links: bool = False) -> bytes:
             raise Damaged(f"{file.name} is larger than the memory that is left") from None
 
 
-def digest_of(file: Path, progress: Callable[[int], None] = _ignore, links: bool = False) -> Digest:
+def digest_of(file: Path, progress: Progress = ignore, links: bool = False) -> Digest:
     """Read a file and digest it. ``progress`` gets the bytes of each part that was read.
 
     Raises:
@@ -90,18 +87,6 @@ def digest_of(file: Path, progress: Callable[[int], None] = _ignore, links: bool
             total += count
             progress(count)
     return Digest(total, sha.hexdigest())
-
-
-def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """The names for ``rank``, so that all ranks get about the same number of bytes."""
-    loads = [0] * ranks
-    mine = []
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += sizes[name] + 1  # also spread empty files
-        if lightest == rank:
-            mine.append(name)
-    return mine
 
 
 # -- JSON that knows its own digest ------------------------------------------------------------------------------------

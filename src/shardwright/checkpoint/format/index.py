@@ -112,6 +112,7 @@ class Index:
     about: Mapping[str, str] = field(
         default_factory=dict
     )  #: versions of the libraries that wrote it, and notes
+    version: int = VERSION  #: of the format
 
     def parts_of_files(self) -> dict[str, list[Part]]:
         """The parts of each file in their order."""
@@ -134,7 +135,7 @@ def index_text(index: Index) -> str:
     """The content of ``index.json``. Raises ValueError for a value that JSON cannot hold; it names the value."""
     names = sorted(index.files)
     numbers = {name: number for number, name in enumerate(names)}
-    lines = ["{", f'"format": {_json(FORMAT)}, "version": {VERSION},']
+    lines = ["{", f'"format": {_json(FORMAT)}, "version": {index.version},']
     lines.append(f'"attempt": {_json(index.attempt)}, "ranks": {index.ranks}, "about": {_json(index.about)},')
     files = [
         f"{_json(name)}: {_json([file.nbytes, file.sha256, file.has_parts])}"
@@ -240,6 +241,7 @@ def _built(content: dict[str, Any]) -> Index:
         values,
         files,
         {key: typed(value, str, "a version") for key, value in about.items()},
+        content["version"],
     )
     _check_files(index)
     return index

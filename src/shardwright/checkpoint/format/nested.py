@@ -6,7 +6,7 @@ of it without tensors is one value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -165,10 +165,3 @@ def _cut(box: Box, itemsize: int) -> Iterator[Box]:
         length = min(rows, box.sizes[dim] - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
         yield from _cut(Box(offsets, box.local.narrow(dim, start, length)), itemsize)
-
-
-Progress = Callable[[int], None]
-
-
-def ignore(nbytes: int) -> None:
-    """No progress is shown."""

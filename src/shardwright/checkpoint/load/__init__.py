@@ -1,6 +1,7 @@
 """Reading of a checkpoint by all ranks: examined, compared with digests, then read.
 
 `collective_load` has all three, in this order. `checkpoints` has what was opened, ours or torch's, with one interface;
-`reading` the bytes of files. `unreplaced` finds that another program has replaced the checkpoint meanwhile. Rule: no
-value of a model changes before every rank has found the checkpoint whole.
+`reading` the bytes of files. `fit` compares names and shapes with those of the state. `replacement` finds that another
+program has replaced the checkpoint meanwhile. Rule: no value of a model changes before every rank has found the
+checkpoint whole.
 """

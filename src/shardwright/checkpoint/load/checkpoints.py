@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwright.checkpoint.dcp import folders, foreign
+from shardwright.checkpoint.dcp import entries
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.boxes import Box, overlap
-from shardwright.checkpoint.format.digests import share
 from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, parse_index
-from shardwright.checkpoint.format.names import METADATA
-from shardwright.checkpoint.format.nested import Progress, StateTensor, ignore
+from shardwright.checkpoint.format.names import INDEX, METADATA
+from shardwright.checkpoint.format.nested import StateTensor
+from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
-from shardwright.checkpoint.load.unreplaced import DescriptionFile, unless_replaced
-from shardwright.checkpoint.storage.places import Location, store_of
-from shardwright.checkpoint.storage.stores import Files, LocalFiles
+from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
+from shardwright.checkpoint.storage.local_files import LocalFiles
+from shardwright.checkpoint.storage.locations import Location, store_of
+from shardwright.checkpoint.storage.stores import Files, UnfinishedSave
 from shardwright.errors import Damaged
 
 
@@ -51,14 +52,28 @@ class StoredForm:
 class Checkpoint(ABC):
     """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them."""
 
-    place: Files
-    fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
-    origin: DescriptionFile  #: of the description, to notice that another save has replaced it
+    description: DescriptionFile
+
+    @property
+    def place(self) -> Files:
+        """The files of the checkpoint; as text the folder or URL."""
+        return self.description.files
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the description. Ranks that have read another one notice."""
+        assert self.description.fingerprint is not None
+        return self.description.fingerprint
 
     @property
     @abstractmethod
     def has_digests(self) -> bool:
         """Whether bytes can be compared."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """The version of its format; None for torch's."""
 
     @property
     @abstractmethod
@@ -93,6 +108,17 @@ class Checkpoint(ABC):
         """
         values = {leaf: each for name, value in self.values.items() for leaf, each in _opened(name, value)}
         return values | self.tensors
+
+    def below(self, name: str) -> dict[str, Any]:
+        """The leaves below a name, by the rest of their names."""
+        start = f"{name}."
+        return {
+            each.removeprefix(start): leaf for each, leaf in self.leaves.items() if each.startswith(start)
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of this name, or below it."""
+        return name in self.leaves or bool(self.below(name))
 
     @abstractmethod
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
@@ -141,6 +167,10 @@ class OwnCheckpoint(Checkpoint):
 
     index: Index
     has_digests = True
+
+    @property
+    def version(self) -> int:
+        return self.index.version
 
     @property
     def ranks(self) -> int:
@@ -210,12 +240,28 @@ class OwnCheckpoint(Checkpoint):
                 check_ranges(self.place, name, [(0, file.nbytes, file.sha256)])
 
 
+def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The names for ``rank``, so that all ranks get about the same number of bytes."""
+    loads = [0] * ranks
+    mine = []
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name] + 1  # also spread empty files
+        if lightest == rank:
+            mine.append(name)
+    return mine
+
+
 @dataclass(frozen=True)
 class TorchCheckpoint(Checkpoint):
     """A folder of torch's distributed checkpoint."""
 
     metadata: Metadata
     has_digests = False
+
+    @property
+    def version(self) -> None:
+        return None
 
     @property
     def ranks(self) -> None:
@@ -244,11 +290,11 @@ class TorchCheckpoint(Checkpoint):
 
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         names = [name for name in self.values if self.keys[name][0] in keys]
-        values = foreign.values_of(self.place, self.metadata, names, weights_only)
+        values = entries.values_of(self.place, self.metadata, names, weights_only)
         return {self.keys[name]: value for name, value in values.items()}
 
     def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
-        return foreign.tensors_of(self.place, self.metadata, tensors)
+        return entries.tensors_of(self.place, self.metadata, tensors)
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.tensors[name].shape, dtype=dtype)
@@ -260,7 +306,7 @@ class TorchCheckpoint(Checkpoint):
         return whole
 
     def files(self) -> dict[str, int]:
-        return folders.files_of(self.metadata)
+        return entries.files_of(self.metadata)
 
     def check_lengths(self) -> None:
         for name, least in self.files().items():
@@ -285,21 +331,29 @@ def read_description(path: Location, *, links: bool = False) -> Checkpoint:
     """
     store = store_of(path)
     name = store.description()
-    follows = links and name == METADATA  # ours have no links
-    described: Files = store if store.path is None else LocalFiles(store.path, follows)
-    content, origin = _description(described, name, b"." if name == METADATA else b'"}\n')
-    fingerprint = hashlib.sha256(content).hexdigest()
-    if name == METADATA:
-        return TorchCheckpoint(described, fingerprint, origin, parse_metadata(content))
-    return OwnCheckpoint(store, fingerprint, origin, parse_index(content))
+    if name != METADATA:
+        return _own_checkpoint(store, name)
+    files: Files = store if store.path is None else LocalFiles(store.path, links)
+    content, description = _description(files, name, b".")
+    return TorchCheckpoint(description, parse_metadata(content))
+
+
+def read_unfinished(save: UnfinishedSave) -> OwnCheckpoint:
+    """Read what describes the checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
+    return _own_checkpoint(save, save.stored_name(INDEX))
+
+
+def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
+    content, description = _description(files, index_name, b'"}\n')
+    return OwnCheckpoint(description, parse_index(content))
 
 
 def _description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
     """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
     no more is read."""
     nbytes = files.size(name)
-    origin = DescriptionFile.of(files, name)
-    with unless_replaced(origin):
+    description = DescriptionFile.of(files, name)
+    with unless_replaced(description):
         if nbytes > LARGEST:
             raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
         last = bytearray(min(len(end), nbytes))
@@ -308,4 +362,5 @@ def _description(files: Files, name: str, end: bytes) -> tuple[bytes, Descriptio
                 reader.read_into(memoryview(last), nbytes - len(last))
         if last != end:
             raise Damaged(f"no readable {name}: its end is missing")
-        return files.read(name), origin
+        content = files.read(name)
+        return content, description._replace(fingerprint=hashlib.sha256(content).hexdigest())

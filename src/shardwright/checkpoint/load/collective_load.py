@@ -1,7 +1,7 @@
-"""Reads a checkpoint into tensors: examined, compared with its digests, and only then read, by all ranks together.
+"""The steps of a load by all ranks together: opened, compared with its digests, read into tensors.
 
-Every rank reads what its boxes need. No function here changes a tensor before every rank has found the checkpoint
-whole.
+A load takes them in this order, so no tensor changes before every rank has found the checkpoint whole. Every rank reads
+what its boxes need.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright import board as boards
 from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
-from shardwright.checkpoint.format.nested import NestedState, Progress, StateTensor, ignore, nested
-from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
+from shardwright.checkpoint.format.nested import NestedState, StateTensor, nested
+from shardwright.checkpoint.format.progress import Progress, ignore
+from shardwright.checkpoint.load.checkpoints import Checkpoint
+from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
-from shardwright.checkpoint.load.unreplaced import OpenFiles, unless_replaced
-from shardwright.checkpoint.storage.places import Location
+from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -31,14 +31,14 @@ def identity_of(checkpoint: Checkpoint) -> Identity:
     return checkpoint.fingerprint, str(checkpoint.place)
 
 
-def open_together(path: Location, ranks: RankGroup) -> Checkpoint:
-    """A checkpoint that every rank has opened. Its files may be damaged. Every rank must call it.
+def open_together(read: Callable[[], Checkpoint], ranks: RankGroup) -> Checkpoint:
+    """The checkpoint whose description every rank reads. Its files may be damaged. Every rank must call it.
 
     Raises:
-        FileNotFoundError, Damaged: on every rank, as :func:`read_description`.
+        Exception: the error of ``read``, on every rank.
         OSError, ValueError: as :func:`check_same_description`.
     """
-    checkpoint, identities = ranks.run_and_share(lambda: read_description(path), identity_of)
+    checkpoint, identities = ranks.run_and_share(read, identity_of)
     check_same_description(identities, ranks)
     return checkpoint
 
@@ -52,7 +52,7 @@ def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     """
 
     def compare() -> None:
-        with unless_replaced(checkpoint.origin, checkpoint.fingerprint):
+        with unless_replaced(checkpoint.description):
             checkpoint.verify(ranks.rank, ranks.size, progress)
 
     ranks.run_on_all(compare)
@@ -81,85 +81,6 @@ def check_same_description(identities: Sequence[Identity], ranks: RankGroup) -> 
     ranks.check_equal([fingerprint for fingerprint, _ in identities], error)
 
 
-def make_alike(name: str, dtype: torch.dtype) -> str:
-    """Advice for a tensor of a state that has another dtype than the stored one."""
-    return f"Make it in {dtype}"
-
-
-def check_tensors(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, StateTensor],
-    convert: bool = False,
-    advice: Callable[[str, torch.dtype], str] = make_alike,
-) -> None:
-    """Raise ValueError for the first tensor that the checkpoint does not have in this shape and, unless values may be
-    converted, in this dtype."""
-    path = checkpoint.place
-    for name, each in tensors.items():
-        form = checkpoint.tensors.get(name)
-        if form is None:
-            raise ValueError(f"{path} has no tensor {name}, so it is of another model or state")
-        if form.shape != each.shape:
-            raise ValueError(f"{path}: {name} has shape {list(form.shape)}, expected {list(each.shape)}")
-        if form.dtype != each.dtype and not convert:
-            raise ValueError(
-                f"{path}: {name} has dtype {form.dtype}, expected {each.dtype}. {advice(name, form.dtype)}"
-            )
-
-
-@boards.during(boards.LOAD)
-def load_state(
-    source: Location | Checkpoint,
-    state: Mapping[str, Any],
-    ranks: RankGroup,
-    *,
-    check: Callable[[], None] = lambda: None,
-    first: Callable[[StateTensor], bool] = lambda tensor: False,
-    accept: Callable[[dict[str, Any]], None] = lambda values: None,
-    weights_only: bool = True,
-    convert: bool = False,
-    advice: Callable[[str, torch.dtype], str] = make_alike,
-    progress: Progress = ignore,
-) -> dict[str, Any]:
-    """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
-
-    Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
-
-    Args:
-        source: the checkpoint's folder or URL; or the checkpoint, which every rank has opened.
-        state: nested dicts and lists. Only its tensors count; its values are not changed.
-        check: called on every rank before anything is read; may raise.
-        first: whether a tensor is read before ``accept`` is called.
-        accept: called on every rank with what is returned, after the first tensors are read and before others change;
-            may raise.
-        weights_only: for values in torch's folders, as for ``torch.load``.
-        convert: tensors may have other dtypes than the stored ones.
-        advice: ends the error for a tensor of this name that is stored in this other dtype.
-        progress: gets the number of bytes as they are compared and read.
-
-    Returns:
-        The checkpoint's nested state: its values and the tensors of ``state``, under the keys of the save. From a
-        folder by torch's writer only the values below the keys of ``state``.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        Damaged: it is not whole. No tensor was changed, unless a file could be read at first and then not again.
-        ValueError: a tensor is missing in it, or has another shape or dtype. No tensor was changed.
-    """
-    mine = NestedState.of(state)
-
-    def fit() -> None:
-        check()
-        check_tensors(checkpoint, mine.tensors, convert, advice)
-
-    checkpoint = source if isinstance(source, Checkpoint) else open_together(source, ranks)
-    ranks.run_on_all(fit)
-    verify_together(checkpoint, ranks, progress)
-    return read_state(
-        checkpoint, state, ranks, first=first, accept=accept, weights_only=weights_only, progress=progress
-    )
-
-
 @boards.during(boards.LOAD)
 def read_state(
     checkpoint: Checkpoint,
@@ -168,34 +89,45 @@ def read_state(
     *,
     first: Callable[[StateTensor], bool] = lambda tensor: False,
     accept: Callable[[dict[str, Any]], None] = lambda values: None,
-    weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
-    """Read a checkpoint that is known to be whole and to have the state's tensors, as :func:`load_state` does.
+    """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
 
-    Tensors of another dtype get converted values. Every rank must call it.
+    Every rank must call it. Tensors get their values from any cut and any number of ranks, converted to their dtypes.
+
+    Args:
+        checkpoint: one that every rank has found whole (:func:`verify_together`).
+        state: nested dicts and lists. Only its tensors count, which fit the stored ones (:func:`check_tensors`).
+        first: whether a tensor is read before ``accept`` is called.
+        accept: called on every rank with what is returned, after the first tensors are read and before others change;
+            may raise.
+        progress: gets the number of bytes as they are read.
+
+    Returns:
+        The checkpoint's nested state: its values and the tensors of ``state``, under the keys of the save. From a
+        folder by torch's writer only the values below the keys of ``state``.
 
     Raises:
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
     mine = NestedState.of(state)
+    with closing(OpenFiles(checkpoint.description)) as files:
 
-    def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
-        stored = checkpoint.parts_of(mine.tensors)
-        values = checkpoint.values_below(state.keys(), weights_only)
-        leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
-        if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
-            raise Damaged("the description has a value inside another value")
-        files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
-        return stored, typed(nested(leaves), dict, "the state")
+        def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
+            stored = checkpoint.parts_of(mine.tensors)
+            values = checkpoint.values_below(state.keys(), weights_only=True)
+            leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
+            if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
+                raise Damaged("the description has a value inside another value")
+            files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
+            return stored, typed(nested(leaves), dict, "the state")
 
-    def read(early: bool) -> None:
-        tensors = [each for each in mine.tensors.values() if first(each) == early]
-        read_boxes(files, stored, tensors, progress)
-        if early:
-            accept(content)
+        def read(early: bool) -> None:
+            tensors = [each for each in mine.tensors.values() if first(each) == early]
+            read_boxes(files, stored, tensors, progress)
+            if early:
+                accept(content)
 
-    with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
         stored, content = ranks.run_own(prepare)
         ranks.run_on_all(lambda: read(True))
         ranks.run_on_all(lambda: read(False))

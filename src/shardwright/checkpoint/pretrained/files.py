@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.archive import host_bytes
-from shardwright.checkpoint.storage.stores import LocalWriter
+from shardwright.checkpoint.storage.local_files import LocalWriter
 from shardwright.durable import replace_file
 from shardwright.errors import Damaged
 
@@ -331,6 +331,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file by JSON as transformers writes it, also with the numbers that strict readers refuse."""
     replace_file(file, (json.dumps(content, indent=2) + "\n").encode())
 
 

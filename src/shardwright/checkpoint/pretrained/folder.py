@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, abbreviated, open_stored
-from shardwright.checkpoint.storage.places import LocalStore, store_of
+from shardwright.checkpoint.storage.local_store import LocalStore
+from shardwright.checkpoint.storage.locations import store_of
 
 
 class ModelFolder(LocalStore):

@@ -35,7 +35,7 @@ from shardwright.checkpoint.pretrained.model import (
     tensors_of,
 )
 from shardwright.checkpoint.pretrained.names import KeyMap, TensorSource, keys_of, source_of, views_of
-from shardwright.collective import RankGroup
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.tensors.parameter import refuse_while_deferring
 from shardwright.engine.unit.owning import units_of
@@ -120,7 +120,9 @@ def load_pretrained(
     mesh = mesh_of(units)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
-    plan: _LoadPlan = RankGroup.of_mesh(mesh).run_or_stop(lambda: _plan(model, path, key_map, *patterns))
+    plan: _LoadPlan = RankGroup.of_mesh(mesh).run_own(
+        lambda: _plan(model, path, key_map, *patterns), others_raise=OtherRankFailed
+    )
     _refuse_different_files(mesh, plan)
     on_meta = (
         torch.device(device)
@@ -129,8 +131,8 @@ def load_pretrained(
         if units
         else torch.device("cpu")
     )
-    bytes_read = RankGroup.of_mesh(mesh).run_or_stop(
-        lambda: sum(_fill(load, on_meta) for load in plan.in_order())
+    bytes_read = RankGroup.of_mesh(mesh).run_own(
+        lambda: sum(_fill(load, on_meta) for load in plan.in_order()), others_raise=OtherRankFailed
     )
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
 from shardwright.checkpoint.format.boxes import Box as Box
+from shardwright.engine.base.names import without_wrappers
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -22,9 +23,6 @@ from shardwright.engine.tensors.unset import unmark
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit
 from shardwright.init.delivery import Holder, become
-
-#: Name parts of wrapper modules that are not in a model's structure: activation checkpointing, torch.compile.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +71,9 @@ def tensors_of(model: nn.Module) -> list[ModelTensor]:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                full_name = f"{prefix}.{name}" if prefix else name
-                for wrapper in _WRAPPERS:
-                    full_name = full_name.replace(wrapper, "")
                 optional = are_buffers and not is_persistent(module, name)
                 entry = entries.setdefault(id(tensor), ModelTensor([], tensor, [], optional))
-                entry.names.append(full_name)
+                entry.names.append(without_wrappers(f"{prefix}.{name}" if prefix else name))
                 entry.slots.append((module, name))
     return list(entries.values())
 
@@ -156,11 +151,6 @@ def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
         if len(names) > 1
         for name in names
     }
-
-
-def first_rank(mesh: DeviceMesh | None) -> bool:
-    """Whether this is the writing rank."""
-    return mesh is None or not any(mesh.get_coordinate() or ())
 
 
 def same_bits(one: Tensor, two: Tensor) -> bool:

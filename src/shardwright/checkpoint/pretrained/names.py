@@ -165,7 +165,10 @@ def _unlike(shapes: Sequence[Sequence[int]]) -> str:
 
 
 class Piece(NamedTuple):
-    """The part of a stored tensor that comes from a model's tensor."""
+    """The part of a stored tensor that comes from a model's tensor.
+
+    It is no :class:`Box`: pieces of one stored tensor must be slices along one dimension, or no load could read them.
+    """
 
     key: str
     tensor: Tensor

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from shardwright import board as boards
 from shardwright.checkpoint.pretrained.files import INDEX, SafetensorsFile, shard_names, write_json
 from shardwright.checkpoint.pretrained.folder import ModelFolder
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
+from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.collective import RankGroup
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of
 
@@ -95,16 +95,17 @@ def write_model(
 ) -> None:
     """:func:`save_pretrained`. ``add_files`` changes the files in the folder on the first rank, before its rename."""
     units = units_of(model)
-    mesh = mesh_of(units)
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    ranks = RankGroup.of_mesh(mesh)
-    plan, place = ranks.run_or_stop(lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)))
-    writes = first_rank(mesh)
+    ranks = RankGroup.of_mesh(mesh_of(units))
+    plan, place = ranks.run_own(
+        lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)), others_raise=OtherRankFailed
+    )
+    writes = ranks.is_first
     error: Exception | None = None
     with _FolderWriter(place, plan, overwrite) as writer:
-        ranks.run_or_stop(writer.begin if writes else lambda: None)
-        for group in plan.form.groups:
+        ranks.run_own(writer.begin if writes else lambda: None, others_raise=OtherRankFailed)
+        for group in plan.stored.groups:
             whole = {
                 entry.name: _whole(entry) for entry in group
             }  # every rank takes part, even if the writer has failed
@@ -122,9 +123,9 @@ def write_model(
         ranks.stop_after(error)
 
 
-def write_stored_form(
+def write_stored_model(
     path: Path,
-    form: StoredModel,
+    stored: StoredModel,
     read: Callable[[list[ModelTensor]], dict[str, Tensor]],
     *,
     max_shard_size: int | str = "5 GB",
@@ -135,29 +136,29 @@ def write_stored_form(
 
     Args:
         path: the new folder.
-        form: the stored tensors; the model may be on the meta device.
-        read: the whole tensors of a group of the form by name. Called once for each group.
+        stored: the stored tensors; the model may be on the meta device.
+        read: the whole tensors of a group of them by name. Called once for each group.
         max_shard_size, config: as for :func:`save_pretrained`.
         add_files: writes more files into the folder, before it gets its name.
 
     Raises:
         FileExistsError, OSError: as :func:`save_pretrained`. Nothing is left then.
     """
-    plan = _FilePlan(form, _files(form, bytes_of(max_shard_size, "max_shard_size")))
+    plan = _FilePlan(stored, _files(stored, bytes_of(max_shard_size, "max_shard_size")))
     with _FolderWriter(ModelFolder.at(path), plan, overwrite=False) as writer:
         writer.begin()
-        for group in form.groups:
+        for group in stored.groups:
             writer.write(group, read(group))
         writer.finish(config, add_files)
 
 
 def write_stored_file(
-    file: Path, form: StoredModel, read: Callable[[list[ModelTensor]], dict[str, Tensor]]
+    file: Path, stored: StoredModel, read: Callable[[list[ModelTensor]], dict[str, Tensor]]
 ) -> None:
     """Write stored tensors into one new safetensors file, which is on disk then. Raises OSError."""
-    with closing(SafetensorsFile(file, form.keys)) as target:
-        for group in form.groups:
-            for key, tensor in form.stored_tensors(group, read(group)):
+    with closing(SafetensorsFile(file, stored.keys)) as target:
+        for group in stored.groups:
+            for key, tensor in stored.stored_tensors(group, read(group)):
                 target.write(key, tensor)
 
 
@@ -172,25 +173,25 @@ def _whole(entry: ModelTensor) -> Tensor:
 class _FilePlan:
     """The stored tensors, and the keys in each file."""
 
-    form: StoredModel
+    stored: StoredModel
     files: dict[str, list[str]]
 
 
 def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _FilePlan:
-    form = stored_form_of(model, key_map, dtype)
-    return _FilePlan(form, _files(form, limit))
+    stored = stored_model_of(model, key_map, dtype)
+    return _FilePlan(stored, _files(stored, limit))
 
 
-def _files(form: StoredModel, limit: int) -> dict[str, list[str]]:
+def _files(stored: StoredModel, limit: int) -> dict[str, list[str]]:
     """The keys of each file, in their order, as many as fit."""
     files: list[list[str]] = [[]]
     size = 0
-    for key in form.keys:
-        if files[-1] and size + form.nbytes(key) > limit:
+    for key in stored.keys:
+        if files[-1] and size + stored.nbytes(key) > limit:
             files.append([])
             size = 0
         files[-1].append(key)
-        size += form.nbytes(key)
+        size += stored.nbytes(key)
     return dict(zip(shard_names(len(files)), files, strict=True))
 
 
@@ -211,16 +212,16 @@ class _FolderWriter:
 
     def begin(self) -> None:
         """Make every file with its header and its full size."""
-        form = self._plan.form
-        nbytes = sum(map(form.nbytes, form.keys))
-        unfinished = self._publication.enter_context(publish(self._place, nbytes, self._overwrite))
-        self._folder = unfinished.path
+        stored = self._plan.stored
+        nbytes = stored.total_bytes
+        save = self._publication.enter_context(publish(self._place.unfinished(), nbytes, self._overwrite))
+        self._folder = save.path
         for name, keys in self._plan.files.items():
-            self._open[name] = SafetensorsFile(self._folder / name, {key: form.keys[key] for key in keys})
+            self._open[name] = SafetensorsFile(self._folder / name, {key: stored.keys[key] for key in keys})
 
     def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
         """Write all stored tensors that these tensors of the model form."""
-        for key, tensor in self._plan.form.stored_tensors(group, whole):
+        for key, tensor in self._plan.stored.stored_tensors(group, whole):
             self._open[self._file_of[key]].write(key, tensor)
 
     def finish(
@@ -230,7 +231,7 @@ class _FolderWriter:
         while self._open:
             self._open.popitem()[1].close()
         if len(self._plan.files) > 1:
-            size = sum(map(self._plan.form.nbytes, self._plan.form.keys))
+            size = self._plan.stored.total_bytes
             write_json(self._folder / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
         if config is not None:
             write_json(self._folder / "config.json", config)

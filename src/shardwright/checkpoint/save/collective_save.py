@@ -12,15 +12,15 @@ from typing import Any
 
 from shardwright import board as boards
 from shardwright.checkpoint.format.names import file_of_rank, files_of_save
-from shardwright.checkpoint.format.nested import Progress, ignore
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.format.progress import Progress, ignore
+from shardwright.checkpoint.load.checkpoints import read_unfinished
 from shardwright.checkpoint.load.collective_load import open_together, verify_together
 from shardwright.checkpoint.load.reading import check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
-from shardwright.checkpoint.storage.places import Location, store_of
+from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.checkpoint.storage.stores import Store, unless_removed
+from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -50,26 +50,26 @@ def write_state(
             reason. Anything there is unchanged.
     """
     plan = SavePlan.of(state, ranks, notes, shared)
-    place, attempt, names = store_of(path), plan.contents.attempt, files_of_save(ranks.size)
-    with publish(place, plan.contents.nbytes, overwrite, attempt=attempt, names=names, ranks=ranks) as folder:
+    save = store_of(path).unfinished(plan.contents.attempt)
+    with publish(save, plan.contents.nbytes, overwrite, names=files_of_save(ranks.size), ranks=ranks):
 
         def write() -> WrittenFile:
-            with unless_removed(place, folder):
-                return write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)
+            with unless_removed(save):
+                return write_parts(save, file_of_rank(ranks.rank), plan.own, progress)
 
         writes = ranks.gather(ranks.run_own(write))
 
         def describe() -> None:
-            with unless_removed(place, folder):
-                _describe(folder, plan.contents, writes or [])
+            with unless_removed(save):
+                _describe(save, plan.contents, writes or [])
 
         ranks.run_on_first(describe)
         if verified:
-            _read_back_together(folder, ranks, progress)
+            _read_back_together(save, ranks, progress)
 
 
-def _describe(folder: Store, contents: Contents, writes: list[WrittenFile]) -> None:
-    """Describe what each rank has written into ``folder``, and check that it is whole.
+def _describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile]) -> None:
+    """Describe what each rank has written, and check that it is whole.
 
     Raises:
         OSError: a file cannot be written, or has another size than what was written.
@@ -77,26 +77,21 @@ def _describe(folder: Store, contents: Contents, writes: list[WrittenFile]) -> N
     """
     for each in writes:
         if not each.parts:
-            folder.remove(each.file)
-    index = write_descriptions(folder, contents, [each for each in writes if each.parts])
+            save.remove(each.file)
+    index = write_descriptions(save, contents, [each for each in writes if each.parts])
     for name, file in index.files.items():
         try:
-            nbytes = folder.size(name)
+            nbytes = save.size(name)
         except Damaged as problem:
-            raise OSError(f"{folder}/{name}: {problem}") from None
+            raise OSError(f"{save}/{name}: {problem}") from None
         if nbytes != file.nbytes:
-            raise OSError(f"{folder}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+            raise OSError(f"{save}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
 
 
 def commit_parts(
-    place: Store,
-    folder: Store,
-    contents: Contents,
-    writes: list[WrittenFile],
-    overwrite: bool,
-    verified: bool,
+    save: UnfinishedSave, contents: Contents, writes: list[WrittenFile], overwrite: bool, verified: bool
 ) -> None:
-    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
+    """Describe what each rank has written, check that it is whole, and commit it.
 
     With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
 
@@ -104,40 +99,38 @@ def commit_parts(
         OSError: as :func:`write_state`.
         RuntimeError: the parts are not all parts of the tensors.
     """
-    with unless_removed(place, folder):
-        _describe(folder, contents, writes)
+    with unless_removed(save):
+        _describe(save, contents, writes)
         if verified:
-            with _other_bytes(folder):
-                opened = read_description(folder)
-                assert isinstance(opened, OwnCheckpoint)
-                opened.verify_descriptions()
-    place.commit(folder, overwrite)
+            with _other_bytes(save):
+                read_unfinished(save).verify_descriptions()
+    save.commit(overwrite)
 
 
-def read_back(folder: Store, written: WrittenFile) -> None:
+def read_back(save: UnfinishedSave, written: WrittenFile) -> None:
     """Compare a rank's file with the digests that were taken when it was written.
 
     Raises:
         OSError: it holds other bytes.
     """
-    drop_from_cache(folder, written.file)
-    with _other_bytes(folder):
+    drop_from_cache(save, written.file)
+    with _other_bytes(save):
         if written.parts:
-            check_ranges(folder, written.file, [part.range for _, part in written.parts])
+            check_ranges(save, written.file, [part.range for _, part in written.parts])
 
 
-def _read_back_together(folder: Store, ranks: RankGroup, progress: Progress) -> None:
+def _read_back_together(save: UnfinishedSave, ranks: RankGroup, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
-    ranks.run_on_all(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
-    with _other_bytes(folder):
-        verify_together(open_together(folder, ranks), ranks, progress)
+    ranks.run_on_all(lambda: drop_from_cache(save, file_of_rank(ranks.rank)))
+    with _other_bytes(save):
+        verify_together(open_together(lambda: read_unfinished(save), ranks), ranks, progress)
 
 
-def drop_from_cache(folder: Store, name: str) -> None:
+def drop_from_cache(files: Files, name: str) -> None:
     """Let the next read of a file come from the disk, as far as that is possible. Objects have no such cache."""
-    if folder.path is None or not hasattr(os, "posix_fadvise") or not (folder.path / name).exists():
+    if files.path is None or not hasattr(os, "posix_fadvise") or not (files.path / name).exists():
         return
-    descriptor = os.open(folder.path / name, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(files.path / name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
@@ -145,8 +138,8 @@ def drop_from_cache(folder: Store, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _other_bytes(folder: Store) -> Iterator[None]:
+def _other_bytes(files: Files) -> Iterator[None]:
     try:
         yield
     except Damaged as problem:
-        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
+        raise OSError(f"{files}: read back after it was written, {problem}") from problem

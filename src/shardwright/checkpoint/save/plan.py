@@ -18,7 +18,7 @@ from shardwright.checkpoint.format.boxes import Box, check_coverage
 from shardwright.checkpoint.format.index import StoredValue, TensorForm
 from shardwright.checkpoint.format.nested import NestedState, StateTensor
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.save.writing import Contents, PartToWrite, about
+from shardwright.checkpoint.save.writing import Contents, PartToWrite, versions
 from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -56,7 +56,7 @@ class SavePlan:
         ranks.run_on_first(lambda: agreed.append(_agreed(everyones or [])))
         forms, shares = agreed[0] if agreed else (mine.forms, None)
         parts = [PartToWrite(key[0], mine.boxes[key]) for key in ranks.scatter(shares)]
-        attempt, texts = ranks.broadcast(new_attempt()), {**(notes or {}), **about()}
+        attempt, texts = ranks.broadcast(new_attempt()), {**(notes or {}), **versions()}
         return cls(parts, Contents(attempt, ranks.size, forms, mine.values, texts))
 
 

@@ -33,8 +33,8 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
-from shardwright.checkpoint.format.nested import Progress, ignore
-from shardwright.checkpoint.storage.stores import Files, Writer
+from shardwright.checkpoint.format.progress import Progress, ignore
+from shardwright.checkpoint.storage.stores import UnfinishedSave, Writer
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.errors import Damaged
 
@@ -62,9 +62,9 @@ class WrittenFile(NamedTuple):
 
 
 def write_parts(
-    files: Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
+    save: UnfinishedSave, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
 ) -> WrittenFile:
-    """Write a rank's file. It has the name under which ``files`` store it.
+    """Write a rank's file. It has the name under which the save stores it.
 
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
@@ -75,7 +75,7 @@ def write_parts(
         head, tail = lengths(part.box.local.dtype, part.box.sizes)
         end += head + part.box.local.nbytes + tail
     wait_for_devices(part.box.local for _, part in placed)
-    with _new_file(files, file) as (writer, name):
+    with _new_file(save, file) as (writer, name):
         if writer.in_order:
             return _written_in_order(writer, name, (part for _, part in placed), progress)
 
@@ -86,17 +86,17 @@ def write_parts(
         return WrittenFile(name, in_threads(placed, write, lambda each: progress(each[1].length)))
 
 
-def write_parts_in_order(files: Files, file: str, parts: Iterable[PartToWrite]) -> WrittenFile:
+def write_parts_in_order(save: UnfinishedSave, file: str, parts: Iterable[PartToWrite]) -> WrittenFile:
     """Write a file as :func:`write_parts` does, of parts that are read while it is written: one is in memory."""
-    with _new_file(files, file) as (writer, name):
+    with _new_file(save, file) as (writer, name):
         return _written_in_order(writer, name, parts, ignore)
 
 
 @contextlib.contextmanager
-def _new_file(files: Files, file: str) -> Iterator[tuple[Writer, str]]:
+def _new_file(save: UnfinishedSave, file: str) -> Iterator[tuple[Writer, str]]:
     """A file to write, and the name under which it is stored. It is durable after the block."""
-    name = files.stored_name(file)
-    writer = files.create(name)
+    name = save.stored_name(file)
+    writer = save.create(name)
     try:
         yield writer, name
         writer.finish()
@@ -133,8 +133,8 @@ def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tup
     return name, place
 
 
-def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
-    files.write(name, content)
+def _write_file(save: UnfinishedSave, name: str, content: bytes) -> StoredFile:
+    save.write(name, content)
     return StoredFile(len(content), hashlib.sha256(content).hexdigest(), False)
 
 
@@ -155,7 +155,7 @@ class Contents:
 
 
 def write_descriptions(
-    into: Files, contents: Contents, written: Sequence[WrittenFile], *, for_torch: bool = False
+    save: UnfinishedSave, contents: Contents, written: Sequence[WrittenFile], *, for_torch: bool = False
 ) -> Index:
     """Write what describes a checkpoint: ``.metadata`` and values for torch's reader, and last ``index.json``.
 
@@ -176,9 +176,9 @@ def write_descriptions(
     }
     flat = _as_torch_flattens(contents.values)
     places, content = _pickled_values(flat)
-    file = into.stored_name(VALUES_FOR_TORCH if for_torch else VALUES)
-    files[file] = _write_file(into, file, content)
-    files[METADATA] = _write_file(into, METADATA, _metadata(tensors, flat, places, file))
+    file = save.stored_name(VALUES_FOR_TORCH if for_torch else VALUES)
+    files[file] = _write_file(save, file, content)
+    files[METADATA] = _write_file(save, METADATA, _metadata(tensors, flat, places, file))
     index = Index(contents.attempt, contents.ranks, tensors, contents.values, files, contents.about)
     text = index_text(index).encode()
     try:
@@ -186,7 +186,7 @@ def write_descriptions(
     except Damaged as problem:
         raise RuntimeError(f"the ranks have written parts that are no whole checkpoint: {problem}") from None
     if not for_torch:
-        into.write(into.stored_name(INDEX), text)
+        save.write(save.stored_name(INDEX), text)
     return index
 
 
@@ -276,6 +276,6 @@ def _metadata(
     return pickle.dumps(metadata, protocol=4)
 
 
-def about() -> dict[str, str]:
-    """Versions of what writes a checkpoint."""
+def versions() -> dict[str, str]:
+    """The versions of the libraries that write a checkpoint."""
     return {"shardwright": __version__, "torch": re.sub(r"\+.*", "", torch.__version__)}

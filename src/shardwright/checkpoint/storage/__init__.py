@@ -1,7 +1,8 @@
-"""Places of checkpoints: folders here and URLs, and how a checkpoint gets its name at once.
+"""Stores of checkpoints: folders here and URLs, and how a checkpoint gets its name at once.
 
-Read `stores` first: `Store`, what a save and a load ask of a place. `publishing` is a save at a place by all ranks:
-begun, written, committed. `places` has folders and chooses the store of a path or URL, `objects` has URLs, with the
-`file_systems` behind them. `keeping` lists and removes checkpoints, for other rooms. Rule: nothing here knows what the
-files contain. Other rooms ask `Store.path` whether it is a folder.
+Read `stores` first: `Store`, a place that holds one checkpoint, and `UnfinishedSave`, a save to it that is under way.
+`local_store` has both for folders, with the `local_files` in them; `object_store` has both for URLs, with the
+`object_files` of `file_systems`. `locations` chooses the store of a path or URL. `publishing` is a save by all ranks:
+begun, written, committed. `housekeeping` lists and removes checkpoints, for other rooms. Rule: nothing here knows what
+the files contain. Other rooms ask `Store.path` whether it is a folder.
 """

@@ -1,4 +1,4 @@
-"""Publication of a save at a place, in three steps: begun, written into an unfinished store, committed.
+"""Publication of a save, in three steps: begun, written, committed.
 
 This is the one way in which files of this package become whole or stay absent: checkpoints by all ranks, and models and
 single files by one process. If the process is killed at any moment, the place has what was there, or all that was
@@ -7,72 +7,96 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import IO, TypeVar
 
-from shardwright.checkpoint.storage.stores import Store, new_attempt
+from shardwright.checkpoint.storage.local_store import SingleFile
+from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.collective import RankGroup
+from shardwright.durable import new_file
 
-S = TypeVar("S", bound=Store)
+Save = TypeVar("Save", bound=UnfinishedSave)
 
 
 @contextmanager
 def publish(
-    place: S,
+    save: Save,
     nbytes: int = 0,
     overwrite: bool = False,
     *,
-    attempt: str | None = None,
     names: Iterable[str] = (),
     ranks: RankGroup | None = None,
-) -> Iterator[S]:
-    """A save: the block writes into the unfinished store, which becomes the place's content after it.
+) -> Iterator[Save]:
+    """A save: the block writes its files, which become the content of its place after the block.
 
     After an error the place is unchanged.
 
     Args:
-        place: where it appears.
-        nbytes, overwrite: as for :meth:`Store.begin`.
-        attempt: identity of the save, equal on all ranks. Default: a new one.
+        save: equal on all ranks.
+        nbytes, overwrite: as for :meth:`UnfinishedSave.begin`.
         names: of the files that the block may write.
         ranks: that write together. Default: this process alone.
 
     Raises:
-        FileExistsError, OSError: as :meth:`Store.begin` and :meth:`Store.commit`.
+        FileExistsError, OSError: as :meth:`UnfinishedSave.begin` and :meth:`UnfinishedSave.commit`.
     """
-    attempt, ranks = attempt or new_attempt(), ranks or RankGroup(alone=True)
-    with begun(place, nbytes, overwrite, attempt, names, ranks) as unfinished:
-        yield unfinished
-        ranks.run_on_first(lambda: place.commit(unfinished, overwrite))
+    ranks = ranks or RankGroup(alone=True)
+    with begun(save, nbytes, overwrite, names, ranks):
+        yield save
+        ranks.run_on_first(lambda: save.commit(overwrite))
 
 
 @contextmanager
 def begun(
-    place: S, nbytes: int, overwrite: bool, attempt: str, names: Iterable[str], ranks: RankGroup
-) -> Iterator[S]:
-    """The unfinished store of a save that has begun, which every rank sees. It is removed if anything fails.
+    save: UnfinishedSave, nbytes: int, overwrite: bool, names: Iterable[str], ranks: RankGroup
+) -> Iterator[None]:
+    """A save that has begun, which every rank sees. It is abandoned if the block fails.
 
-    :meth:`Store.commit` makes it the place's content, also in another process. Arguments and errors: :func:`publish`.
+    :meth:`UnfinishedSave.commit` ends it, also in another process. Arguments and errors: :func:`publish`.
     """
-    unfinished = place.unfinished(attempt)
+    place = str(save.store)
     try:
-        ranks.run_on_first(lambda: place.begin(attempt, nbytes, overwrite))
-        first = ranks.broadcast(str(place))
+        ranks.run_on_first(lambda: save.begin(nbytes, overwrite))
+        first = ranks.broadcast(place)
 
         def see() -> None:
             try:
-                unfinished.check_seen()
+                save.check_seen()
             except OSError:
-                if str(place) != first:
+                if place != first:
                     raise ValueError(
                         f"this rank saves to {place}, and rank 0 to {first}. Pass the same path on every rank"
                     ) from None
                 raise
 
         ranks.run_on_all(see)
-        yield unfinished
+        yield
     except BaseException:
         if ranks.is_first:
-            unfinished.abandon(names)
+            save.abandon(names)
+        raise
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write one file in the place of a checkpoint: ``write`` gets the new file, open for writing in binary mode.
+
+    A file or checkpoint at ``path`` stays until the new file is whole and on disk.
+
+    Raises:
+        OSError: it cannot be written. The message names ``path``, and anything there is unchanged.
+    """
+    try:
+        with (
+            publish(SingleFile(path).unfinished(), overwrite=True) as save,
+            new_file(save.path) as stream,
+        ):
+            write(stream)
+    except BaseException as error:
+        reason = (
+            error.__context__ if isinstance(error, RuntimeError) else error
+        )  # torch.save reports another error
+        if isinstance(reason, OSError) and reason.errno is not None:
+            raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import in_backward, local_of, storage_key
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint.pretrained.files import abbreviated
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, first_rank, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form_of
+from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
-from shardwright.collective import RankGroup
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.front.whole import agree_to_gather
@@ -109,11 +109,14 @@ def stream_weights(
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
     sends = group is not None or share is not None
-    plan = ranks.run_or_stop(lambda: _plan(model, patterns, limit, dtype, key_map, share is not None))
+    plan = ranks.run_own(
+        lambda: _plan(model, patterns, limit, dtype, key_map, share is not None), others_raise=OtherRankFailed
+    )
     if not ranks.alone:
         _refuse_different_calls(ranks, (plan.buckets_in_words(), str(dtype), to, group is None, share))
-    first = first_rank(mesh)
-    sink = ranks.run_or_stop(lambda: _sink(first, to, group, share, consumers, timeout))
+    sink = ranks.run_own(
+        lambda: _sink(ranks.is_first, to, group, share, consumers, timeout), others_raise=OtherRankFailed
+    )
     return _stream(plan, units, mesh, sink, sends)
 
 
@@ -171,22 +174,22 @@ class _BucketPlan:
     """The buckets of a stream.
 
     Attributes:
-        form: the stored tensors.
+        stored: the stored tensors.
         buckets: for each bucket its groups of the model's tensors.
         keys: the keys to send.
         before: the state of each tensor's memory when the stream was made.
     """
 
-    form: StoredModel
+    stored: StoredModel
     buckets: list[list[list[ModelTensor]]]
     keys: set[str]
     before: list[tuple[ModelTensor, tuple[int, int]]]
 
     def header(self, number: int) -> Header:
         tensors = tuple(
-            (key, self.form.keys[key][1], tuple(self.form.keys[key][0]))
+            (key, self.stored.keys[key][1], tuple(self.stored.keys[key][0]))
             for group in self.buckets[number]
-            for key in self.form.keys_of(group)
+            for key in self.stored.keys_of(group)
             if key in self.keys
         )
         return Header(number, len(self.buckets), tensors)
@@ -203,25 +206,25 @@ def _plan(
     key_map: KeyMap | None,
     copies: bool,
 ) -> _BucketPlan:
-    form = stored_form_of(model, key_map, dtype)
-    keys = set(form.keys)
+    stored = stored_model_of(model, key_map, dtype)
+    keys = set(stored.keys)
     if patterns is not None:
-        unknown = [repr(p) for p in patterns if not any(fnmatchcase(key, p) for key in form.keys)]
+        unknown = [repr(p) for p in patterns if not any(fnmatchcase(key, p) for key in stored.keys)]
         if unknown or not patterns:
             raise ValueError(
                 f"names: expected keys of the model's tensors, found {abbreviated(unknown) or 'none'}; keys are "
-                f"{abbreviated(list(form.keys), 3)}"
+                f"{abbreviated(list(stored.keys), 3)}"
             )
-        keys = {key for key in form.keys if any(fnmatchcase(key, p) for p in patterns)}
+        keys = {key for key in stored.keys if any(fnmatchcase(key, p) for p in patterns)}
     buckets: list[list[list[ModelTensor]]] = []
     held = 0
-    for group in form.groups:
-        own = form.keys_of(group)
+    for group in stored.groups:
+        own = stored.keys_of(group)
         if not keys.intersection(own):
             continue
-        size = sum(_nbytes(entry, form) for entry in group)
-        copied = sum(map(form.nbytes, keys.intersection(own))) if copies else 0
-        need = sum(_gathering(entry, form) for entry in group) + copied
+        size = sum(_nbytes(entry, stored) for entry in group)
+        copied = sum(map(stored.nbytes, keys.intersection(own))) if copies else 0
+        need = sum(_gathering(entry, stored) for entry in group) + copied
         if len(group) > 1:
             need += size  # parts are joined
         if not buckets or held + need > limit:
@@ -230,16 +233,16 @@ def _plan(
         buckets[-1].append(group)
         held += copied or size
     before = [(entry, _state(entry)) for bucket in buckets for group in bucket for entry in group]
-    return _BucketPlan(form, buckets, keys, before)
+    return _BucketPlan(stored, buckets, keys, before)
 
 
-def _nbytes(entry: ModelTensor, form: StoredModel) -> int:
-    return entry.tensor.numel() * form.stored_dtype(entry.tensor).itemsize
+def _nbytes(entry: ModelTensor, stored: StoredModel) -> int:
+    return entry.tensor.numel() * stored.stored_dtype(entry.tensor).itemsize
 
 
-def _gathering(entry: ModelTensor, form: StoredModel) -> int:
+def _gathering(entry: ModelTensor, stored: StoredModel) -> int:
     """At most this many bytes are needed while a tensor is gathered, its result included. Equal on all ranks."""
-    tensor, itemsize = entry.tensor, form.stored_dtype(entry.tensor).itemsize
+    tensor, itemsize = entry.tensor, stored.stored_dtype(entry.tensor).itemsize
     size = tensor.numel() * itemsize
     if isinstance(tensor, RaggedTensor):
         spec = tensor.spec
@@ -325,7 +328,7 @@ def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number:
                 "stream or after it."
             )
 
-    RankGroup.of_mesh(mesh).run_or_stop(check)
+    RankGroup.of_mesh(mesh).run_own(check, others_raise=OtherRankFailed)
 
 
 @torch.inference_mode(False)
@@ -338,10 +341,10 @@ def _bucket(plan: _BucketPlan, number: int, sink: BucketSink) -> tuple[dict[str,
     except Exception as failure:
         error = failure
     for group in plan.buckets[number]:
-        whole = {entry.name: _whole(entry, plan.form) for entry in group}
+        whole = {entry.name: _whole(entry, plan.stored) for entry in group}
         if error is None:
             try:
-                for key, tensor in plan.form.stored_tensors(group, whole):
+                for key, tensor in plan.stored.stored_tensors(group, whole):
                     if key in plan.keys:
                         sink.put(key, tensor)
             except Exception as failure:
@@ -355,12 +358,12 @@ def _bucket(plan: _BucketPlan, number: int, sink: BucketSink) -> tuple[dict[str,
     return {}, error
 
 
-def _whole(entry: ModelTensor, form: StoredModel) -> Tensor:
+def _whole(entry: ModelTensor, stored: StoredModel) -> Tensor:
     """A whole tensor in memory of its own and in its stored dtype. Every rank must call it."""
     tensor = entry.tensor.detach()
     own = local_of(tensor) if isinstance(tensor, (DTensor, RaggedTensor)) else tensor
     if type(own) is Tensor:
-        tensor = tensor.to(form.stored_dtype(tensor))  # before it is gathered, so that less is sent
+        tensor = tensor.to(stored.stored_dtype(tensor))  # before it is gathered, so that less is sent
     whole = whole_of(tensor)
     if whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
         whole = whole.clone(memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.storage.places import Location, store_of
+from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.collective import RankGroup
 
@@ -40,28 +40,6 @@ def refuse_sharded_optimizers(extra: Mapping[str, Any]) -> None:
                 f"extra[{key!r}] is the optimizer of a sharded model, whose state has other forms on other ranks. Pass "
                 "it with the others: optimizer=[...]"
             )
-
-
-def is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def with_states(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """``extra`` with the states of its objects.
-
-    Raises:
-        ValueError: an object cannot give its state.
-    """
-    return {key: _state_of(key, value) if is_stateful(value) else value for key, value in extra.items()}
-
-
-def _state_of(key: str, value: Any) -> Any:
-    try:
-        return value.state_dict()
-    except Exception as error:
-        raise ValueError(
-            f"extra[{key!r}]: the state_dict of this {type(value).__name__} has failed ({reason_of(error)})"
-        ) from error
 
 
 def reason_of(error: Exception) -> str:

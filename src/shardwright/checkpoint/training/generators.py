@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.entries import room_below
 from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.targets import targets_below
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
@@ -152,7 +152,7 @@ class GeneratorsToLoad(PartToLoad):
         saved, name = stored_by(checkpoint.tensors, ranks)
         if not saved:
             return None
-        return cls(ranks, saved, name, {name: room_below(checkpoint, f"{GENERATORS}.{name}", {})})
+        return cls(ranks, saved, name, {name: targets_below(checkpoint, f"{GENERATORS}.{name}", {})})
 
     def is_new(self, name: str) -> bool:
         return True

@@ -14,7 +14,6 @@ from typing import Any, Self
 from torch import nn
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.entries import has
 from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.collective import RankGroup
 from shardwright.comm import GradientHook
@@ -76,10 +75,10 @@ class HooksToLoad(PartToLoad):
         tensors, lost = {}, []
         for number, own in gradient_hook_states(model).items():
             place = f"{HOOKS}.{number}"
-            stored = [has(checkpoint, f"{place}.state.{name}") for name in own["state"]]
+            stored = [checkpoint.has(f"{place}.state.{name}") for name in own["state"]]
             if all(stored) and checkpoint.leaves.get(f"{place}.place") == own["place"]:
                 tensors[number] = {"state": own["state"]}
-            elif has(checkpoint, HOOKS):
+            elif checkpoint.has(HOOKS):
                 lost.append(own["hook"])
         return cls(checkpoint, ranks, [hook for hook, _ in _hooks(model)], tensors, lost)
 

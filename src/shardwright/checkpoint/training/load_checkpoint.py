@@ -16,15 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.format.nested import ignore
+from shardwright import board as boards
+from shardwright.checkpoint.format.nested import NestedState
+from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
 from shardwright.checkpoint.load.collective_load import (
     Identity,
     check_same_description,
     identity_of,
-    load_state,
+    read_state,
+    verify_together,
 )
-from shardwright.checkpoint.load.unreplaced import unless_replaced
+from shardwright.checkpoint.load.fit import check_tensors
+from shardwright.checkpoint.load.replacement import unless_replaced
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import (
     check_model_and_extra,
@@ -33,12 +37,11 @@ from shardwright.checkpoint.training.arguments import (
     refuse_sharded_optimizers,
     summary,
 )
-from shardwright.checkpoint.training.entries import has, parts_in_words
-from shardwright.checkpoint.training.extra import EXTRA, ExtraToLoad
+from shardwright.checkpoint.training.extra_objects import EXTRA, ExtraToLoad
 from shardwright.checkpoint.training.generators import GeneratorsToLoad
 from shardwright.checkpoint.training.gradient_hooks import HooksToLoad
 from shardwright.checkpoint.training.model import ModelToLoad, dtype_advice, model_state
-from shardwright.checkpoint.training.opened import StoredCheckpoint
+from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, as_optimizers, optimizers_to_load
 from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.collective import RankGroup
@@ -148,9 +151,10 @@ def _other_parts(
 ) -> list[PartToLoad]:
     """The parts beside model and optimizers, as they are restored: generators last, since objects may draw."""
     checkpoint = examined.checkpoint
-    if examined.optimizers and not has(checkpoint, OPTIMIZER):
+    if examined.optimizers and not checkpoint.has(OPTIMIZER):
+        keys = ", ".join(sorted({name.partition(".")[0] for name in checkpoint.leaves}))
         raise ValueError(
-            f"{checkpoint.place} holds no optimizer: it has {parts_in_words(checkpoint)}. Leave optimizer out to load "
+            f"{checkpoint.place} holds no optimizer: it has {keys[:200] or 'nothing'}. Leave optimizer out to load "
             "the rest"
         )
     parts: list[PartToLoad] = [
@@ -162,16 +166,21 @@ def _other_parts(
     return parts
 
 
+@boards.during(boards.LOAD)
 def _read(
     parts: Sequence[PartToLoad], examined: _Examined, arguments: _Arguments, ranks: RankGroup
 ) -> dict[str, dict[str, Any]]:
     """Read into the tensors of the parts, when all of them fit. Returns what is stored of each part, by its key."""
+    checkpoint, progress = examined.checkpoint, arguments.progress
     by_key: dict[Any, PartToLoad] = {part.key: part for part in parts}
+    state = {key: part.tensors for key, part in by_key.items()}
+    tensors = NestedState.of(state).tensors
     content: dict[str, dict[str, Any]] = {}
 
     def check() -> None:
         for part in parts:
             part.check()
+        check_tensors(checkpoint, tensors, arguments.convert, dtype_advice)
 
     def accept(stored: Mapping[str, Any]) -> None:
         for part in parts:
@@ -179,16 +188,15 @@ def _read(
         for part in parts:
             part.accept(content[part.key])
 
-    load_state(
-        examined.checkpoint,
-        {key: part.tensors for key, part in by_key.items()},
+    ranks.run_on_all(check)
+    verify_together(checkpoint, ranks, progress)
+    read_state(
+        checkpoint,
+        state,
         ranks,
-        check=check,
         first=lambda tensor: by_key[tensor.path[0]].is_new(tensor.name),
         accept=accept,
-        convert=arguments.convert,
-        advice=dtype_advice,
-        progress=arguments.progress,
+        progress=progress,
     )
     return content
 
@@ -202,7 +210,7 @@ def _examine(place: Store, known: Checkpoint | None, arguments: _Arguments, rank
         refuse_sharded_optimizers(arguments.extra)
         _refuse_in_a_step(arguments.model)
         opened = known or read_description(place)
-        with unless_replaced(opened.origin, opened.fingerprint):
+        with unless_replaced(opened.description):
             opened.check_lengths()  # before there is memory for what it says
         state = model_state(arguments.model, arguments.frozen)
         model = ModelToLoad(opened, arguments.model, state, arguments.frozen)

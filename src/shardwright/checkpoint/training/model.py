@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.entries import check_shapes, check_values
+from shardwright.checkpoint.load.fit import check_shapes, check_values
 from shardwright.checkpoint.training.optimizers import OPTIMIZER
 from shardwright.checkpoint.training.part_to_load import PartToLoad
 from shardwright.engine.base.names import plain_name

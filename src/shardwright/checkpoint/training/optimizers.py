@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
-from shardwright.checkpoint.training.entries import below, fitting, has, room_below
 from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
 from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.targets import of_stored_form, targets_below
 from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
 from shardwright.errors import Damaged, OtherOptimizer
@@ -103,7 +103,7 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def room_for_state(
+def state_to_load(
     model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint
 ) -> Iterator[dict[str, Any]]:
     """The optimizers' state and groups, with tensors for all state that a checkpoint has and for no other.
@@ -112,7 +112,7 @@ def room_for_state(
     """
     state = state_of_optimizers(model, optimizers)
     names = {name for group in state[_GROUPS] for name in group["params"]}
-    stored = below(checkpoint, f"{OPTIMIZER}.{_STATE}")
+    stored = checkpoint.below(f"{OPTIMIZER}.{_STATE}")
     having = {owner for name in stored if (owner := _owner(name, names)) not in (None, name)}
     before = None
     if not having <= state[_STATE].keys():
@@ -162,15 +162,15 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 def optimizers_to_load(
     model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, settings: bool
 ) -> Iterator[list[OptimizersToLoad]]:
-    """The optimizers as one part of a load; no part without optimizers. Undone as :func:`room_for_state` is."""
+    """The optimizers as one part of a load; no part without optimizers. Undone as :func:`state_to_load` is."""
     if not optimizers:
         yield []
         return
-    with room_for_state(model, optimizers, checkpoint) as room:
-        own = group_tensors(room[_GROUPS]) if settings else {}
-        of_groups = room_below(checkpoint, _STORED_GROUPS, fitting(checkpoint, own))
-        tensors = {_STATE: room[_STATE], _GROUPS: of_groups}
-        yield [OptimizersToLoad(model, optimizers, checkpoint, settings, room, tensors)]
+    with state_to_load(model, optimizers, checkpoint) as state:
+        own = group_tensors(state[_GROUPS]) if settings else {}
+        of_groups = targets_below(checkpoint, _STORED_GROUPS, of_stored_form(checkpoint, own))
+        tensors = {_STATE: state[_STATE], _GROUPS: of_groups}
+        yield [OptimizersToLoad(model, optimizers, checkpoint, settings, state, tensors)]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class OptimizersToLoad(PartToLoad):
     Attributes:
         model, optimizers, checkpoint: of the load.
         settings: False: the groups keep their own settings.
-        room: as from :func:`room_for_state`.
+        state: as from :func:`state_to_load`.
     """
 
     key = OPTIMIZER
@@ -188,21 +188,23 @@ class OptimizersToLoad(PartToLoad):
     optimizers: Sequence[Optimizer]
     checkpoint: Checkpoint
     settings: bool
-    room: Mapping[str, Any]
+    state: Mapping[str, Any]
     tensors: Mapping[str, Any]
 
     def check(self) -> None:
         self._check_state()
         stored = self.checkpoint.leaves.get(_STORED_GROUPS)
         if self.settings and stored is not None:
-            check_groups(self.room[_GROUPS], stored)
-        if isinstance(stored, list) and not below(self.checkpoint, f"{OPTIMIZER}.{_STATE}"):
+            check_groups(self.state[_GROUPS], stored)
+        if isinstance(stored, list) and not self.checkpoint.below(f"{OPTIMIZER}.{_STATE}"):
             self._check_keys(stored)
 
     def _check_keys(self, stored: list[Any]) -> None:
         """Raise OtherOptimizer if groups without any state are of another optimizer: each lacks a setting of the other.
         Another version of an optimizer has more settings, or fewer."""
-        theirs, mine = ({key for group in groups for key in group} for groups in (stored, self.room[_GROUPS]))
+        theirs, mine = (
+            {key for group in groups for key in group} for groups in (stored, self.state[_GROUPS])
+        )
         if theirs - mine and mine - theirs:
             raise OtherOptimizer(
                 f"{self.checkpoint.place}: expected the optimizer's settings {', '.join(sorted(mine - theirs))}, found "
@@ -211,11 +213,11 @@ class OptimizersToLoad(PartToLoad):
 
     def _check_state(self) -> None:
         """Raise OtherOptimizer unless the optimizers have the stored state of each parameter that has some."""
-        place, stored = self.checkpoint.place, below(self.checkpoint, f"{OPTIMIZER}.{_STATE}")
-        for name, own in self.room[_STATE].items():
+        place, stored = self.checkpoint.place, self.checkpoint.below(f"{OPTIMIZER}.{_STATE}")
+        for name, own in self.state[_STATE].items():
             for key, value in own.items():
                 form = stored.get(f"{name}.{key}")
-                is_there = form is not None or has(self.checkpoint, f"{OPTIMIZER}.{_STATE}.{name}.{key}")
+                is_there = form is not None or self.checkpoint.has(f"{OPTIMIZER}.{_STATE}.{name}.{key}")
                 shape = list(value.shape) if isinstance(value, Tensor) else None
                 stored_shape = list(form.shape) if isinstance(form, StoredForm) else None
                 if is_there and shape == stored_shape:
@@ -247,18 +249,18 @@ class OptimizersToLoad(PartToLoad):
             )
 
     def accept(self, content: Mapping[str, Any]) -> None:
-        groups = self.room[_GROUPS]
+        groups = self.state[_GROUPS]
         if self.settings:
             check_groups(groups, stored_groups(content, groups))
-        check_states(content.get(_STATE, {}), self.room)
+        check_states(content.get(_STATE, {}), self.state)
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Give the optimizers the state that was read, and the settings of its groups."""
-        groups = list(self.room[_GROUPS])
+        groups = list(self.state[_GROUPS])
         if self.settings:
             stored = stored_groups(content, groups)
             groups = [{**_stored_group(mine, groups, stored), "params": mine["params"]} for mine in groups]
-        state = _with_values(self.room[_STATE], content.get(_STATE, {}))
+        state = _with_values(self.state[_STATE], content.get(_STATE, {}))
         for optimizer in self.optimizers:
             own = [groups.pop(0) for _ in optimizer.param_groups]
             names = {name for group in own for name in group["params"]}
@@ -324,10 +326,10 @@ def stored_groups(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     return flat
 
 
-def _with_values(room: Any, content: Any) -> Any:
-    """The tensors of ``room``, and the values of ``content`` at the same places."""
-    if isinstance(room, Mapping) and isinstance(content, Mapping):
+def _with_values(state: Any, content: Any) -> Any:
+    """The tensors of ``state``, and the values of ``content`` at the same places."""
+    if isinstance(state, Mapping) and isinstance(content, Mapping):
         return {
-            key: _with_values(each, content[key]) if key in content else each for key, each in room.items()
+            key: _with_values(each, content[key]) if key in content else each for key, each in state.items()
         }
-    return room if isinstance(room, Tensor) else content
+    return state if isinstance(state, Tensor) else content

@@ -22,9 +22,8 @@ from shardwright.checkpoint.training.arguments import (
     place_of,
     refuse_sharded_optimizers,
     summary,
-    with_states,
 )
-from shardwright.checkpoint.training.extra import EXTRA
+from shardwright.checkpoint.training.extra_objects import EXTRA, with_states
 from shardwright.checkpoint.training.generators import GENERATORS, generator_states
 from shardwright.checkpoint.training.gradient_hooks import HOOKS, gradient_hook_states
 from shardwright.checkpoint.training.model import MODEL, model_state, without_values

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 FSDP1 = "_fsdp_wrapped_module."  #: in names of torch's FSDP1, whose parameters are plain tensors, and shards
-_WRAPPERS = (FSDP1, "_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  #: of activation checkpointing and torch.compile
 
 
 def plain_name(name: str, model: nn.Module) -> str:
@@ -17,6 +17,11 @@ def plain_name(name: str, model: nn.Module) -> str:
     ):
         inside = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
         name, model = name.removeprefix(f"{inside}."), getattr(model, inside)
+    return without_wrappers(name.replace(FSDP1, ""))
+
+
+def without_wrappers(name: str) -> str:
+    """The name without modules that hold one other module and no parameters: they are not in a model's structure."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -13,9 +13,13 @@ def characters() -> list[str]:
 
     Printable characters of Latin-1 stand for themselves. The others take the characters from 256 on, in their order.
     """
-    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = iter(range(256, 512))
-    return [chr(byte if byte in own else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def tokenizer_json() -> dict[str, Any]:

@@ -38,8 +38,8 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     began = time.monotonic()
     task = task or (ON_CPU if kind == "cpu" else ON_GPU)
     print(f"measuring {_name(kind)} with {ranks} rank{'s' * (ranks > 1)}; stop other programs", flush=True)
-    found = measured_by_ranks(task, ranks, kind)
-    device = summary(found, task, ranks, kind)
+    measurements = measured_by_ranks(task, ranks, kind)
+    device = summary(measurements, task, ranks, kind)
     unsteady = max(device.differences, key=lambda name: device.differences[name])
     difference = device.differences[unsteady]
     if difference > most:
@@ -53,7 +53,7 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     except OSError as error:
         raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
     print(*_words(device), sep="\n")
-    if without := sorted({name for rank in found for name in rank["without"]}):
+    if without := sorted({name for rank in measurements for name in rank["without"]}):
         print(f"{'without':10} {', '.join(without)}: they do not run alone")
     print(f"{out} is written, after {time.monotonic() - began:.0f} s; for plans with these times:")
     print(f"  shardwright plan JOB.toml --on {ranks}x{_named(out)}")

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.engines import ENGINES, engines_that
+from shardwright.train.config.catalog.figures import gib
 from shardwright.train.errors import UserError
-from shardwright.train.report import console, jsonl, plots
+from shardwright.train.report import jsonl, plots
 from shardwright.train.run.folder import RunFolder, open_for_writing
 from shardwright.train.run.same_job import differences, value_in_words
 from shardwright.train.run.writing import write_json, writing
@@ -370,7 +371,7 @@ def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> 
         table.add_row(
             name,
             *("-" if nbytes is None else f"{nbytes / 2**20:,.2f}" for nbytes in engine),
-            console.gib(figure["peak_memory_bytes"]),
+            gib(figure["peak_memory_bytes"]),
         )
     return table
 

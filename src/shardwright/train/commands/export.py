@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shardwright.checkpoint.pretrained.files import open_stored, write_json
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.names import KeyMap
-from shardwright.checkpoint.pretrained.save_pretrained import write_stored_form
-from shardwright.checkpoint.pretrained.stored_form import StoredModel, bytes_of, stored_form
+from shardwright.checkpoint.pretrained.save_pretrained import write_stored_model
+from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
 from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
@@ -126,7 +126,7 @@ def export(
     def write(position: Position, read: Read) -> Exported:
         if merges:
             _read_adapters(model, config, source, read)
-        form = _form(model, key_map, chosen)
+        stored = _stored(model, key_map, chosen)
         layers = {f"{name}.weight": layer for name, layer in adapters.adapted_layers(model)}
 
         def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
@@ -150,14 +150,14 @@ def export(
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**with_ids(values, config, tokenizer), "dtype": form.main_dtype()}
+            None if values is None else {**with_ids(values, config, tokenizer), "dtype": stored.main_dtype()}
         )
-        write_stored_form(
-            folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
+        write_stored_model(
+            folder, stored, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
         )
-        nbytes = sum(map(form.nbytes, form.keys))
+        nbytes = stored.total_bytes
         reader = _reader_of(model, folder) if values is None else _reader_by_type(values["model_type"])
-        return Exported(folder, position.step, len(form.keys), nbytes, reader)
+        return Exported(folder, position.step, len(stored.keys), nbytes, reader)
 
     try:
         return checkpoint.with_weights(checkpoints_of(source, config), step, shapes, write, say)
@@ -249,10 +249,10 @@ def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tenso
     return entry.tensor.detach() if layer is None else layer.merged()
 
 
-def _form(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
+def _stored(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
     with as_user_errors(ValueError, prefix="export: "):
         tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
-        return stored_form(tensors, key_map, dtype, with_values=False)
+        return stored_model(tensors, key_map, dtype, with_values=False)
 
 
 def _reader_by_type(model_type: str) -> str:

@@ -65,28 +65,28 @@ def fit(
                 _say(len(speeds), found)
             yield None if result is None else result[0]
 
-    found: list[Found] = []
+    plans: list[Found] = []
     with _pool(processes) as pool:
         now = next(plan([()]))
         for axes in axes_of(config, job.ranks, device.figures.node, dict(job.keys)):
-            found += search(axes, plan, processes)
-            if fastest(found) is not None:
+            plans += search(axes, plan, processes)
+            if fastest(plans) is not None:
                 break  # blocks that are compiled are faster and smaller
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    if not found:
+    if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
-    best = fastest(found)
+    best = fastest(plans)
     if json:
         values = {
             "now": None if now is None else _values(now, speeds),
             "best": None if best is None else _values(best, speeds),
-            "plans": [_values(each, speeds) for each in found],
+            "plans": [_values(each, speeds) for each in plans],
         }
         print(strict_json(values, indent=2))
     else:
-        rows = _rows(config, device, now, found, speeds, time.monotonic() - started)
+        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started)
         print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
     return 0 if best is not None else 3
 
@@ -190,22 +190,22 @@ def _rows(
     config: Config,
     device: Device,
     now: Found | None,
-    found: Sequence[Found],
+    plans: Sequence[Found],
     speeds: Mapping[Keys, Speed],
     seconds: float,
 ) -> Iterator[tuple[str, str]]:
     """Heads and texts: the best plan and its file, then those that are slower and smaller, and why they are slower."""
-    fitting = sum(each.fits for each in found)
+    fitting = sum(each.fits for each in plans)
     yield (
         "fit",
-        f"{counted(len(found), 'plan', 'plans')} in {in_time(seconds)}, {fitting} of them fit {device.name}",
+        f"{counted(len(plans), 'plan', 'plans')} in {in_time(seconds)}, {fitting} of them fit {device.name}",
     )
     if now is not None:
         fits = "" if now.fits else ", which do not fit"
         yield "now", f"{_figures(now, speeds[now.keys])}{fits}"
-    front = frontier(found)
+    front = frontier(plans)
     if not front:
-        least = min(found, key=lambda each: each.nbytes)
+        least = min(plans, key=lambda each: each.nbytes)
         yield (
             "best",
             f"none; the smallest one needs {in_gib(least.nbytes)} GiB: {_options(config, least.keys)}",

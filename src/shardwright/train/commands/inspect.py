@@ -17,7 +17,6 @@ from shardwright.checkpoint import (
     has_description,
     open_checkpoint,
 )
-from shardwright.checkpoint.format.index import VERSION
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
 from shardwright.train.launch.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -187,7 +186,8 @@ def _lines(stored: RunCheckpoint, all_tensors: bool) -> Iterator[str]:
     yield printable(stored.folder)
     facts = {"format": "a folder of torch's distributed checkpoint"}
     if checkpoint.ranks is not None:
-        facts = {"format": f"shardwright, version {VERSION}; torch's distributed checkpoint reads it, too"}
+        form = f"shardwright, version {checkpoint.version}"
+        facts = {"format": f"{form}; torch's distributed checkpoint reads it, too"}
         versions = ", ".join(f"{name} {version}" for name, version in checkpoint.about.items())
         facts |= {"written by": f"{counted(checkpoint.ranks, 'rank')}, {versions or 'versions not known'}"}
     if stored.position != _NO_RUN:

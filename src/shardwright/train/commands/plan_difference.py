@@ -77,19 +77,19 @@ def _signed(value: float, in_words: Callable[[float], str]) -> str:
 def _memory(a: Verdict, b: Verdict) -> list[tuple[int, str]]:
     """Owners of other bytes at the peaks, with the difference, those that differ most first."""
     first, second = _by_owner(a), _by_owner(b)
-    found = [(second.get(key, 0) - first.get(key, 0), key) for key in {*first, *second}]
+    differences = [(second.get(key, 0) - first.get(key, 0), key) for key in {*first, *second}]
     least = LEAST * max(a.peak.nbytes, b.peak.nbytes)
     return sorted(
-        (each for each in found if abs(each[0]) >= least), key=lambda each: (-abs(each[0]), each[1])
+        (each for each in differences if abs(each[0]) >= least), key=lambda each: (-abs(each[0]), each[1])
     )[:SHOWN]
 
 
 def _by_owner(verdict: Verdict) -> dict[str, int]:
-    found: dict[str, int] = {}
+    nbytes_of: dict[str, int] = {}
     for owner, nbytes in verdict.peak.by_owner.items():
         words = _in_words(owner)
-        found[words] = found.get(words, 0) + nbytes
-    return found
+        nbytes_of[words] = nbytes_of.get(words, 0) + nbytes
+    return nbytes_of
 
 
 def _in_words(owner: Owner) -> str:
@@ -106,7 +106,7 @@ def _time(a: Verdict, b: Verdict) -> list[tuple[float, str]]:
         return []
     first, second = ({loss.text: loss.seconds for loss in each.losses()} for each in (a.speed, b.speed))
     least = LEAST * max(a.speed.seconds[1], b.speed.seconds[1])
-    found = [(second.get(text, 0.0) - first.get(text, 0.0), text) for text in {*first, *second}]
+    differences = [(second.get(text, 0.0) - first.get(text, 0.0), text) for text in {*first, *second}]
     return sorted(
-        (each for each in found if abs(each[0]) >= least), key=lambda each: (-abs(each[0]), each[1])
+        (each for each in differences if abs(each[0]) >= least), key=lambda each: (-abs(each[0]), each[1])
     )[:SHOWN]

@@ -149,16 +149,16 @@ def read_base(file: Path) -> Base:
                         "Restore it, or start a new run") from None  # fmt: skip
 
 
-def check_same_base(file: Path, found: Base) -> None:
+def check_same_base(file: Path, base: Base) -> None:
     """Compare a base with the reference in a file. Raises UserError that names the first parameter that differs."""
     expected = read_base(file)
-    for name in dict.fromkeys([*expected.digests, *found.digests]):
-        before, now = expected.digests.get(name), found.digests.get(name)
+    for name in dict.fromkeys([*expected.digests, *base.digests]):
+        before, now = expected.digests.get(name), base.digests.get(name)
         if before == now:
             continue
-        moved = "" if expected.source == found.source else f" (from {expected.source})"
+        moved = "" if expected.source == base.source else f" (from {expected.source})"
         raise UserError(
             f"{file}: expected the base that the adapters were trained on{moved}, found another one from "
-            f"{found.source}: {name} is {now or 'not a frozen parameter there'}, expected "
+            f"{base.source}: {name} is {now or 'not a frozen parameter there'}, expected "
             f"{before or 'none'}. Restore that base, or start a new run"
         )

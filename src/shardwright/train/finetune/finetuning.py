@@ -45,14 +45,16 @@ def prepare(plain: nn.Module, config: Config, base_file: Path, resume: bool, mes
         reset_magnitudes(plain)
     base = base_of(plain, source_of(config))
     if resume:
-        ranks.run_or_stop(lambda: check_same_base(base_file, base), UserError)
+        ranks.run_own(lambda: check_same_base(base_file, base), others_raise=UserError)
         return
     settings = config.finetune
     if settings.adapters:
         refuse(NEW, config)
         names = peft_names(plain, config)
-        ranks.run_or_stop(lambda: read_adapters(plain, settings.adapters, settings, key_map=names), UserError)
-    ranks.run_or_stop(lambda: write_base(base_file, base) if ranks.is_first else None, UserError)
+        ranks.run_own(
+            lambda: read_adapters(plain, settings.adapters, settings, key_map=names), others_raise=UserError
+        )
+    ranks.run_own(lambda: write_base(base_file, base) if ranks.is_first else None, others_raise=UserError)
 
 
 def check_called(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored
 from shardwright.checkpoint.pretrained.model import mesh_of, same_bits
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_model
-from shardwright.collective import RankGroup
+from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.config.shapes.hub import is_hub_name
@@ -121,7 +121,7 @@ def write_adapters(
     names = _names(model, key_map)
     _check_peft_keeps(model)
     mesh = mesh_of(units_of(model))
-    RankGroup.of_mesh(mesh).run_or_stop(lambda: _check_place(final))
+    RankGroup.of_mesh(mesh).run_own(lambda: _check_place(final), others_raise=OtherRankFailed)
 
     def finish(partial: Path) -> None:
         if names.copies:
@@ -196,8 +196,8 @@ def read_adapters(
     path = Path(folder)
     names = _names(model, key_map)
     # The files may be missing on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-    file = RankGroup.of_mesh(mesh_of(units_of(model))).run_or_stop(
-        lambda: _checked_file(model, path, settings, names), UserError
+    file = RankGroup.of_mesh(mesh_of(units_of(model))).run_own(
+        lambda: _checked_file(model, path, settings, names), others_raise=UserError
     )
     with as_user_errors(ValueError, OSError, prefix=f"{file}: cannot read the adapters: "):
         sw.load_pretrained(model, file, key_map=names.key_map, allow_unexpected=list(names.copies))

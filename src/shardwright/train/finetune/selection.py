@@ -28,17 +28,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     A model without either is one block.
     """
-    if callable(own := getattr(model, "blocks", None)):
-        return list(own())
-    found: list[nn.Module] = []
+    if callable(method := getattr(model, "blocks", None)):
+        return list(method())
+    blocks: list[nn.Module] = []
     pending: list[nn.Module] = [model]
     while pending:
         module = pending.pop()
         if isinstance(module, nn.ModuleList):
-            found += list(module)
+            blocks += list(module)
         else:
             pending += module.children()
-    return found or [model]
+    return blocks or [model]
 
 
 def layers_to_adapt(model: nn.Module, settings: FinetuneConfig) -> dict[str, nn.Linear]:
@@ -101,8 +101,8 @@ def is_mamba_output(model: nn.Module, name: str) -> bool:
     Fused kernels use its weight without calling it, and peft refuses to put an adapter there.
     """
     owner, _, last = name.rpartition(".")
-    own = {each.lower() for each, _ in model.get_submodule(owner).named_parameters(recurse=False)}
-    return last == "out_proj" and "a_log" in own
+    parameters = {each.lower() for each, _ in model.get_submodule(owner).named_parameters(recurse=False)}
+    return last == "out_proj" and "a_log" in parameters
 
 
 def _matrix_kinds(model: nn.Module, inside: set[int]) -> list[str]:

@@ -82,10 +82,10 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 def _stamp(folder: Path) -> tuple[int, int] | None:
     """A value that changes if exit.json is written again."""
     try:
-        found = os.stat(folder / "exit.json")
+        status = os.stat(folder / "exit.json")
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _recorded(folder: Path, old: tuple[int, int] | None) -> int | None:

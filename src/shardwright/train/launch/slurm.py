@@ -69,10 +69,10 @@ def tasks_per_node(text: str) -> list[int]:
     """The tasks of each host, from SLURM's form: `2(x3),1` is 2, 2, 2, 1. Empty for a text of another form."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             return []
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 

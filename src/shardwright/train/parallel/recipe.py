@@ -63,7 +63,7 @@ def _adapted(
     model = build_model(config.model, vocab_size)
     if reads_weights:
         # A plain model does not know the other ranks. They would wait for this one in the engine's collectives.
-        RankGroup.of_mesh(mesh).run_or_stop(model.read_weights, UserError)
+        RankGroup.of_mesh(mesh).run_own(model.read_weights, others_raise=UserError)
     adapt(model, config.finetune, config.run.seed)
     return model
 

@@ -37,16 +37,18 @@ class Summary:
     differences: dict[str, float]
 
 
-def summary(found: Sequence[Mapping[str, Any]], task: Task, ranks: int, kind: Kind) -> Summary:
+def summary(measurements: Sequence[Mapping[str, Any]], task: Task, ranks: int, kind: Kind) -> Summary:
     """Times, their ranges and figures from the measurements of all ranks."""
     samples: dict[tuple[str, Point], list[float]] = defaultdict(list)
     of_links: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for rank in found:
+    for rank in measurements:
         for table, point, seconds in rank["kernels"]:
             samples[table, tuple(point)] += seconds
         for name, nbytes, seconds in rank["collectives"]:
             of_links[name, nbytes] += seconds
-    steps = [[seconds for rank in found for seconds in rank["steps"][i]] for i in range(len(task.steps))]
+    steps = [
+        [seconds for rank in measurements for seconds in rank["steps"][i]] for i in range(len(task.steps))
+    ]
     differences: dict[str, list[float]] = {name: [] for name in SPREADS}
     kernels: dict[str, list[Point]] = defaultdict(list)
     for (table, point), seconds in sorted(samples.items()):

@@ -94,8 +94,8 @@ def _one_thread(kind: Kind) -> Iterator[None]:
 
 def _rank(task: Task, rank: int, ranks: int, kind: Kind, folder: str) -> None:
     try:
-        found = measure(task, rank, ranks, kind, folder)
-        Path(folder, f"{rank}.json").write_text(strict_json(found))
+        measurements = measure(task, rank, ranks, kind, folder)
+        Path(folder, f"{rank}.json").write_text(strict_json(measurements))
     except BaseException as error:
         Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright.extend import ExtensionError
 from shardwright.planner.compose import compose
 from shardwright.planner.program import SAVE, STEP, VALIDATION, Program
+from shardwright.tracing.compiled import Graphs, hollow_graphs
 from shardwright.tracing.hollow import SMALL, AbsentDeviceError, UnknownValueError
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.saving import trace_save
 from shardwright.tracing.trace import CPU, trace
-from shardwright.tracing.training import watch_training
+from shardwright.tracing.training import Calls, watch_calls, watch_training
 from shardwright.train.config import Config
 from shardwright.train.config.plans.coverage import check_planned
 from shardwright.train.config.plans.shorter_jobs import Layers, layers_of, series_of
@@ -76,13 +77,23 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     return composed_program(config, ranks, kind) or traced_program(config, ranks, kind)
 
 
-def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program | None:
+class Shared(NamedTuple):
+    """Graphs of torch.compile, and the hooks that they contain. Traces of similar jobs make them once."""
+
+    graphs: Graphs
+    calls: Calls
+
+
+def composed_program(
+    config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda", shared: Shared | None = None
+) -> Program | None:
     """The same program, from those of three shorter jobs: with fewer layers or micro-batches.
 
-    None: their traces would not be shorter together, or do not agree on how a program grows.
+    None: their traces would not be shorter together, or do not agree on how a program grows. ``shared``: by its traces.
     """
-    if config.train.compile != "none":
-        return None  # blocks share their graphs, so that a trace of the whole takes no longer
+    if shared is None:
+        with hollow_graphs(kind == "cpu") as graphs, watch_calls() as calls:
+            return composed_program(config, ranks, kind, Shared(graphs, calls))
     for series in series_of(config, ranks, _layers_of):
         programs: dict[int, Program] = {}
         for least in (series.least, series.least + 1):  # with one part more the ends may differ no longer
@@ -91,8 +102,8 @@ def composed_program(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = 
             for parts in range(least, least + 3):
                 if parts not in programs:
                     shorter = series.of(parts)
-                    programs[parts] = composed_program(shorter, ranks, kind) or traced_program(
-                        shorter, ranks, kind
+                    programs[parts] = composed_program(shorter, ranks, kind, shared) or traced_program(
+                        shorter, ranks, kind, shared=shared
                     )
             three = [programs[least + i] for i in range(3)]
             if (program := compose(three, least, series.parts, SMALL)) is not None:
@@ -121,17 +132,25 @@ def traced_program(
     ranks: int,
     kind: Literal["cpu", "cuda"] = "cuda",
     watching: Callable[[Recorder], AbstractContextManager[object]] = lambda _: nullcontext(),
+    shared: Shared | None = None,
 ) -> Program:
-    """The same program, from a trace of the whole job. ``watching``: makes a context in which it runs."""
+    """The same program, from a trace of the whole job.
+
+    Args:
+        config, ranks, kind: as for `program_of`.
+        watching: makes a context in which it runs.
+        shared: by this trace and others; None: nothing is.
+    """
     _warm_up()
     train = config.train.model_copy(update={"memory_snapshot": False})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
     try:
-        with trace(ranks, kind) as recorder, even_routing(), watching(recorder):
+        graphs, calls = shared or (None, None)
+        with trace(ranks, kind, graphs=graphs) as recorder, even_routing(), watching(recorder):
             # A model that reads its tokens is refused.
             dataset = AbsentData.of(config, ranks, recorder.note_without_values)
-            return _traced(config, ranks, cast(Dataset, dataset), recorder, kind)
+            return _traced(config, ranks, cast(Dataset, dataset), recorder, kind, calls)
     except (AbsentDeviceError, UnknownValueError) as error:
         raise UserError(str(error)) from error
 
@@ -144,23 +163,28 @@ def _warm_up() -> None:
 
 
 def _traced(
-    config: Config, ranks: int, dataset: Dataset, recorder: Recorder, kind: Literal["cpu", "cuda"]
+    config: Config,
+    ranks: int,
+    dataset: Dataset,
+    recorder: Recorder,
+    kind: Literal["cpu", "cuda"],
+    calls: Calls | None,
 ) -> Program:
     recorder.phase("build")
     world = World.of(config.parallel, 0, ranks, CPU)
     trainer = Trainer(config, world, dataset, reads_weights=False, hooks=LogitsAlone(config))
     try:
-        with watch_training(recorder) as training:
+        with watch_training(recorder, calls) as training:
             for _ in range(STEPS_OF_GRAPH if config.train.cuda_graph else STEPS):
                 recorder.phase(STEP)
                 recorder.phase("forward")
                 trainer.train_step(StopRequest())
             if dataset.validation is not None:
                 with training.between_steps(VALIDATION):
-                    fault_of_state(trainer)
+                    fault_of_state(trainer.state)
                     validate(trainer)
             with training.between_steps(SAVE):
-                fault_of_state(trainer)
+                fault_of_state(trainer.state)
                 position = {"position": trainer.position.stored()}
                 stages = stages_checkpoints(trainer.config)
                 trace_save(recorder, trainer.model, trainer.optimizer, position, stages=stages)

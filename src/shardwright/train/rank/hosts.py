@@ -54,15 +54,17 @@ def use_one_network(store: dist.Store, rank: int, size: int) -> None:
     Each rank writes its address into `store`. The first rank answers with one address of each of two hosts.
     """
     if INTERFACE_VARIABLE in os.environ:
-        own = HostAddress(host_key(), "")
+        address = HostAddress(host_key(), "")
     else:
-        own = HostAddress(host_key(), _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-    store.set(f"network/{rank}", json.dumps(asdict(own)))
+        address = HostAddress(
+            host_key(), _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        )
+    store.set(f"network/{rank}", json.dumps(asdict(address)))
     if rank == 0:
         addresses = [HostAddress(**json.loads(store.get(f"network/{each}"))) for each in range(size)]
         store.set("network", json.dumps([asdict(each) for each in _two_hosts(addresses)]))
     everyone = [HostAddress(**each) for each in json.loads(store.get("network"))]
-    if INTERFACE_VARIABLE not in os.environ and (interface := _interface(own, everyone)):
+    if INTERFACE_VARIABLE not in os.environ and (interface := _interface(address, everyone)):
         os.environ[INTERFACE_VARIABLE] = interface
 
 
@@ -75,14 +77,14 @@ def _two_hosts(addresses: Sequence[HostAddress]) -> list[HostAddress]:
     return [first, *list(by_host.values())[:1]]
 
 
-def _interface(own: HostAddress, known: Sequence[HostAddress]) -> str:
+def _interface(address: HostAddress, known: Sequence[HostAddress]) -> str:
     """The interface for gloo. `known` has one address if all ranks are on one host. Empty: gloo decides."""
     if len(known) == 1:
         return loopback()
-    if own.is_reachable:
-        return _interface_of(own.address)
+    if address.is_reachable:
+        return _interface_of(address.address)
     # The first rank's host has its own name in /etc/hosts, with a loopback address.
-    others = [each for each in known if each.host != own.host and each.is_reachable]
+    others = [each for each in known if each.host != address.host and each.is_reachable]
     return _interface_of(_own_address(others[0].address, 9)) if others else ""
 
 

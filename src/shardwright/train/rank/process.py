@@ -1,7 +1,8 @@
 """One rank of a job, from its process to its exit status; or all of a job that has only one.
 
-`train_together` is the same for every rank. A `LaunchedRank` leaves the end of the job to our launcher. Ranks that
-another launcher or framework has started, each an `IndependentRank`, agree on the one that records it.
+`train_alone` is a job of one rank that no launcher has started; `train_together` is the same for every other rank. A
+`LaunchedRank` leaves the end of the job to our launcher. Ranks that another launcher or framework has started, each an
+`IndependentRank`, agree on the one that records it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwright.train.config import Config
+from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -29,6 +31,7 @@ from shardwright.train.launch.environment import (
     collective_timeout,
     rank_and_size,
 )
+from shardwright.train.launch.forecast import forecast
 from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
 from shardwright.train.launch.progress import START
@@ -45,11 +48,17 @@ from shardwright.train.run.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import share
+from shardwright.train.run.together import run_on_first
 from shardwright.train.step.session import train
 
 
 def train_alone(config: Config, run: OpenedRun) -> int:
-    """Train with one rank in this process and return the exit status. Raises what ended the job."""
+    """Train with one rank in this process and return the exit status. Raises what ended the job.
+
+    `train_together` has a store at which ranks compare their data and configuration before one of them opens the
+    folder. One rank has nothing to compare, its command has opened the folder `run`, and errors keep their kind for the
+    command, which prints them.
+    """
     START.doing("reading the data")
     try:
         dataset = read_data(config, progress=True)
@@ -102,6 +111,28 @@ def train_together(
             if world.is_first:
                 run.job_end.write(end)
     return end
+
+
+@contextmanager
+def _planned(config: Config, run: OpenedRun, world: World) -> Iterator[None]:
+    """Inside the context the first rank plans the job, as our launcher does. What it refuses all ranks raise."""
+    if run.attempt > 1:
+        yield
+        return
+    with ExitStack() as stack:
+
+        def plan() -> None:
+            planned = forecast(config, run.folder, world.size, world.device.type)
+            if planned is not None:
+                stack.callback(planned.stop)
+                planned.check()
+
+        try:
+            run_on_first(plan)
+        except UserError:
+            run.discard_if_unused()
+            raise
+        yield
 
 
 class LaunchedRank:
@@ -186,7 +217,8 @@ class IndependentRank:
     def watch(self, config: Config, run: OpenedRun, world: World) -> Iterator[None]:
         with watched(config, run.folder.path, run.job_end.write):
             self._begun.set()
-            yield
+            with _planned(config, run, world):
+                yield
 
     def failed(self, complaint: Complaint) -> int:
         """Print and record the complaint, unless another rank does. Returns this rank's exit status."""

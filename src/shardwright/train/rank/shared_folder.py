@@ -31,25 +31,25 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
         JobError: on every rank: the first rank cannot open the folder, or a rank does not see its files.
     """
     launch = _this_launch()
-    own: OpenedRun | None = None
+    opened: OpenedRun | None = None
     outcome: JobError | OpenedRun | None = None
     try:
         if world.is_first:
             try:
-                own = open_run(config, resume, launch)
-                outcome = _of_other_ranks(own)
+                opened = open_run(config, resume, launch)
+                outcome = _of_other_ranks(opened)
             except JobError as error:
                 outcome = error
         outcome = RankGroup().broadcast(outcome)
         if isinstance(outcome, JobError):
             raise outcome
-        run = own or outcome
+        run = opened or outcome
         assert run is not None
         _check_seen(run.folder.path)
         return run
     except BaseException:  # this process may live on, and try again
-        if own is not None:
-            own.discard_if_unused()
+        if opened is not None:
+            opened.discard_if_unused()
         raise
 
 

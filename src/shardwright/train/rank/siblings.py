@@ -79,9 +79,9 @@ def _end(verdict: Verdict, pids: list[int], record: Callable[[Outcome], None]) -
 
 def _ranks(agent: psutil.Process, command: list[str]) -> dict[int, int]:
     """The process of each rank that this torchrun process has started. All have the same command line."""
-    found: dict[int, int] = {}
+    pids: dict[int, int] = {}
     for process in agent.children(recursive=True):  # a worker of a rank comes after the rank
         with suppress(psutil.Error, KeyError, ValueError):
             if process.cmdline() == command:
-                found.setdefault(int(process.environ()["RANK"]), process.pid)
-    return found
+                pids.setdefault(int(process.environ()["RANK"]), process.pid)
+    return pids

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from shardwright.durable import replace_file
+from shardwright.durable import replace_file, sync
 from shardwright.strict_json import not_finite, strict_json
 from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
 from shardwright.train.errors import UserError
@@ -106,7 +106,7 @@ def drop_after(
         with dropped.open("a", encoding="utf-8") as stream:
             stream.write(gone if gone.endswith("\n") else gone + "\n")
             stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream.fileno(), dropped)
     replace_file(path, kept.encode())
 
 

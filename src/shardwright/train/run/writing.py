@@ -74,4 +74,5 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a file in the folder of a run by strict JSON. Raises as :func:`write_text`."""
     write_text(path, strict_json(value, indent=2) + "\n")

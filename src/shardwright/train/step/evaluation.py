@@ -115,7 +115,8 @@ def validate(trainer: Trainer) -> Validation:
     names = trainer.hooks.validation_metrics
     samples = validation_samples(trainer.config, stream)
     rounds = math.ceil(samples / (world.data_size * train.micro_batch))
-    totals = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=world.device)
+    # Sum and count of the loss and of each metric. The count of the loss stays 0: all ranks know it.
+    totals = torch.zeros(1 + len(names), 2, dtype=torch.float64, device=world.device)
     trainer.model.eval()
     for number in range(rounds):
         boards.at(boards.VALIDATION)
@@ -128,25 +129,20 @@ def validate(trainer: Trainer) -> Validation:
             losses, logits = trainer.losses.of_tokens_and_logits(batch, logits=bool(names))
         if not count:
             continue
-        totals[:1] += losses.double().sum()
+        totals[:1, 0] += losses.double().sum()
         if logits is not None:
-            sums = trainer.hooks.validate(logits, batch.targets)
-            totals[1:] += world.figures(sums)
+            totals[1:] += world.figures(trainer.hooks.validate(logits, batch.targets)).view(-1, 2)
     trainer.model.train()
     trainer.engine.free_gathered(trainer.model)
-    marked = [marks(each, world.rank) for each in (totals[:1, None], totals[1:].view(len(names), 2))]
-    row = torch.cat([totals, *marked])
+    row = torch.cat([totals.flatten(), marks(totals, world.rank)])
     with noted("all-reduce of the validation loss", None):
         dist.all_reduce(row)
         figures = row.tolist()
-    loss_sum, *sums_of_all = figures[: len(totals)]
-    loss = loss_sum / world.dims.with_same_loss / stream.trained(0, samples)
-    of_loss, of_metrics = figures[len(totals) : len(totals) + 2], figures[len(totals) + 2 :]
+    (loss_sum, _, *sums), marked = figures[: totals.numel()], figures[totals.numel() :]
     return Validation(
-        loss,
-        means(names, sums_of_all),
-        wrong_ranks(["validation loss"], of_loss, world.size)
-        | wrong_ranks([f"validation {name}" for name in names], of_metrics, world.size),
+        loss_sum / world.dims.with_same_loss / stream.trained(0, samples),
+        means(names, sums),
+        wrong_ranks(["validation loss", *(f"validation {name}" for name in names)], marked, world.size),
     )
 
 

@@ -10,7 +10,7 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from shardwright._torch import hook_count
 from shardwright.collective import RankGroup
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.figures import COMMON_LOSSES, is_reserved
 from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.models.outputs import called
-from shardwright.train.report.console import COMMON_LOSSES, FIGURES
 
 ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
 """Actions that a hook may ask for, the strongest first."""
@@ -49,9 +49,9 @@ class Hooks:
     """Several hooks, called one after another."""
 
     def __init__(self, users: Sequence[TrainerHook] = ()) -> None:
-        """`users`: those of `[run] hooks`. Their errors are ExtensionErrors."""
+        """`users`: the hooks of `[run] hooks`. Their errors are ExtensionErrors."""
         self.users = list(users)
-        self.own: Sequence[TrainerHook] = ()
+        self.trainer_hooks: Sequence[TrainerHook] = ()
         self._job: JobOfHooks | None = None  # until `setup`
         self._has_ended = False
         for hook, key in itertools.product(self.users, ("step_metrics", "validation_metrics")):
@@ -70,7 +70,7 @@ class Hooks:
             if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
                 raise UserError(f"run.hooks: expected each name once, found the {what} {twice!r} twice")
         for name in (*self.step_metrics, *self.validation_metrics):
-            if _is_taken(name):
+            if is_reserved(name):
                 raise UserError(
                     f"run.hooks: expected another name for the metric {name!r}, which each step has"
                 )
@@ -78,7 +78,7 @@ class Hooks:
     def check_losses(self, auxiliary: Iterable[str], model: str) -> None:
         """Raise UserError if a loss of a model, beside the cross-entropy, has the name of another figure of a step."""
         for name in auxiliary:
-            if _is_taken(name) and name not in COMMON_LOSSES:
+            if is_reserved(name) and name not in COMMON_LOSSES:
                 raise UserError(
                     f"model: expected another name for the loss {name!r} of {model}, which each step has; change it in "
                     "`auxiliary`"
@@ -99,18 +99,18 @@ class Hooks:
         return words
 
     def _call(self, hook: TrainerHook, method: str, *arguments: Any) -> Any:
-        if hook in self.own:
+        if hook in self.trainer_hooks:
             return getattr(hook, method)(*arguments)
         return called(f"The method {method} of hook {hook.name!r}", getattr(hook, method), *arguments)
 
     def _all(self, method: str, *arguments: Any) -> None:
-        for hook in (*self.own, *self.users):
+        for hook in (*self.trainer_hooks, *self.users):
             self._call(hook, method, *arguments)
 
-    def setup(self, job: JobOfHooks, own: Sequence[TrainerHook] = ()) -> None:
-        """`own`: hooks of the trainer. They come before those of `[run] hooks`."""
-        self.own, self._job = own, job
-        for hook in (*self.own, *self.users):
+    def setup(self, job: JobOfHooks, trainer_hooks: Sequence[TrainerHook] = ()) -> None:
+        """`trainer_hooks`: hooks of the trainer. They come before those of `[run] hooks`."""
+        self.trainer_hooks, self._job = trainer_hooks, job
+        for hook in (*self.trainer_hooks, *self.users):
             before = hook_count(job.model)
             self._call(hook, "setup", job)
             if job.config.train.cuda_graph and hook_count(job.model) != before:
@@ -126,8 +126,8 @@ class Hooks:
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
-        own = "" if self._job is None else self._job.stop_reason
-        return next((" ".join(each.split()) for each in RankGroup().all_gather(own) if each), "")
+        reason = "" if self._job is None else self._job.stop_reason
+        return next((" ".join(reason.split()) for reason in RankGroup().all_gather(reason) if reason), "")
 
     def before_step(self, step: int) -> None:
         self._all("before_step", step)
@@ -143,13 +143,13 @@ class Hooks:
         if self._has_ended:
             return
         self._has_ended = True
-        for hook in (*self.own, *self.users):
+        for hook in (*self.trainer_hooks, *self.users):
             with suppress(*([Exception] if end.status == "failed" else [])):
                 self._call(hook, "end", end)
 
     def faults(self, step: StepInProgress) -> list[Fault]:
         """Faults that this rank's hooks report."""
-        found = []
+        faults = []
         for hook in self.users:
             if type(hook).before_optimizer is TrainerHook.before_optimizer:
                 continue
@@ -159,8 +159,8 @@ class Hooks:
                     f"The method before_optimizer of hook {hook.name!r} returned {fault!r}; expected None or a Fault "
                     f"whose action is one of {', '.join(ACTIONS)}"
                 )
-            found += [] if fault is None else [fault]
-        return found
+            faults += [] if fault is None else [fault]
+        return faults
 
     def metrics(self, step: int) -> list[float | Tensor]:
         """Sum and count of each of `step_metrics`, in their order."""
@@ -171,12 +171,12 @@ class Hooks:
         return self._sums("validate", "validation_metrics", logits, targets)
 
     def _sums(self, method: str, key: str, *arguments: Any) -> list[float | Tensor]:
-        found: list[float | Tensor] = []
+        sums_and_counts: list[float | Tensor] = []
         for hook in self.users:
             if names := getattr(hook, key):
                 sums = self._call(hook, method, *arguments)
-                found += _in_order(f"The method {method} of hook {hook.name!r}", names, sums)
-        return found
+                sums_and_counts += _in_order(f"The method {method} of hook {hook.name!r}", names, sums)
+        return sums_and_counts
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by their names."""
@@ -208,11 +208,11 @@ def _check_takes_effect(hook: TrainerHook) -> None:
                 f"{where} has the method {method} and no names in {key}, so it is never called; expected "
                 f'{key} = ("NAME",) with the names that it returns'
             )
-    known = [name for name in vars(TrainerHook) if not name.startswith("_")]
-    own = {name for each in kind.__mro__ if each not in TrainerHook.__mro__ for name in vars(each)}
-    for name in sorted(own - {*known}):
-        close = difflib.get_close_matches(name, known, 1, 0.85)
-        if close and not name.startswith("_") and (callable(getattr(kind, name)) or f"{name}s" in known):
+    members = [name for name in vars(TrainerHook) if not name.startswith("_")]
+    added = {name for parent in kind.__mro__ if parent not in TrainerHook.__mro__ for name in vars(parent)}
+    for name in sorted(added - {*members}):
+        close = difflib.get_close_matches(name, members, 1, 0.85)
+        if close and not name.startswith("_") and (callable(getattr(kind, name)) or f"{name}s" in members):
             raise UserError(f"{where} has {name!r}, which nobody reads; did you mean {close[0]!r}?")
     declared = {*hook.step_metrics, *hook.validation_metrics}
     if (odd := next((name for name in hook.higher_is_better if name not in declared), None)) is not None:
@@ -220,11 +220,6 @@ def _check_takes_effect(hook: TrainerHook) -> None:
             f"{where}: expected names of its metrics in higher_is_better, found {odd!r}; it has "
             f"{', '.join(sorted(declared)) or 'none'}"
         )
-
-
-def _is_taken(name: str) -> bool:
-    """Whether the line of each step has a figure of this name, or a record a value."""
-    return name.startswith("validation") or name in {*FIGURES, *(each.name for each in fields(StepRecord))}
 
 
 def _has_tensors_in_dicts_alone(value: Any) -> bool:
@@ -244,7 +239,7 @@ def _in_order(owner: str, names: Iterable[str], sums: Sums) -> list[float | Tens
         raise ExtensionError(
             f"{owner} returned {sums!r:.100}; expected a dict with the keys {', '.join(names)}"
         )
-    found: list[float | Tensor] = []
+    sums_and_counts: list[float | Tensor] = []
     for name in names:
         pair = sums.get(name, (0.0, 0.0))
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
@@ -252,8 +247,8 @@ def _in_order(owner: str, names: Iterable[str], sums: Sums) -> list[float | Tens
                 f"{owner} returned {pair!r:.100} for {name!r}; expected a sum and a count: two numbers, or tensors "
                 "without dimensions"
             )
-        found += pair
-    return found
+        sums_and_counts += pair
+    return sums_and_counts
 
 
 def _is_number(value: Any) -> bool:

@@ -50,7 +50,7 @@ def run_steps(
         saving = leaving or due(step, config.checkpoint.every)
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
-        if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
+        if fault := result.fault or (fault_of_state(trainer.state) if saving or validates else None):
             answer(fault, trainer, saves, reporter)
             if agreed.save_ended:
                 saves.finish(raises=not leaving)

@@ -6,8 +6,10 @@ step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from shardwright.train.parallel.world import World
 from shardwright.train.step.feed import Untrained
 from shardwright.train.step.hooks import ACTIONS, means
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,47 +102,51 @@ class StepResult:
     untrained: Untrained | None
 
 
-def agree(world: World, own: OwnPart, metric_names: Sequence[str]) -> Agreed:
+def agree(world: World, part: OwnPart, metric_names: Sequence[str]) -> Agreed:
     """Add the parts of all ranks up. Called by all ranks together."""
     waits = [0.0] * world.size  # a rank adds to its own number alone, so the sum keeps them apart
-    waits[world.rank] = own.data_seconds
-    seen = [
-        *(float(own.signal == each) for each in SIGNALS),
-        float(own.save_ended),
-        float(own.stops_early),
-        *(float(each in own.votes) for each in ACTIONS),
-    ]
-    rest = world.figures([*seen, *waits, *own.sums])
-    parts = [own.shares, own.flag, rest]
+    waits[world.rank] = part.data_seconds
+    numbers: dict[str, Sequence[float | Tensor]] = {
+        "signals": [part.signal == number for number in SIGNALS],
+        "save_ended": [part.save_ended],
+        "stops_early": [part.stops_early],
+        "actions": [action in part.votes for action in ACTIONS],
+        "waits": waits,
+        "sums": part.sums,
+    }
+    on_device = world.figures([*itertools.chain(*numbers.values())])  # one copy from the host
+    parts = [part.shares, part.flag, on_device]
     if metric_names:
-        parts.append(marks(rest[-len(own.sums) :].view(len(metric_names), 2), world.rank))
+        sums = on_device[-len(part.sums) :].view(len(metric_names), 2)
+        parts.append(marks(sums, world.rank))
     row = torch.cat(parts)
     with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
-        if own.norm is not None:
-            norm = own.norm.to(row.device, row.dtype, non_blocking=True)
+        if part.norm is not None:
+            norm = part.norm.to(row.device, row.dtype, non_blocking=True)
             row = torch.cat([row, norm[None]])
-        figures = row.tolist()
-    grad_norm = None if own.norm is None else figures.pop()
-
-    def taken(count: int) -> list[float]:
-        first, figures[:] = figures[:count], figures[count:]
-        return first
-
-    losses = [loss / world.dims.with_same_loss for loss in taken(len(own.shares))]
-    (flags,), signals = taken(1), taken(len(SIGNALS))
-    (save_ended, stops_early), votes = taken(2), taken(len(ACTIONS))
-    data_seconds = max(taken(world.size))
-    metrics = means(metric_names, taken(len(own.sums)))
+        figures = iter(row.tolist())
+    lengths = {  # of the parts of the row, in their order; the norm is after them
+        "losses": len(part.shares),
+        "flags": 1,
+        **{name: len(values) for name, values in numbers.items()},
+        "marks": 2 * len(metric_names),
+    }
+    totals = {name: list(itertools.islice(figures, length)) for name, length in lengths.items()}
     return Agreed(
-        losses=losses,
-        flags=flags,
-        norm=grad_norm,
-        data_seconds=data_seconds,
-        signal=next((int(each) for each, count in zip(SIGNALS, signals, strict=True) if count), 0),
-        save_ended=save_ended > 0,
-        stops_early=stops_early > 0,
-        action=next((action for action, count in zip(ACTIONS, votes, strict=True) if count), None),
-        metrics=metrics,
-        not_finite=wrong_ranks(metric_names, figures, world.size),
+        losses=[loss / world.dims.with_same_loss for loss in totals["losses"]],
+        flags=totals["flags"][0],
+        norm=next(figures, None),
+        data_seconds=max(totals["waits"]),
+        signal=int(_first_chosen(SIGNALS, totals["signals"]) or 0),
+        save_ended=totals["save_ended"][0] > 0,
+        stops_early=totals["stops_early"][0] > 0,
+        action=_first_chosen(ACTIONS, totals["actions"]),
+        metrics=means(metric_names, totals["sums"]),
+        not_finite=wrong_ranks(metric_names, totals["marks"], world.size),
     )
+
+
+def _first_chosen(options: Sequence[T], counts: Sequence[float]) -> T | None:
+    """The first option that a rank has chosen. `counts`: of the ranks that chose each."""
+    return next((option for option, count in zip(options, counts, strict=True) if count), None)

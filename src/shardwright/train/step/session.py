@@ -131,8 +131,8 @@ def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack, loaded: 
     best = None
     if config.checkpoint.keep_best:
         best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
-    own = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
-    trainer.open_hooks(reporter, [*own, *([best] if best else [])], loaded)
+    hooks = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
+    trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
     return Reports(record, reporter, memory, best)
 
 

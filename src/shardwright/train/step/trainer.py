@@ -117,9 +117,9 @@ class Trainer:
         self.stops_after = 0  # the step after which a signal that comes now ends the run
 
     def open_hooks(
-        self, reporter: Reporter, own: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
+        self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
     ) -> None:
-        """Set the hooks up, after the trainer's `own`, with the states that the `loaded` checkpoint has of them."""
+        """Set the hooks up, after `trainer_hooks`, with the states that the `loaded` checkpoint has of them."""
         world = self.world
         job = JobOfHooks(
             self.config,
@@ -131,17 +131,18 @@ class Trainer:
             reporter.say,
             lambda: self.position.step,
         )
-        self.hooks.setup(job, own)
+        self.hooks.setup(job, trainer_hooks)
         if loaded is not None:
             self._load_hooks(loaded)
 
     def _load_hooks(self, loaded: LoadedRun, goes_back: bool = False) -> None:
         """Give the hooks the states that the loaded checkpoint has of them. Unless the run `goes_back` to it, it need
         not have any, since hooks can be new."""
-        if not (own := self.hooks.state_dict()):
+        if not (present_states := self.hooks.state_dict()):
             return
-        states = checkpoint.hook_states(loaded, own)
-        if goes_back and (missing := next((name for name in own if name not in states), None)) is not None:
+        states = checkpoint.hook_states(loaded, present_states)
+        missing = next((name for name in present_states if name not in states), None)
+        if goes_back and missing is not None:
             raise UserError(
                 f"run.hooks: expected a state of hook {missing!r} in the checkpoint of step {self.position.step}, to "
                 "which the run goes back, found none; the hook was added later"
@@ -158,6 +159,10 @@ class Trainer:
     def close(self) -> None:
         """End the threads that prepare batches."""
         self.feed.close()
+
+    @property
+    def state(self) -> looking.TrainingState:
+        return looking.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
 
     # -- one step
 
@@ -181,7 +186,7 @@ class Trainer:
         faults = self.hooks.faults(StepInProgress(step, gradients.norm, gradients.shares[0]))
         # A signal from here on is answered in the next step, and this one's thread may print that at once.
         self.stops_after = step + 1
-        own = OwnPart(
+        part = OwnPart(
             shares=gradients.shares,
             flag=looking.flag(gradients.norm, self.world.device),
             norm=gradients.norm,
@@ -192,7 +197,7 @@ class Trainer:
             votes=[each.action for each in faults],
             sums=self.hooks.metrics(step),
         )
-        agreed = agree(self.world, own, self.hooks.step_metrics)
+        agreed = agree(self.world, part, self.hooks.step_metrics)
         fault = self._fault(agreed, gradients, faults)
         rate = float(self.optimizer.param_groups[0]["lr"])  # as a hook may have set it
         loss, *others = agreed.losses
@@ -239,12 +244,8 @@ class Trainer:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
         hooks."""
         with recipe.parallel_loss(self.config.parallel):
-            fault = looking.fault_of_step(
-                self, agreed.losses[0], agreed.norm, agreed.flags, gradients.shares, gradients.again
-            )
-        if fault is None and agreed.action is not None:
-            fault = looking.fault_of_hooks(self, votes, agreed.action, agreed.norm is not None)
-        return fault
+            fault = looking.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
+        return fault or looking.fault_of_hooks(self.state, agreed, votes)
 
     def _apply_gradients(self, result: StepResult) -> None:
         """Step the optimizer and move the position, unless the step has a fault. Gradients are freed."""
@@ -262,12 +263,13 @@ class Trainer:
 
     def _verified_if_due(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""
-        if not verifying.is_due(self):
-            return self.forward_backward(*tensors)
-        trial = partial(self.forward_backward, *tensors)
+        step, work = self.position.step + 1, partial(self.forward_backward, *tensors)
+        if not self.config.fault.verifies(step):
+            return work()
+        trial = work
         if self.config.optimizer.in_backward:
             trial = partial(self._forward_backward, *tensors, completes=False)
-        return verifying.twice(self, trial, partial(self.forward_backward, *tensors))
+        return verifying.twice(self.model, self.optimizer, self.config, step, trial, work)
 
     def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
         """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:

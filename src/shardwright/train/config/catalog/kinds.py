@@ -65,6 +65,9 @@ class Offers:
         check_signature("Offers: model", self.model, "shape")
 
 
+_KIND = "_shardwright_kind"  #: the attribute of a class of shapes that has its kind, also one in no registry
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of model.
@@ -73,7 +76,7 @@ class Kind:
         name: by which `[model] kind` knows it.
         summary: what it is, in a sentence.
         shape: the dataclass of its shapes, which has at least ``vocab_size`` and ``max_seq_len``. Its fields are keys
-            of `[model]`.
+            of `[model]`. It belongs to the first kind that is made with it.
         presets: the shapes that have a name, with that name as the key; one is "debug", the default of
             `[model] preset`. Empty: shapes begin with the defaults of the dataclass.
         load: imports what the kind offers.
@@ -90,6 +93,8 @@ class Kind:
 
     def __post_init__(self) -> None:
         check_signature(f"Kind {self.name!r}: load", self.load)
+        if _KIND not in vars(self.shape):
+            setattr(self.shape, _KIND, self)
 
     @property
     def numbers(self) -> set[str]:
@@ -149,25 +154,19 @@ kinds: Registry[Kind] = Registry(
 )  # fmt: skip
 
 
-#: Kinds by the class of their shapes, of shapes that a section of this process has described. Those of import paths
-#: have no other list.
-_by_shape: dict[type[Any], Kind] = {}
-
-
 def kind_named(name: str) -> Kind:
-    """The kind that `[model] kind` names; its shapes are known from here on.
+    """The kind that `[model] kind` names.
 
     Raises:
         ValueError: there is none, or another kind has shapes of its class.
     """
     kind = kinds.get(name)
-    for other in (*kinds.known(), *_by_shape.values()):
+    for other in (*kinds.known(), vars(kind.shape)[_KIND]):
         if other.shape is kind.shape and other is not kind:
             raise ValueError(
                 f"kind: kinds {other.name!r} and {kind.name!r} have the same class of shapes, {kind.shape.__name__}, "
                 "by which their models are chosen. Give each kind a dataclass that no other has"
             )
-    _by_shape[kind.shape] = kind
     return kind
 
 
@@ -175,12 +174,12 @@ def kind_of(shape: Any) -> Kind:
     """The kind of a shape.
 
     Raises:
-        TypeError: no kind has shapes of this class. A subclass of a registered class is another kind, since its model
-            may be another one.
+        TypeError: no kind has shapes of this class. A subclass of such a class is another kind, since its model may be
+            another one.
     """
-    for kind in (*kinds.known(), *_by_shape.values()):
-        if type(shape) is kind.shape:
-            return kind
+    kind: Kind | None = vars(type(shape)).get(_KIND)
+    if kind is not None:
+        return kind
     shapes = ", ".join(kind.shape.__name__ for kind in kinds.known())
     raise TypeError(
         f"expected the shape of a registered kind of model ({shapes}), found {type(shape).__name__}; add its kind to "

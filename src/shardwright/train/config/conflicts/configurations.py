@@ -179,13 +179,15 @@ def _rewinds(key: str) -> tuple[Conflict[Sections], ...]:
             "expected another value than 'rewind' with checkpoint.every = 0; there is no checkpoint to go back to",
         ),
         Conflict(
-            ("fault.rewind_steps", key, "train.steps"),
+            ("fault.rewind_steps", key, "checkpoint.every", "train.steps"),
             lambda c: (
-                c.value_at(key) == "rewind" and c.fault.rewind_steps >= c.train.steps and not c.train.epochs
+                c.value_at(key) == "rewind"
+                and c.fault.rewind_steps + c.checkpoint.every > c.train.steps
+                and not c.train.epochs
             ),
             lambda c: (
-                f"expected less than train.steps = {c.train.steps} with {key} = 'rewind', found "
-                f"{c.fault.rewind_steps}; no checkpoint would be old enough"
+                f"expected rewind_steps + checkpoint.every <= train.steps = {c.train.steps} with {key} = 'rewind', "
+                f"found {c.fault.rewind_steps} + {c.checkpoint.every}; no checkpoint would be old enough"
             ),
         ),
         Conflict(

@@ -92,3 +92,7 @@ class FaultConfig(Section):
     def losses_kept(self) -> int:
         """Losses that a position keeps."""
         return 0 if self.on_spike == "ignore" else self.spike_window
+
+    def verifies(self, step: int) -> bool:
+        """Whether the gradients of this step are computed twice."""
+        return self.verify_every > 0 and step % self.verify_every == 0

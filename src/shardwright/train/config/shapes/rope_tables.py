@@ -29,11 +29,11 @@ def rope_tables(config: Mapping[str, Any]) -> dict[str, Table]:
     old, new = _tables(config, OLD), _tables(config, NEW)
     if old and new and old != new:
         layers = next((each for each in (*old, *new) if old.get(each) != new.get(each)), "")
-        found = _difference(old.get(layers), new.get(layers))
+        difference = _difference(old.get(layers), new.get(layers))
         where = f" of {layers}" if layers else ""
         raise ValueError(
-            f"{OLD}: expected the same rotary table{where} as in {NEW}, found {found}; remove the wrong one of the "
-            f"two, since programs choose differently (rope_theta belongs to {OLD})"
+            f"{OLD}: expected the same rotary table{where} as in {NEW}, found {difference}; remove the wrong one of "
+            f"the two, since programs choose differently (rope_theta belongs to {OLD})"
         )
     found_tables = old or new
     for key in _SHARED:

@@ -23,7 +23,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shardwright.checkpoint import Damaged
-from shardwright.durable import replace_file
+from shardwright.durable import replace_file, sync_files, sync_folder
 from shardwright.strict_json import strict_json
 from shardwright.train.data.sources.documents import DataFiles, places, spans
 from shardwright.train.data.sources.places import (
@@ -286,15 +286,13 @@ def _make(
                 if _identity(place) != identity:
                     raise _changes(place)
             write_facts(building, facts)
-            for file in building.iterdir():
-                _sync(file)
-            _sync(building)
+            sync_files(building)
             if folder.exists():  # and is damaged
                 damaged = folder.with_name(f"{ours}damaged")
                 os.rename(folder, damaged)
                 shutil.rmtree(damaged, ignore_errors=True)
             os.rename(building, folder)
-            _sync(folder.parent)
+            sync_folder(folder.parent)
         except OSError:
             if not _is_complete(folder):  # else another host has made it meanwhile
                 raise
@@ -391,12 +389,3 @@ def _is_complete(folder: Path) -> bool:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

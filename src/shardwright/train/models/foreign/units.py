@@ -127,16 +127,16 @@ def _blocks(
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Lists of modules with parameters that are not inside such a list, by name."""
-    found: dict[str, list[nn.Module]] = {}
+    lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or not name:
             continue
-        if any(name.startswith(f"{other}.") for other in found):
+        if any(name.startswith(f"{other}.") for other in lists):
             continue
         blocks = [block for block in module if any(True for _ in block.parameters())]
         if blocks and len(blocks) == len(module):
-            found[name] = blocks
-    return found
+            lists[name] = blocks
+    return lists
 
 
 def _in_words(lists: dict[str, list[nn.Module]]) -> str:

@@ -29,5 +29,5 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
 def _class_of(settings: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    return found[0] if isinstance(found, tuple) else found
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    return classes[0] if isinstance(classes, tuple) else classes

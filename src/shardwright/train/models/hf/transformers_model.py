@@ -155,7 +155,9 @@ class HuggingFaceModel(ForeignModel):
 
         try:
             # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-            path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_or_stop(places)
+            path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_own(
+                places, others_raise=OtherRankFailed
+            )
             load_pretrained(
                 self,
                 path,

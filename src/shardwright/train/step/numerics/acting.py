@@ -64,9 +64,9 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
 
 def _stop(fault: Fault, why: str, more: str, trainer: Trainer, saves: Saves) -> NoReturn:
     """Save and end. `why` says about a limit that was reached, `more` is the rest of the advice."""
-    found, advice = ("; ".join(filter(None, each)) for each in ((fault.reason, why), (fault.advice, more)))
+    reason, advice = ("; ".join(filter(None, words)) for words in ((fault.reason, why), (fault.advice, more)))
     saved = _saved(fault, trainer, saves)
-    raise NonFiniteError(". ".join(filter(None, [found, saved, advice[:1].upper() + advice[1:]])))
+    raise NonFiniteError(". ".join(filter(None, [reason, saved, advice[:1].upper() + advice[1:]])))
 
 
 def _saved(fault: Fault, trainer: Trainer, saves: Saves) -> str:

@@ -7,7 +7,7 @@ what a run does about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from shardwright.train.config import Config
 from shardwright.train.step.numerics.replaying import replay
 
 
-class _Own(NamedTuple):
+class _RankGradient(NamedTuple):
     """A gradient that a rank computed in one micro-batch."""
 
     name: str  #: of the parameter
@@ -30,13 +30,17 @@ class _Own(NamedTuple):
     largest: Tensor  #: absolute value, 0-d; not finite if any value is not
 
 
-class _Found(NamedTuple):
-    """One rank's find: the place in the order of backward, the parameter in words, and the largest value."""
+class _Suspect(NamedTuple):
+    """The first gradient of a rank that is not finite, or else its largest one. The least of several is the culprit."""
 
-    place: int
+    place: int  #: in the order of backward
     rank: int
-    name: str
-    largest: float
+    name: str  #: the parameter and its unit in words
+    largest: float  #: absolute value
+
+    @property
+    def is_finite(self) -> bool:
+        return self.largest < float("inf")  # False for nan
 
 
 def hooks_see_gradients(config: Config) -> bool:
@@ -54,60 +58,63 @@ def computed_by(
     still needed. `hooks_see_gradients` must hold.
     """
     optimizer.zero_grad(set_to_none=True)
-    with _own_gradients(model) as own, replay(model, optimizer), torch.enable_grad():
+    with _own_gradients(model) as gradients, replay(model, optimizer), torch.enable_grad():
         work()
-    values = [float(each.largest) for each in own]
-    bad = [place for place, value in enumerate(values) if not value < float("inf")]
-    finite = max(range(len(values)), key=values.__getitem__, default=None) if not bad else None
-    shown = bad[0] if bad else finite
-    found = None if shown is None else _Found(shown, rank, _in_words(own[shown]), values[shown])
-    everyones = [each for each in RankGroup().all_gather(found) if each is not None]
-    wrong = [_Found(*each) for each in everyones if not each[3] < float("inf")]
+    suspects = [each for each in RankGroup().all_gather(_suspect_of(gradients, rank)) if each is not None]
+    if not suspects:
+        return None
+    wrong = [suspect for suspect in suspects if not suspect.is_finite]
     if wrong:
         first = min(wrong)
-        ranks = sorted(each.rank for each in wrong)
+        ranks = sorted(suspect.rank for suspect in wrong)
         others = f" (such ranks: {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
         return (
             f"gradient of {first.name}, the first one in the order of backward, is not finite on rank {first.rank}, "
             f"which computed it{others}"
         )
-    largest = max(
-        (_Found(*each) for each in everyones), key=lambda each: (each.largest, -each.rank), default=None
-    )
-    if largest is None:
-        return None
+    largest = max(suspects, key=lambda suspect: (suspect.largest, -suspect.rank))
     return (
         f"computed again, all gradients are finite on all ranks before they are reduced; the largest, "
         f"{largest.largest:.3g}, is the gradient of {largest.name} on rank {largest.rank}"
     )
 
 
-def _in_words(own: _Own) -> str:
-    return own.name if own.unit is None else f"{own.name} (unit {own.unit})"
+def _suspect_of(gradients: Sequence[_RankGradient], rank: int) -> _Suspect | None:
+    """This rank's suspect; None without any gradient."""
+    suspects = [
+        _Suspect(place, rank, _in_words(gradient), float(gradient.largest))
+        for place, gradient in enumerate(gradients)
+    ]
+    first_wrong = next((suspect for suspect in suspects if not suspect.is_finite), None)
+    return first_wrong or max(suspects, key=lambda suspect: suspect.largest, default=None)
+
+
+def _in_words(gradient: _RankGradient) -> str:
+    return gradient.name if gradient.unit is None else f"{gradient.name} (unit {gradient.unit})"
 
 
 @contextmanager
-def _own_gradients(model: nn.Module) -> Iterator[list[_Own]]:
+def _own_gradients(model: nn.Module) -> Iterator[list[_RankGradient]]:
     """This rank's gradients of the backwards inside the context, before they are reduced, in their order."""
-    own: list[_Own] = []
+    gradients: list[_RankGradient] = []
     names, managed, handles = names_in(model), set(), []
     for unit in units_of(model):
         for p in unit.parameters:
             managed.add(id(p.sharded))
             if p.full.requires_grad:
                 name = names.get(id(p.sharded), p.name)
-                handles.append(p.full.register_hook(_keeps(own, name, unit.name)))
+                handles.append(p.full.register_hook(_keeps(gradients, name, unit.name)))
     for parameter in model.parameters():
         if id(parameter) not in managed and parameter.requires_grad:
-            handles.append(parameter.register_hook(_keeps(own, names[id(parameter)], None)))
+            handles.append(parameter.register_hook(_keeps(gradients, names[id(parameter)], None)))
     try:
-        yield own
+        yield gradients
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _keeps(own: list[_Own], name: str, unit: str | None) -> Any:
+def _keeps(gradients: list[_RankGradient], name: str, unit: str | None) -> Any:
     def keep(gradient: Tensor | None) -> None:
         if gradient is None:
             return
@@ -116,6 +123,6 @@ def _keeps(own: list[_Own], name: str, unit: str | None) -> Any:
                 each for each in plain_tensors(gradient.detach()) if each.is_floating_point() and each.numel()
             ]
             for each in parts:
-                own.append(_Own(name, unit, each.abs().max()))
+                gradients.append(_RankGradient(name, unit, each.abs().max()))
 
     return keep

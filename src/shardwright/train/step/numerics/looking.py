@@ -9,30 +9,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
+from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.world import World
+from shardwright.train.run.position import Position
 from shardwright.train.step.numerics.blaming import computed_by, hooks_see_gradients
 from shardwright.train.step.numerics.fault import is_spike, spike_limit
 from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
-from shardwright.train.step.numerics.verifying import VerifiedTrainer, verify_copies
+from shardwright.train.step.numerics.verifying import verify_copies
+from shardwright.train.step.reduction import Agreed
 
 ADVICE = "try a lower optimizer.lr or a longer optimizer.warmup_steps"
 """Advice that may help against any fault."""
 
 
-class CheckedTrainer(VerifiedTrainer, Protocol):
-    """Attributes of a trainer that this module reads."""
+@dataclass(frozen=True)
+class TrainingState:
+    """A model in training between two steps: the values in which a fault is found and from which it is named.
 
+    Attributes:
+        config: has the actions of `[fault]`, the global batch and the facts of the engine.
+        world: this rank among the others.
+        model, optimizer: their values may have gone wrong.
+        position: optimizer steps done, the losses of the last ones, and the first sample of the next one.
+    """
+
+    config: Config
     world: World
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    position: Position
+
+    @property
+    def next_step(self) -> int:
+        return self.position.step + 1
+
+    @property
+    def next_samples(self) -> tuple[int, int]:
+        """The samples of the next step, [first, stop)."""
+        first = self.position.samples
+        return first, first + self.config.train.global_batch
 
 
 def flag(norm: Tensor | None, device: torch.device) -> Tensor:
@@ -47,93 +72,98 @@ def flag(norm: Tensor | None, device: torch.device) -> Tensor:
 
 
 def fault_of_step(
-    trainer: CheckedTrainer,
-    loss: float,
-    norm: float | None,
-    flags: float,
-    shares: Tensor,
-    work: Callable[[], Tensor],
+    state: TrainingState, agreed: Agreed, shares: Tensor, work: Callable[[], Tensor]
 ) -> Fault | None:
-    """The fault of the step whose gradients are here, or None. `flags`: of all ranks. `shares`: of the losses.
+    """The fault of the numbers of the step whose gradients are here, or None.
 
-    `work` does forward and backward of the step again, to find the rank that computed a wrong gradient. The gradients
-    are lost then.
+    `shares`: this rank's parts of the losses. `work` does forward and backward of the step again, to find the rank that
+    computed a wrong gradient. The gradients are lost then.
     """
-    settings, position = trainer.config.fault, trainer.position
-    samples = position.samples, position.samples + trainer.config.train.global_batch
-    head = f"step {position.step + 1}"
-    if not math.isfinite(loss) or flags:
-        shown = "not known" if norm is None else norm
-        text = f"{head}: expected a finite loss and gradient norm, found loss {loss}, norm {shown}"
-        where, kinds = _where(trainer, loss, shares, work)
-        good = norm is not None and not kinds & {"weight", "optimizer"}
-        if settings.on_non_finite == "skip" and not good:
-            return _fault(trainer, "stop", f"{text}; {where}; a skip does not mend that", samples, good)
-        return _fault(trainer, settings.on_non_finite, f"{text}; {where}", samples, good)
-    losses = position.past.losses
-    if settings.on_spike != "ignore" and is_spike(loss, losses, settings):
-        limit = spike_limit(losses, settings.spike_sigmas)
-        text = (
-            f"{head}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses and "
-            f"{settings.spike_sigmas:g} standard deviations"
-        )
-        return _fault(trainer, settings.on_spike, text, samples, norm is not None)
-    return None
+    if not math.isfinite(agreed.losses[0]) or agreed.flags:
+        return _fault_of_values(state, agreed, shares, work)
+    return _fault_of_spike(state, agreed)
+
+
+def _fault_of_values(
+    state: TrainingState, agreed: Agreed, shares: Tensor, work: Callable[[], Tensor]
+) -> Fault:
+    """The fault of a loss or a gradient norm that is not finite."""
+    loss, norm, action = agreed.losses[0], agreed.norm, state.config.fault.on_non_finite
+    where, kinds = _where(state, loss, shares, work)
+    text = (
+        f"step {state.next_step}: expected a finite loss and gradient norm, found loss {loss}, norm "
+        f"{'not known' if norm is None else norm}; {where}"
+    )
+    state_is_good = norm is not None and not kinds & {"weight", "optimizer"}
+    if action == "skip" and not state_is_good:
+        action, text = "stop", f"{text}; a skip does not mend that"
+    return _fault(state, action, text, state.next_samples, state_is_good)
+
+
+def _fault_of_spike(state: TrainingState, agreed: Agreed) -> Fault | None:
+    loss, losses, settings = agreed.losses[0], state.position.past.losses, state.config.fault
+    if settings.on_spike == "ignore" or not is_spike(loss, losses, settings):
+        return None
+    limit = spike_limit(losses, settings.spike_sigmas)
+    text = (
+        f"step {state.next_step}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses "
+        f"and {settings.spike_sigmas:g} standard deviations"
+    )
+    return _fault(state, settings.on_spike, text, state.next_samples, agreed.norm is not None)
 
 
 def _fault(
-    trainer: CheckedTrainer, action: Action, text: str, samples: tuple[int, int], state_is_good: bool
+    state: TrainingState, action: Action, text: str, samples: tuple[int, int], state_is_good: bool
 ) -> Fault:
     """The fault with advice: against such faults, and for a run that ends, the actions that let it go on."""
     advice = ADVICE
     if action == "stop":
-        skips = state_is_good and not trainer.config.optimizer.in_backward
+        skips = state_is_good and not state.config.optimizer.in_backward
         values = "'skip' or 'rewind'" if skips else "'rewind'"
         advice += f"; with fault.on_non_finite = {values} the run leaves such samples out by itself"
     return Fault(action, text, advice, samples, state_is_good)
 
 
-def fault_of_hooks(
-    trainer: CheckedTrainer, own: Sequence[Fault], action: Action, state_is_good: bool
-) -> Fault:
-    """The fault that hooks have asked for, with the words of the first rank whose hook did.
+def fault_of_hooks(state: TrainingState, agreed: Agreed, votes: Sequence[Fault]) -> Fault | None:
+    """The fault that hooks have asked for, with the words of the first rank whose hook did; None for none.
 
-    `own`: those of this rank. Called by all ranks together.
+    `votes`: of this rank's hooks. Called by all ranks together.
     """
-    words = next(((each.reason, each.advice) for each in own if each.action == action), None)
+    action, state_is_good = agreed.action, agreed.norm is not None
+    if action is None:
+        return None
+    words = next(((vote.reason, vote.advice) for vote in votes if vote.action == action), None)
     rank, shown = next((r, each) for r, each in enumerate(RankGroup().all_gather(words)) if each is not None)
     reason, advice = (" ".join(str(each).split()) for each in shown)
-    samples = trainer.position.samples, trainer.position.samples + trainer.config.train.global_batch
-    text = f"step {trainer.position.step + 1}: {reason}{f' (rank {rank})' if trainer.world.size > 1 else ''}"
+    text = f"step {state.next_step}: {reason}{f' (rank {rank})' if state.world.size > 1 else ''}"
     if action == "skip" and not state_is_good:
         action, text = (
             "stop",
             f"{text}; a skip does not mend that, since optimizer.in_backward has changed weights",
         )
-    return Fault(action, text, advice, samples, state_is_good)
+    return Fault(action, text, advice, state.next_samples, state_is_good)
 
 
 def _where(
-    trainer: CheckedTrainer, loss: float, shares: Tensor, work: Callable[[], Tensor]
+    state: TrainingState, loss: float, shares: Tensor, work: Callable[[], Tensor]
 ) -> tuple[str, set[str]]:
     """In words what is not finite, and the kinds of tensors that have such values."""
+    model, optimizer, rank, size = state.model, state.optimizer, state.world.rank, state.world.size
     kinds = ("weight", "optimizer", "buffer", "gradient")
-    scaled = trainer.config.parallel.facts.clips_not_finite
-    text, wrong = first_bad(
-        trainer.model, trainer.optimizer, trainer.world.rank, kinds[:3] if scaled else kinds
-    )
+    scaled = state.config.parallel.facts.clips_not_finite
+    text, wrong = first_bad(model, optimizer, rank, kinds[:3] if scaled else kinds)
     parts = [text] if text else []
     if not math.isfinite(loss) and not wrong & {"weight", "buffer"}:
         ranks = ranks_with_bad_loss(shares)
         parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite, with finite weights")
     elif not wrong - {"gradient"} and not scaled:
-        parts = [*parts, largest_gradient(trainer.model, trainer.world.rank)][:1]
-        if trainer.world.size == 1:
+        parts = [*parts, largest_gradient(model, rank)][:1]
+        if size == 1:
             parts = [parts[0].removeprefix("reduced ")]
         else:
             computed = None
-            if hooks_see_gradients(trainer.config):
-                computed = computed_by(trainer.model, trainer.optimizer, work, trainer.world.rank)
+            if hooks_see_gradients(state.config):
+                computed = computed_by(model, optimizer, work, rank)
             parts = _with_rank(parts[0], wrong, computed)
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
 
@@ -147,7 +177,7 @@ def _with_rank(text: str, wrong: set[str], computed: str | None) -> list[str]:
     return [text, "computed again, all gradients are finite, so the rank that computed it is not known"]
 
 
-def fault_of_state(trainer: CheckedTrainer) -> Fault | None:
+def fault_of_state(state: TrainingState) -> Fault | None:
     """The fault of the weights and the optimizer's state between two steps, before they are saved; or None.
 
     It costs a pass over them and one reduction of a number. With `verify_every`, copies are compared, too.
@@ -155,15 +185,16 @@ def fault_of_state(trainer: CheckedTrainer) -> Fault | None:
     Raises:
         CorruptionError: copies differ.
     """
-    if trainer.config.fault.verify_every:
-        verify_copies(trainer)
-    wrong = is_wrong(trainer.model, trainer.optimizer).to(trainer.world.device, torch.float64)
+    settings, model, optimizer = state.config.fault, state.model, state.optimizer
+    if settings.verify_every:
+        verify_copies(model, optimizer, state.next_step)
+    wrong = is_wrong(model, optimizer).to(state.world.device, torch.float64)
     with noted("all-reduce of a flag"):
         dist.all_reduce(wrong)
     if not wrong.item():
         return None
-    where, _ = first_bad(trainer.model, trainer.optimizer, trainer.world.rank, ("weight", "optimizer"))
-    action: Action = "rewind" if trainer.config.fault.on_non_finite == "rewind" else "stop"
-    step = trainer.position.step
-    text = f"step {step}: expected finite weights and optimizer state after it, found otherwise; {where}"
-    return _fault(trainer, action, text, (trainer.position.samples, trainer.position.samples), False)
+    where, _ = first_bad(model, optimizer, state.world.rank, ("weight", "optimizer"))
+    action: Action = "rewind" if settings.on_non_finite == "rewind" else "stop"
+    position = state.position
+    text = f"step {position.step}: expected finite weights and optimizer state after it, found otherwise; {where}"
+    return _fault(state, action, text, (position.samples, position.samples), state_is_good=False)

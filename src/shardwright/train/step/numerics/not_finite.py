@@ -25,13 +25,13 @@ def wrong_ranks(names: Sequence[str], marked: Sequence[float], size: int) -> dic
     """The ranks in words, by the names of those figures that are not finite on any. `marked`: the row of `marks`, added
     up over `size` ranks."""
     counts, numbers = marked[: len(names)], marked[len(names) :]
-    found = {}
+    words = {}
     for name, count, number in zip(names, counts, numbers, strict=True):
         if count:
-            found[name] = f"rank {number:.0f}" if count == 1 else f"{count:.0f} of {size} ranks"
+            words[name] = f"rank {number:.0f}" if count == 1 else f"{count:.0f} of {size} ranks"
             if count == size:
-                found[name] = "all ranks" if size > 1 else ""
-    return found
+                words[name] = "all ranks" if size > 1 else ""
+    return words
 
 
 def in_words(name: str, value: str, step: int, ranks: Mapping[str, str]) -> str:

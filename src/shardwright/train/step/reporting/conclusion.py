@@ -16,6 +16,7 @@ from shardwright import board as boards
 from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.figures import gib
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.errors import printable
 from shardwright.train.launch.forecast import note_reserved
@@ -23,7 +24,6 @@ from shardwright.train.launch.job_end import stopped_by
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
 from shardwright.train.report import plots
-from shardwright.train.report.console import gib
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
@@ -50,6 +50,14 @@ class LoopEnd:
     signal: int = 0
     early: str = ""
 
+    @property
+    def status(self) -> Literal["interrupted", "finished"]:
+        return "interrupted" if self.signal else "finished"
+
+    @property
+    def outcome(self) -> Outcome:
+        return stopped_by(self.signal) if self.signal else Outcome(DONE, "done")
+
 
 class Reports(NamedTuple):
     """The places to which a session reports.
@@ -68,66 +76,45 @@ class Reports(NamedTuple):
 
 
 def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopEnd) -> Outcome:
-    """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
-    record, reporter, memory_report, best = reports
-    ended_by = ended.signal
+    """The end of a session, after its last step. The order:
+
+    1. All ranks: the memory of the rank with most, and a sample of text. After a signal there is no time for a sample.
+    2. The first rank: the results, the picture, the end of hooks and sinks, the summary.
+    3. run.json, which has the status "finished" only now: until then a resume does the end of the run again.
+    4. The terminal.
+    """
     boards.at(boards.END)
-    end = stopped_by(ended_by) if ended_by else Outcome(DONE, "done")
-    memory = torch.tensor([memory_report.peak, *engine_memory(trainer)], device=trainer.world.device)
+    memory = largest_memory(trainer, reports.memory.peak)
+    reports.memory.after_last_step()  # before the sample, which leases in another way
+    sample = sample_text(trainer) if trainer.config.run.sample_tokens and not ended.signal else None
+    step, record = trainer.position.step, reports.record
+    if record is None:
+        trainer.hooks.end(RunEnd(ended.status, step))
+        return ended.outcome
+    records = read_records(folder.metrics_file)
+    results = {**plots.results(records, record.content["sessions"]), **memory}
+    results |= session_results(trainer, folder, reports, ended.early)
+    draw_losses(folder, trainer.config, records)
+    run_end = RunEnd(ended.status, step, results, folder.picture.absolute())
+    trainer.hooks.end(run_end)
+    reports.reporter.close(run_end)
+    if ended.signal:
+        text = stop_text(trainer, folder, reports.reporter, ended.signal)
+    else:
+        text = summary(trainer, folder, results, sample, warnings_of(reports, results))
+        write_text(folder.summary_file, text)
+    record.close(ended.status, step, results, ended_by=ended.outcome.reason if ended.signal else "")
+    print(text, end="", flush=True)
+    return ended.outcome
+
+
+def largest_memory(trainer: Trainer, peak: int) -> dict[str, int]:
+    """Bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
+    memory = torch.tensor([peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         peak, held, leased = memory.tolist()
-    memory_report.after_last_step()  # before the sample, which leases in another way
-    sampled = sample_text(trainer) if trainer.config.run.sample_tokens and not ended_by else None
-    if record is None:
-        trainer.hooks.end(RunEnd("interrupted" if ended_by else "finished", trainer.position.step))
-        return end
-    records = read_records(folder.metrics_file)
-    results = {**plots.results(records, record.content["sessions"]), "peak_memory": peak}
-    if leased >= 0:
-        results |= {"held_memory": held, "leased_memory": leased}
-    if trainer.config.train.compile != "none":
-        results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
-    results |= counts_of_incidents(trainer)
-    if best is not None:
-        try:
-            found = best.among(saved_steps(checkpoints_of(folder, trainer.config)))
-        except OSError as error:  # the run is done and saved all the same
-            found = None
-            reporter.say(f"warning: the best checkpoint is not known: {error}")
-        if found is not None:
-            results |= {"best": {"step": found.step, best.figure: found.value}}
-    if ended.early:
-        results |= {"ended_early": ended.early}
-    if reporter.failed_saves:
-        results |= {"failed_saves": len(reporter.failed_saves)}
-    status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
-    with writing(folder.picture):
-        figure = plots.loss_figure(records, trainer.config.run.name, vocabulary(trainer.config))
-        figure.savefig(folder.picture, dpi=plots.DPI)
-    run_end = RunEnd(status, trainer.position.step, results, folder.picture.absolute())
-    trainer.hooks.end(run_end)
-    reporter.close(run_end)
-    if ended_by:
-        record.close(status, trainer.position.step, results, end.reason)
-        print(
-            *reporter.stopped,
-            *reporter.failed_saves,
-            f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
-            f"to continue:\n  {resume_command(folder, trainer.world.size)}",
-            sep="\n",
-            flush=True,
-        )
-        return end
-    warnings = [*reporter.stopped, *reporter.failed_saves, *reporter.wrong_figures.values()]
-    warnings += [*(best.warnings if best is not None else ()), *incidents_in_words(results)]
-    plan = note_reserved(folder, results["peak_memory"]) if trainer.world.device.type == "cuda" else []
-    text = summary(trainer, folder, results, sampled, plan, warnings)
-    write_text(folder.summary_file, text)
-    # Last: until then a resume does the end of the run again.
-    record.close(status, trainer.position.step, results)
-    print(text, end="", flush=True)
-    return end
+    return {"peak_memory": peak, **({"held_memory": held, "leased_memory": leased} if leased >= 0 else {})}
 
 
 def engine_memory(trainer: Trainer) -> tuple[int, int]:
@@ -141,14 +128,70 @@ def engine_memory(trainer: Trainer) -> tuple[int, int]:
     return memory.shards + memory.rest + memory.buffers + memory.optimizer, memory.peak
 
 
+def session_results(trainer: Trainer, folder: RunFolder, reports: Reports, early: str) -> dict[str, Any]:
+    """Results for run.json that are not in metrics.jsonl."""
+    results: dict[str, Any] = {}
+    if trainer.config.train.compile != "none":
+        results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    results |= counts_of_incidents(trainer)
+    if reports.best is not None:
+        results |= best_result(reports.best, checkpoints_of(folder, trainer.config), reports.reporter)
+    if early:
+        results |= {"ended_early": early}
+    if reports.reporter.failed_saves:
+        results |= {"failed_saves": len(reports.reporter.failed_saves)}
+    return results
+
+
+def best_result(best: BestCheckpoint, checkpoints: FolderOrUrl, reporter: Reporter) -> dict[str, Any]:
+    """The best checkpoint for run.json. Empty if no checkpoint has a finite value, or if their store does not answer:
+    the run is done and saved all the same."""
+    try:
+        best_step = best.among(saved_steps(checkpoints))
+    except OSError as error:
+        reporter.say(f"warning: the best checkpoint is not known: {error}")
+        return {}
+    return {} if best_step is None else {"best": {"step": best_step.step, best.figure: best_step.value}}
+
+
+def draw_losses(folder: RunFolder, config: Config, records: plots.Records) -> None:
+    with writing(folder.picture):
+        figure = plots.loss_figure(records, config.run.name, vocabulary(config))
+        figure.savefig(folder.picture, dpi=plots.DPI)
+
+
+def stop_text(trainer: Trainer, folder: RunFolder, reporter: Reporter, number: int) -> str:
+    """Lines after a stop by a signal."""
+    lines = [
+        *reporter.stopped,
+        *reporter.failed_saves,
+        f"stopped by {signal.Signals(number).name} after step {trainer.position.step}, which is saved; to continue:",
+        f"  {resume_command(folder, trainer.world.size)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def warnings_of(reports: Reports, results: Mapping[str, Any]) -> list[str]:
+    """The warnings of the summary, in their order."""
+    reporter, best = reports.reporter, reports.best
+    return [
+        *reporter.stopped,
+        *reporter.failed_saves,
+        *reporter.wrong_figures.values(),
+        *(best.warnings if best is not None else ()),
+        *incidents_in_words(results),
+    ]
+
+
 def summary(
     trainer: Trainer,
     folder: RunFolder,
     results: Mapping[str, Any],
     sampled: Sample | None,
-    plan: Sequence[str],
     warnings: Sequence[str],
 ) -> str:
+    """The lines after the last step of a run, for the terminal and the summary's file."""
     sample_lines = []
     if sampled is not None:
         texts = (sampled.prompt, sampled.expected or "", sampled.generated)
@@ -174,7 +217,9 @@ def summary(
         engine = [
             f"  engine memory   {held} always, and up to {leased} more during a step (largest of all ranks)"
         ]
-    memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
+    on_gpu = trainer.world.device.type == "cuda"
+    memory_of = "held by torch's allocator" if on_gpu else "of the process"
+    plan = note_reserved(folder, results["peak_memory"]) if on_gpu else []
     alike = vocabulary(trainer.config)
     lines = [
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwright.train.config.catalog.figures import RunFacts
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.report.console import explain_figures
 from shardwright.train.report.device_peaks import peak_flops
@@ -57,13 +58,16 @@ def data_in_words(trainer: Trainer) -> str:
 
 def figures_in_words(trainer: Trainer) -> str:
     """The meaning of the figures in this run's lines of steps."""
-    config, world = trainer.config, trainer.world
+    config, device = trainer.config, trainer.world.device
+    validates = config.validation.every > 0
     return explain_figures(
-        world.device,
-        mfu=peak_flops(device_name(world.device), config.parallel.param_dtype) is not None,
-        norm=not config.optimizer.in_backward,
-        auxiliary=trainer.losses.auxiliary,
-        meanings=trainer.losses.meanings,
-        validation=config.validation.every > 0,
-        metrics=trainer.hooks.in_words(config.validation.every > 0),
+        RunFacts(
+            on_gpu=device.type == "cuda",
+            has_validation=validates,
+            has_norm=not config.optimizer.in_backward,
+            has_mfu=peak_flops(device_name(device), config.parallel.param_dtype) is not None,
+            auxiliary=trainer.losses.auxiliary,
+            meanings=trainer.losses.meanings,
+            metrics=trainer.hooks.in_words(validates),
+        )
     )

@@ -52,10 +52,10 @@ def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     first = trainer.position.samples - train.global_batch
     trained = trainer.dataset.train.trained(first, train.global_batch)
     per_micro_batch = trained * train.micro_batch / train.global_batch
-    own = trainer.facts.in_words if trainer.losses.has_loss else None
+    model = trainer.facts.in_words if trainer.losses.has_loss else None
     shape = trainer.config.model.shape()
     trained_before = isinstance(shape, HuggingFaceShape) and shape.weights == "pretrained"
-    return first_loss_in_words(loss, shape.vocab_size, own, per_micro_batch, trained_before)
+    return first_loss_in_words(loss, shape.vocab_size, model, per_micro_batch, trained_before)
 
 
 class FirstLoss(TrainerHook):
@@ -72,7 +72,7 @@ class FirstLoss(TrainerHook):
 def first_loss_in_words(
     loss: float,
     tokens: int,
-    own: str | None = None,
+    model: str | None = None,
     per_micro_batch: float = 1.0,
     pretrained: bool = False,
 ) -> str | None:
@@ -81,7 +81,7 @@ def first_loss_in_words(
     Args:
         loss: the first loss.
         tokens: of the vocabulary.
-        own: the model in words, if it has a loss of its own.
+        model: in words, if it has a loss of its own.
         per_micro_batch: the targets of a micro-batch that its loss is a mean over.
         pretrained: the model began with weights that were trained before.
     """
@@ -98,15 +98,15 @@ def first_loss_in_words(
     if loss <= FAR * alike:
         return f"{above}. {equal}; random weights prefer some tokens by chance, so their loss is higher"
     above = f"the first loss, {loss:.4f}, is {loss / alike:.3g} times ln({tokens}) = {alike:.4f}"
-    if own is not None and LOW * alike <= loss / per_micro_batch <= FAR * alike:
+    if model is not None and LOW * alike <= loss / per_micro_batch <= FAR * alike:
         return (
-            f"{above}. loss(batch) of {own} seems to be a sum over the targets, where their mean is expected: "
+            f"{above}. loss(batch) of {model} seems to be a sum over the targets, where their mean is expected: "
             f"{loss:.4f} = {per_micro_batch:g} targets of a micro-batch x {loss / per_micro_batch:.4f}. Gradients and "
             "norms have this factor, too. Return the mean over the targets that are not -100, or the loss of each"
         )
     way = "look at the initial values, above all those of the embedding and the output layer"
-    if own is not None:
-        way = f"look at loss(batch) of {own}, which returns a mean over targets, and at the initial values"
+    if model is not None:
+        way = f"look at loss(batch) of {model}, which returns a mean over targets, and at the initial values"
     return f"{above}. {equal}. Random weights with usual initial values have a loss near it: {way}"
 
 
@@ -180,17 +180,17 @@ def _other_base(config: Config) -> str | None:
         named = base_in(config.finetune.adapters)
     except UserError:
         return None  # which the run has said
-    own = source_of(config)
+    base = source_of(config)
     if not named or _same_base(named, str(getattr(config.model, "path", "") or "")):
         return None
     return (
         f"the adapters in {config.finetune.adapters} were trained on {named} (base_model_name_or_path in their "
-        f"adapter_config.json), and the base of this run comes from {own}. On another base they mean nothing. Ignore "
+        f"adapter_config.json), and the base of this run comes from {base}. On another base they mean nothing. Ignore "
         "this if it is the same model at another place"
     )
 
 
-def _same_base(named: str, own: str) -> bool:
-    if os.path.isdir(own):
-        return os.path.isdir(named) and os.path.samefile(named, own)
-    return named == own.partition("@")[0]
+def _same_base(named: str, base: str) -> bool:
+    if os.path.isdir(base):
+        return os.path.isdir(named) and os.path.samefile(named, base)
+    return named == base.partition("@")[0]

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from shardwright.strict_json import not_finite
+from shardwright.train.config.catalog.figures import COMMON_LOSSES
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import Incident, Sink, StepRecord
 from shardwright.train.config.catalog.sinks import RunSite
@@ -114,8 +115,7 @@ def step_record(
         memory_reserved=memory.reserved,
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
-        balance_loss=result.auxiliary.get("balance"),
-        mtp_loss=result.auxiliary.get("mtp"),
+        **{field: result.auxiliary.get(name) for name, field in COMMON_LOSSES.items()},
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
@@ -129,11 +129,13 @@ def report_not_finite(
     if not (wrong := not_finite(vars(record))):
         return
     ranks = {**agreed.not_finite, **({} if validation is None else validation.not_finite)}
-    figures = {key.replace("_", " "): each for key, each in wrong.items() if isinstance(each, str)}
+    figures = {
+        key.replace("_", " "): value
+        for key, value in wrong.items()
+        if isinstance(value, str) and key not in COMMON_LOSSES.values()  # these are in extra_losses, too
+    }
     figures |= wrong.get("extra_losses", {}) | wrong.get("metrics", {})
-    figures |= {f"validation {name}": each for name, each in wrong.get("validation_metrics", {}).items()}
-    for name in ("balance", "mtp"):
-        figures.pop(f"{name} loss", None)  # it is in extra_losses, too
+    figures |= {f"validation {name}": value for name, value in wrong.get("validation_metrics", {}).items()}
     for name, value in figures.items():
         reporter.not_finite(name, in_words(name, value, record.step, ranks))
 
@@ -151,10 +153,10 @@ class StepReports(TrainerHook):
 def report_untrained(trainer: Trainer, untrained: Untrained, reporter: Reporter, done: int) -> None:
     """Record global batches without a trained token, which came after `done` steps. The log has the first of them, and
     those at which their number gets another digit; metrics.jsonl has all."""
-    found = counted(untrained.batches, "global batch", "global batches")
+    count = counted(untrained.batches, "global batch", "global batches")
     total = trainer.position.past.untrained
     before = total - untrained.batches
-    reason = f"step {done + 1}: {found} without a trained token before it, of which no step is made ({total:,} so far)"
+    reason = f"step {done + 1}: {count} without a trained token before it, of which no step is made ({total:,} so far)"
     if not before:
         reason += "; prompts may fill train.seq_len: raise train.seq_len or train.global_batch, or shorten the prompts"
     quiet = before > 0 and len(str(before)) == len(str(total))

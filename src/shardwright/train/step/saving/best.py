@@ -70,11 +70,11 @@ class BestCheckpoint(TrainerHook):
             }
         newest = max(steps, default=0)  # a later step may be written in the background
         self._values = {step: each for step, each in self._values.items() if step in steps or step > newest}
-        known = [
+        values = [
             Best(step, each) for step, each in self._values.items() if step in steps and each is not None
         ]
-        found = [best for best in known if math.isfinite(best.value)]
-        if known and not found:
+        finite = [best for best in values if math.isfinite(best.value)]
+        if values and not finite:
             text = f"no checkpoint is the best: {self.figure} is not finite in any step that has one"
             if not self.warnings:
                 self._say(f"warning: checkpoint.keep_best: {text}")
@@ -82,7 +82,7 @@ class BestCheckpoint(TrainerHook):
         else:
             self.warnings = []
         sign = -1 if self._higher else 1
-        return min(found, key=lambda best: (sign * best.value, best.step), default=None)
+        return min(finite, key=lambda best: (sign * best.value, best.step), default=None)
 
     def forget(self, step: int) -> None:
         """Do not count the checkpoint of this step, which is damaged, unless the step is done again."""

@@ -167,14 +167,17 @@ class LoadedRun:
     checkpoint: StoredCheckpoint
 
 
-def hook_states(loaded: LoadedRun, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The stored states of hooks by their names, of those that are in `own`, their present states.
+def hook_states(
+    loaded: LoadedRun, present_states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The stored states of hooks by their names, of those that are in `present_states`.
 
     A tensor is read into the one of the same shape at the same place there, whose sharding it has then, or else whole
     into a new one. Called by all ranks together.
     """
     states = {
-        name: loaded.checkpoint.state("extra", f"{HOOK}{name}", own=present) for name, present in own.items()
+        name: loaded.checkpoint.state("extra", f"{HOOK}{name}", own=present)
+        for name, present in present_states.items()
     }
     return {name: state for name, state in states.items() if state is not None}
 

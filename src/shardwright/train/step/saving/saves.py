@@ -68,22 +68,21 @@ def steps_to_delete(
         return settings.keep_every > 0 and step % settings.keep_every == 0
 
     later = [step for step in steps if step > newest]
-    gone = [step for step in later if damage(step)]
+    doomed = [step for step in later if damage(step)]
     rest = steps[len(later) :]
-    near = sum(step > newest - rewind_steps for step in rest)  # too new for a rewind
-    whole, reaches = 0, False
+    near = sum(step > newest - rewind_steps for step in rest)  # so many are too new for a rewind
+    whole, has_old_one = 0, False  # of those before, which stay
     for number, step in enumerate(rest):
-        # The least that stay of the next ones: as many, if all of them are whole.
-        staying = max(settings.keep - whole, 0 if reaches else max(near - number, 0) + 1, 0)
-        candidates = [each for each in rest[number + staying :] if not is_permanent(each)]
-        if not candidates:
+        if whole >= settings.keep and has_old_one:
+            doomed += [old for old in rest[number:] if not is_permanent(old)]
             break
-        if not staying:
-            gone += candidates
+        # Damage is expensive to look for: not if nothing would go even if all the next ones were whole.
+        needed = max(settings.keep - whole, 0 if has_old_one else max(near - number, 0) + 1)
+        if all(is_permanent(old) for old in rest[number + needed :]):
             break
         if damage(step) == "":
-            whole, reaches = whole + 1, reaches or number >= near
-    return [step for step in gone if step != best]
+            whole, has_old_one = whole + 1, has_old_one or number >= near
+    return [step for step in doomed if step != best]
 
 
 class Saves:
@@ -252,17 +251,17 @@ class Saves:
         best = self._best
         if best is None:
             return None
-        found = run_on_first(lambda: best.among(steps))
-        while found is not None and (damage := self._damage(found.step)):
-            step, value = found
+        candidate = run_on_first(lambda: best.among(steps))
+        while candidate is not None and (damage := self._damage(candidate.step)):
+            step, value = candidate
             run_on_first(functools.partial(best.forget, step))
-            found = run_on_first(lambda: best.among(steps))
-            now = (
-                "none is left" if found is None else f"the best is now step-{found.step} ({found.value:.4f})"
-            )
+            candidate = run_on_first(lambda: best.among(steps))
+            now = "none is left"
+            if candidate is not None:
+                now = f"the best is now step-{candidate.step} ({candidate.value:.4f})"
             what = f"{step_folder(self.checkpoints, step)}, the best ({best.figure} {value:.4f}), is damaged"
             self.reporter.say(f"{what} ({damage}); {now}")
-        return None if found is None else found.step
+        return None if candidate is None else candidate.step
 
     def _damage(self, step: int) -> str | None:
         """The damage of a checkpoint, as in `_damages`. Every rank compares a share of its files, once."""

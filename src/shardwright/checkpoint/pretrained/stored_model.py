@@ -1,4 +1,4 @@
-"""The stored form of a model: which tensors of the model form each stored tensor, and its shape and dtype.
+"""A model as it is stored: which tensors of the model form each stored tensor, and its shape and dtype.
 
 The plan needs only shapes. ``save_pretrained`` writes stored tensors to files and ``stream_weights`` hands them out.
 """
@@ -63,6 +63,10 @@ class StoredModel:
         shape, dtype = self.keys[key]
         return shape.numel() * dtype.itemsize
 
+    @property
+    def total_bytes(self) -> int:
+        return sum(map(self.nbytes, self.keys))
+
     def main_dtype(self) -> str:
         """The dtype of most elements, as config.json names it."""
         sizes: dict[torch.dtype, int] = {}
@@ -99,27 +103,27 @@ def _joined(parts: list[Piece]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def stored_form_of(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
-    """The stored form of a model. Without a key map, a transformers model has its stored names.
+def stored_model_of(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
+    """A model as it is stored. Without a key map, a transformers model has its stored names.
 
     Raises:
-        ValueError: as :func:`stored_form` and ``conversions.stored_key_map``.
+        ValueError: as :func:`stored_model` and ``conversions.stored_key_map``.
     """
     tensors = tensors_of(model)
     if key_map is None:
         key_map = stored_key_map(
             model, {each.name: each.tensor.shape for each in tensors if not each.optional}
         )
-    return stored_form(tensors, key_map, dtype)
+    return stored_model(tensors, key_map, dtype)
 
 
-def stored_form(
+def stored_model(
     tensors: Sequence[ModelTensor],
     key_map: KeyMap | None,
     dtype: torch.dtype | None,
     with_values: bool = True,
 ) -> StoredModel:
-    """The stored form of parameters and persistent buffers. They may be without values unless ``with_values``.
+    """Parameters and persistent buffers as they are stored. They may be without values unless ``with_values``.
 
     Raises:
         ValueError: a tensor holds no values or has a dtype without a name in safetensors, the key map does not fit,
@@ -134,22 +138,22 @@ def stored_form(
             f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
             "shardwright.materialize, or load them."
         )
-    form = StoredModel(key_map, dtype)
+    stored = StoredModel(key_map, dtype)
     pieces: dict[str, list[tuple[ModelTensor, Piece]]] = {}
     for entry in tensors:
-        shape_only = torch.empty(entry.tensor.shape, dtype=form.stored_dtype(entry.tensor), device="meta")
+        shape_only = torch.empty(entry.tensor.shape, dtype=stored.stored_dtype(entry.tensor), device="meta")
         try:
-            own = form.pieces(entry, shape_only)
+            own = stored.pieces(entry, shape_only)
         except ValueError as error:
             raise ValueError(f"the key map does not fit {entry.name!r}: {error}") from None
         for piece in own:
             pieces.setdefault(piece.key, []).append((entry, piece))
         if own:
-            _join(form.groups, entry, [other for piece in own for other, _ in pieces[piece.key]])
-    form.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
-    for key, (_, stored_dtype) in form.keys.items():
+            _join(stored.groups, entry, [other for piece in own for other, _ in pieces[piece.key]])
+    stored.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
+    for key, (_, stored_dtype) in stored.keys.items():
         dtype_name(stored_dtype, key)
-    return form
+    return stored
 
 
 def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[ModelTensor]) -> None:

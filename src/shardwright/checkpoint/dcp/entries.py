@@ -1,4 +1,4 @@
-"""Tensors and values of a folder by torch's distributed checkpoint: where they are, and that they are what it says.
+"""The entries of a folder by torch's distributed checkpoint: its tensors and values, and the files where they are.
 
 Every container that a rank needs is examined before any of them is read into a tensor. Nothing here changes a tensor.
 """
@@ -19,6 +19,15 @@ from shardwright.checkpoint.format.index import Part, StoredTensor
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.storage.stores import Files, Reader
 from shardwright.errors import Damaged
+
+
+def files_of(metadata: Metadata) -> dict[str, int]:
+    """The files a checkpoint consists of, apart from ``.metadata``, and the bytes that each must hold at least."""
+    sizes: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), end)
+    return sizes
 
 
 def tensors_of(

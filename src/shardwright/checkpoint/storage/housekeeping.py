@@ -1,4 +1,4 @@
-"""Checkpoints as things in a folder or behind a URL: which there are, where, and the removal of one.
+"""Checkpoints as things in a folder or behind a URL: which ones there are, and the removal of one.
 
 For programs that keep checkpoints, such as the trainer. Nothing here reads what a checkpoint holds.
 """
@@ -7,23 +7,11 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from shardwright.checkpoint.format.names import may_be_checkpoint
-from shardwright.checkpoint.storage import places
-from shardwright.durable import new_file
-
-
-def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
-    """The folder of a location as a path, or its URL. A URL of a folder here, such as ``file:///runs``, is a folder.
-
-    Raises:
-        ValueError: a URL that names no place.
-    """
-    place = places.store_of(location)
-    return place.path or str(place)
+from shardwright.checkpoint.storage import local_store
+from shardwright.checkpoint.storage.locations import store_of
 
 
 def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -> list[str]:
@@ -39,12 +27,19 @@ def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -
     Raises:
         OSError: the store behind a URL does not answer.
     """
-    return places.store_of(parent).children(recover)
+    return store_of(parent).children(recover)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder of a checkpoint is there, which may be damaged. One that was being replaced when a process
+    ended gets its name back before."""
+    local_store.LocalStore(path).recover()
+    return local_store.has_description(path)
 
 
 def check_writable(parent: str | os.PathLike[str]) -> None:
     """Raise OSError if checkpoints cannot be written into a folder or behind a URL. Nothing stays there."""
-    places.store_of(parent).check_writable()
+    store_of(parent).check_writable()
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -57,7 +52,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         FileExistsError: a folder without any file of a checkpoint, or a file that no checkpoint is. It stays.
         OSError: it cannot be removed.
     """
-    store = places.store_of(path)
+    store = store_of(path)
     if store.path is not None:
         _check_removable(store.path)
     store.clear()
@@ -66,9 +61,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 def remove_unfinished(parent: str | os.PathLike[str]) -> None:
     """Remove what killed saves have left in a folder. No save may be under way there. Behind a URL the next save to the
     same place removes it."""
-    folder = places.store_of(parent).path
+    folder = store_of(parent).path
     if folder is not None:
-        places.remove_unfinished(folder)
+        local_store.remove_unfinished(folder)
 
 
 def _check_removable(path: Path) -> None:
@@ -85,43 +80,3 @@ def _check_removable(path: Path) -> None:
         raise FileExistsError(
             f"{path}: expected a checkpoint, found another file; it stays. Remove it by hand"
         )
-
-
-# -- folders, and files that take their place --------------------------------------------------------------------------
-
-
-def has_description(path: Path) -> bool:
-    """Whether a file that describes a checkpoint is in this folder. It may be damaged, and nothing is written."""
-    return places.has_description(path)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether the folder of a checkpoint is there, which may be damaged. One that was being replaced when a process
-    ended gets its name back before."""
-    places.LocalStore(path).recover()
-    return places.has_description(path)
-
-
-def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write one file in the place of a checkpoint: ``write`` gets the new file, open for writing in binary mode.
-
-    A file or checkpoint at ``path`` stays until the new file is whole and on disk.
-
-    Raises:
-        OSError: it cannot be written. The message names ``path``, and anything there is unchanged.
-    """
-    from shardwright.checkpoint.storage.publishing import publish  # the launcher imports no torch
-
-    try:
-        with (
-            publish(places.SingleFile(path), overwrite=True) as unfinished,
-            new_file(unfinished.path) as stream,
-        ):
-            write(stream)
-    except BaseException as error:
-        reason = (
-            error.__context__ if isinstance(error, RuntimeError) else error
-        )  # torch.save reports another error
-        if isinstance(reason, OSError) and reason.errno is not None:
-            raise OSError(reason.errno, reason.strerror, str(path)) from error
-        raise

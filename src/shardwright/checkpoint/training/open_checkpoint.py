@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys
-from shardwright.checkpoint.format.nested import ignore, nested
+from shardwright.checkpoint.format.nested import nested
+from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
 from shardwright.checkpoint.load.collective_load import (
     check_same_description,
@@ -26,8 +27,9 @@ from shardwright.checkpoint.load.collective_load import (
     read_tensors,
     verify_together,
 )
-from shardwright.checkpoint.training.entries import check_shapes, new_room, room_below
+from shardwright.checkpoint.load.fit import check_shapes
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
+from shardwright.checkpoint.training.targets import new_target, targets_below
 from shardwright.collective import RankGroup
 
 
@@ -36,33 +38,65 @@ class StoredCheckpoint:
     """A checkpoint whose description was read and is sound. Its files may be damaged: :meth:`verify` compares them.
 
     Attributes:
-        path: the folder or URL.
-        fingerprint: SHA-256 of the description; equal on ranks that have opened the same checkpoint.
-        has_digests: whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``.
-        tensors: each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``.
-        values: each plain value by its name. The largest part of a state without tensors is one value, such as
-            ``extra``. Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None.
-        files: the bytes of each file but the description; of torch's folders the least there can be.
-        ranks: number of ranks that have saved it; None for torch's folders.
-        about: the versions of libraries that wrote it, and the notes of the save.
         opened: the same, for the package.
     """
 
-    path: str
-    fingerprint: str
-    has_digests: bool
-    tensors: Mapping[str, StoredForm] = field(repr=False)
-    values: Mapping[str, Any] = field(repr=False)
-    files: Mapping[str, int] = field(repr=False)
-    ranks: int | None
-    about: Mapping[str, str]
-    opened: Checkpoint = field(repr=False)
-    _group: dist.ProcessGroup | None = field(default=None, repr=False)
+    opened: Checkpoint
+    _group: dist.ProcessGroup | None = None
+
+    @property
+    def path(self) -> str:
+        """The folder or URL."""
+        return str(self.opened.place)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the description; equal on ranks that have opened the same checkpoint."""
+        return self.opened.fingerprint
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether bytes can be compared; False for a folder of ``torch.distributed.checkpoint``."""
+        return self.opened.has_digests
+
+    @property
+    def tensors(self) -> Mapping[str, StoredForm]:
+        """Each tensor by its name: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``."""
+        return self.opened.tensors
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Each plain value by its name. The largest part of a state without tensors is one value, such as ``extra``.
+        Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None."""
+        return self.opened.values
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The bytes of each file but the description; of torch's folders the least there can be."""
+        return self.opened.files()
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of ranks that have saved it; None for torch's folders."""
+        return self.opened.ranks
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        """The versions of libraries that wrote it, and the notes of the save."""
+        return self.opened.about
 
     @property
     def description(self) -> str:
         """The name of the file that describes it."""
-        return self.opened.origin.name
+        return self.opened.description.name
+
+    @property
+    def version(self) -> int | None:
+        """The version of its format; None for torch's folders."""
+        return self.opened.version
+
+    def __repr__(self) -> str:
+        return f"StoredCheckpoint({self.path!r}, ranks={self.ranks}, about={self.about})"
 
     @cached_property
     def entries(self) -> dict[Keys, Any]:
@@ -104,7 +138,7 @@ class StoredCheckpoint:
         if not found:
             return copy.deepcopy(self.value(*keys))
         targets = {
-            path: self._room(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
+            path: self._target(each, own, path) if isinstance(each, StoredForm) else copy.deepcopy(each)
             for path, each in found.items()
         }
         tensors = {form.name: targets[path] for path, form in found.items() if isinstance(form, StoredForm)}
@@ -112,7 +146,7 @@ class StoredCheckpoint:
             self.read(tensors)
         return nested(targets)
 
-    def _room(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
+    def _target(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
         """A tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
         for step in path:
             try:
@@ -120,7 +154,7 @@ class StoredCheckpoint:
             except (LookupError, TypeError):
                 own = None
         fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
-        return own.detach() if fits else new_room(self.opened, form)
+        return own.detach() if fits else new_target(self.opened, form)
 
     def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
         """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
@@ -157,7 +191,7 @@ class StoredCheckpoint:
         """
         saved, key = stored_by(self.tensors, RankGroup(self._group))
         start = f"{GENERATORS}.{key}"
-        states = room_below(self.opened, start, {})
+        states = targets_below(self.opened, start, {})
         if states:
             self.read({f"{start}.{name}": state for name, state in states.items()})
         return saved, states
@@ -195,16 +229,4 @@ def open_checkpoint(
         UnknownVersion: a later version of shardwright has saved it.
         OSError: the store behind a URL does not answer.
     """
-    opened = read_description(path, links=links)
-    return StoredCheckpoint(
-        str(opened.place),
-        opened.fingerprint,
-        opened.has_digests,
-        opened.tensors,
-        opened.values,
-        opened.files(),
-        opened.ranks,
-        opened.about,
-        opened,
-        process_group,
-    )
+    return StoredCheckpoint(read_description(path, links=links), process_group)

@@ -1,4 +1,7 @@
-"""``extra`` of a load: tensors that are read in place, and objects that get their stored state."""
+"""The objects, tensors and values that a user passes as ``extra``: their states for a save, and the part of a load.
+
+Tensors are read in place, and objects get their stored state.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,35 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.arguments import is_stateful, reason_of, with_states
-from shardwright.checkpoint.training.entries import below, fitting, has, room_below
+from shardwright.checkpoint.training.arguments import reason_of
 from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.targets import of_stored_form, targets_below
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
 EXTRA = "extra"
+
+
+def is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def with_states(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra`` with the states of its objects.
+
+    Raises:
+        ValueError: an object cannot give its state.
+    """
+    return {key: _state_of(key, value) if is_stateful(value) else value for key, value in extra.items()}
+
+
+def _state_of(key: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:
+        raise ValueError(
+            f"extra[{key!r}]: the state_dict of this {type(value).__name__} has failed ({reason_of(error)})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -47,14 +72,14 @@ class ExtraToLoad(PartToLoad):
     def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any], undo: ExitStack) -> Self:
         """Raises ValueError: an object cannot give its state, or there is no memory for a stored tensor."""
         own = _tensors_in_place(checkpoint, given)
-        tensors = room_below(checkpoint, EXTRA, own)
+        tensors = targets_below(checkpoint, EXTRA, own)
         return cls(checkpoint, ranks, given, frozenset(own), tensors, undo)
 
     def check(self) -> None:
         for key, value in self.given.items():
             wanted = is_stateful(value) or NestedState.of({EXTRA: {key: value}}).tensors
-            if wanted and not has(self.checkpoint, f"{EXTRA}.{key}"):
-                keys = sorted({repr(name.partition(".")[0]) for name in below(self.checkpoint, EXTRA)})
+            if wanted and not self.checkpoint.has(f"{EXTRA}.{key}"):
+                keys = sorted({repr(name.partition(".")[0]) for name in self.checkpoint.below(EXTRA)})
                 there = ", ".join(keys)[:200] or "none"
                 raise ValueError(f"{self.checkpoint.place} has no extra {key!r}; it has {there}")
 
@@ -92,7 +117,7 @@ def _tensors_in_place(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[
         if is_stateful(given[key]):
             tensors = {
                 name: each
-                for name, each in fitting(checkpoint, tensors).items()
+                for name, each in of_stored_form(checkpoint, tensors).items()
                 if hasattr(each, "full_tensor")
             }
         own |= tensors

@@ -1,4 +1,4 @@
-"""A checkpoint that stays the same while it is read: another job may give its name to a newer one at any moment.
+"""Finds that another job has replaced a checkpoint while it is read. Its name may be given to a newer one at any time.
 
 A load compares digests first and reads after that, each time by the names of files. If another save replaces a folder
 in between, the second half would come from the other checkpoint. So the files are opened before any value changes, and
@@ -28,18 +28,19 @@ class DescriptionFile(NamedTuple):
     identity: (
         Hashable | None
     )  #: changes when another file gets its name; None where two saves never use the same
+    fingerprint: str | None = None  #: SHA-256 of its content, once that is read
 
     @classmethod
     def of(cls, files: Files, name: str) -> DescriptionFile:
         return cls(files, name, _identity(files, name))
 
-    def is_replaced(self, fingerprint: str | None) -> bool:
-        """Whether another file has its name now. Without a fingerprint of the content the identity decides."""
+    def is_replaced(self) -> bool:
+        """Whether another file has its name now. Without a fingerprint the identity decides."""
         try:
             if self.identity is not None and _identity(self.files, self.name) == self.identity:
                 return False
             # Some file systems of other machines give a file another number whenever it is looked up.
-            content = None if fingerprint is None else self.files.read(self.name)
+            content = None if self.fingerprint is None else self.files.read(self.name)
         except Damaged:
             return True
         except OSError:
@@ -48,7 +49,7 @@ class DescriptionFile(NamedTuple):
             )  # else the store does not answer, which is no sign of another checkpoint
         if content is None:
             return self.identity is not None
-        return hashlib.sha256(content).hexdigest() != fingerprint
+        return hashlib.sha256(content).hexdigest() != self.fingerprint
 
 
 def _identity(files: Files, name: str) -> Hashable | None:
@@ -59,9 +60,7 @@ def _identity(files: Files, name: str) -> Hashable | None:
 
 
 @contextmanager
-def unless_replaced(
-    origin: DescriptionFile, fingerprint: str | None = None, *, changing: bool = False
-) -> Iterator[None]:
+def unless_replaced(description: DescriptionFile, *, changing: bool = False) -> Iterator[None]:
     """Raise an OSError, also in the place of Damaged, if the checkpoint was replaced before the end of the block.
 
     With ``changing`` values may change in the block. Then only a failure counts: what is read is of the files that are
@@ -70,38 +69,34 @@ def unless_replaced(
     try:
         yield
     except Damaged:
-        if origin.is_replaced(fingerprint):
-            raise replaced(origin.files, changing) from None
+        if description.is_replaced():
+            raise _replaced(description, changing) from None
         raise
-    if not changing and origin.identity is not None and origin.is_replaced(fingerprint):
-        raise replaced(origin.files)
+    if not changing and description.identity is not None and description.is_replaced():
+        raise _replaced(description, changing)
 
 
-def replaced(files: Files, changing: bool = False) -> OSError:
+def _replaced(description: DescriptionFile, changing: bool) -> OSError:
     what = ". Some values were read before that, and others were not" if changing else ""
     return OSError(
-        f"{files}: another program has replaced or removed the checkpoint while it was read{what}. Load it again"
+        f"{description.files}: another program has replaced or removed the checkpoint while it was read{what}. Load it "
+        "again"
     )
 
 
 class OpenFiles:
-    """The files of a checkpoint that a rank reads. Close it after the last read.
+    """The files of a checkpoint that a rank reads. Close it after the last read."""
 
-    Args:
-        files: the checkpoint's.
-        origin, fingerprint: of its description.
-    """
-
-    def __init__(self, files: Files, origin: DescriptionFile, fingerprint: str) -> None:
-        self._files, self._origin, self._fingerprint = files, origin, fingerprint
+    def __init__(self, description: DescriptionFile) -> None:
+        self._description = description
         self._held: dict[str, Reader] = {}
 
     def hold(self, names: Iterable[str]) -> None:
         """Open the first ``HELD`` of these files, and find that they are of the checkpoint that was compared. The
         others are opened when they are read."""
-        with unless_replaced(self._origin, self._fingerprint):
+        with unless_replaced(self._description):
             for name in sorted(set(names) - set(self._held))[: HELD - len(self._held)]:
-                self._held[name] = self._files.open(name)
+                self._held[name] = self._description.files.open(name)
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Reader]:
@@ -110,22 +105,18 @@ class OpenFiles:
         Raises:
             OSError: it is opened only now, and the checkpoint was replaced.
         """
-        held = self._held.get(name)
-        with unless_replaced(self._origin, self._fingerprint, changing=True):
+        held, description = self._held.get(name), self._description
+        with unless_replaced(description, changing=True):
             if held is not None:
                 yield held
                 return
-            reader = self._files.open(name)
+            reader = description.files.open(name)
             try:
-                self._check_same()
+                if description.identity is not None and description.is_replaced():
+                    raise _replaced(description, changing=True)
                 yield reader
             finally:
                 reader.close()
-
-    def _check_same(self) -> None:
-        origin = self._origin
-        if origin.identity is not None and origin.is_replaced(self._fingerprint):
-            raise replaced(self._files, changing=True)
 
     def close(self) -> None:
         while self._held:
