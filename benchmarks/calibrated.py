@@ -6,8 +6,8 @@
 No job has the sizes of those that `calibrate` measures. Each one runs in two processes of one thread, with random
 tokens. A row has the steps of the slower rank, in milliseconds:
 
-real:     of the rank's thread on its core, which other programs slow down less than the time on the clock: the lower
-          quartile over the steps, as in the file
+real:     of the rank's thread on its core, which other programs slow down less than the time on the clock: the median
+          over the steps, as in the file
 planned:  of the plan
 ratio:    planned / real
 anchored: the same, with times of the plan as much longer or shorter as operations of their kind take beside the steps
@@ -40,15 +40,17 @@ import torch.distributed as dist
 
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.program import Kernel
+from shardwright.planner.samples import steady
 from shardwright.planner.speed import speed_of
 from shardwright.planner.work import work_of
 from shardwright.tracing.timing import Operation, Timer, noting
-from shardwright.train.commands.calibrate import ON_CPU, configured, steady
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import AbsentData, AbsentStream, program_of, traced_program
+from shardwright.train.planning.absent_data import AbsentData, AbsentStream
+from shardwright.train.planning.programs import program_of, traced_program
+from shardwright.train.planning.small_jobs import ON_CPU, configured
 from shardwright.train.step.trainer import Trainer
 
 RANKS = 2

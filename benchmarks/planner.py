@@ -34,8 +34,8 @@ ROWS: list[tuple[str, int, list[str]]] = [
 WHOLE = """
 import sys
 from shardwright.cli.program import main
-from shardwright.train import planning
-planning.composed_program = lambda *_: None
+from shardwright.train.planning import programs
+programs.composed_program = lambda *_: None
 sys.exit(main(sys.argv[1:]))
 """
 PLAN = "import sys; from shardwright.cli.program import main; sys.exit(main(sys.argv[1:]))"
@@ -43,7 +43,7 @@ NEXT = """
 import sys, time
 from pathlib import Path
 from shardwright.train.config import load_config
-from shardwright.train.planning import program_of
+from shardwright.train.planning.programs import program_of
 path, ranks, *words = sys.argv[1:]
 keys = [(key.removeprefix("--"), value) for key, value in zip(words[::2], words[1::2])]
 program_of(load_config(Path(path), keys, ranks=int(ranks)), int(ranks))

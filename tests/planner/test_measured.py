@@ -16,6 +16,7 @@ from shardwright.planner.measured import (
     MeasuredError,
     as_toml,
     as_values,
+    errors_between,
     interpolated,
     key_of,
     merged,
@@ -95,6 +96,29 @@ def test_times_between_points() -> None:
     assert merged([(1000.0, 1e-6), (1001.0, 3e-6), (1002.0, 2e-6), (5e3, 1e-5)]) == [
         (pytest.approx(1001), pytest.approx(2e-6, rel=1e-2)), (5e3, pytest.approx(1e-5)),
     ]  # fmt: skip
+
+
+def test_errors_between_the_points_of_a_table() -> None:
+    line = [(4.0**i, 1e-6 * 2.0**i) for i in range(2, 9)]  # on a line of logarithms
+    first, *between, last = errors_between(line)
+    assert between == pytest.approx([0.0] * 5, abs=1e-9)
+    assert first == last == pytest.approx(1.0)  # below and above all others a table follows no line
+    bent = [*line[:3], (line[3][0], 1.5 * line[3][1]), *line[4:]]
+    assert errors_between(bent)[3] == pytest.approx(0.5)
+    # Points with nearly as many bytes do not predict one another, as a plan takes them as one.
+    assert errors_between([*line, (4.0**5 * 1.001, 1e-6 * 2.0**5)]) == pytest.approx(
+        [first, 0, 0, 0, 0, 0, last], abs=1e-2
+    )
+    assert errors_between([(1000.0, 1e-6)]) == [] == errors_between([(1, 64, 64, 64, 1e-5)])
+
+
+def test_errors_between_products() -> None:
+    sizes = [(1, m, n, k) for m in (64, 256) for n in (64, 256) for k in (64, 512)]
+    points: list[tuple[float, ...]] = [(*each, math.prod(each) / 1e10) for each in sizes]
+    assert errors_between(points) == pytest.approx([0.0] * 8, abs=1e-9)  # of one rate
+    points[3] = (*sizes[3], 3 * math.prod(sizes[3]) / 1e10)
+    errors = errors_between(points)
+    assert errors[3] == pytest.approx(2.0) and 0 < max(errors[:3] + errors[4:]) < 1
 
 
 def test_an_operation_without_a_table_takes_the_nearest_one() -> None:

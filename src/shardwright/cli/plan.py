@@ -42,7 +42,7 @@ def _plan(call: Call) -> int:
         raise UserError(f"--on: {error}") from error
 
     from shardwright.train.commands.planned_job import PlannedJob
-    from shardwright.train.config.planned import check_planned
+    from shardwright.train.config.plans.coverage import check_planned
 
     options = call.options
     names = [name for name in (options.config, options.other) if name is not None]
@@ -68,9 +68,9 @@ def _plan(call: Call) -> int:
         return plan_difference(jobs, device, rules, options.json, caches)
 
     from shardwright.train.commands.plan import plan
-    from shardwright.train.config import assumed
+    from shardwright.train.config.plans.job_of_model import ASSUMED_KEYS
 
-    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
+    unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     return plan(
         jobs[0],
         ranks,

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.planner.program import Kernel
+from shardwright.planner.samples import error, without_each
 from shardwright.planner.work import Work
 
 Point = tuple[float, ...]  #: sizes, and the seconds last
 NEAREST = 4  #: points from which the time of a product is interpolated
 #: Seconds of the host: for an operation, for a kernel of a compiled graph, for a collective with the copies around it.
 HOST = ("host", "host_compiled", "host_collective")
-#: Times whose spreads a file has.
+#: Kinds of times, each of which has a range.
 SPREADS = ("products", "attention", "memory", "links", "host")
 
 
@@ -38,7 +39,8 @@ class Measured:
             other kernels it is the number of bytes.
         collectives: by kind (``gather``, ``scatter``, ``reduce``) points of whole bytes and seconds.
         host: seconds of the host, by the names in ``HOST``.
-        spread: by the names in ``SPREADS`` the relative difference of repeated measurements.
+        spread: by the names in ``SPREADS`` the relative range of the times: how far repeated measurements differ, and
+            how far a time between measured sizes may be from the measured one.
         ranks: that have measured the collectives together; 0: none, then they follow the figures of links.
         on_host: whether kernels run on the host itself, one after another.
     """
@@ -146,6 +148,26 @@ def merged(points: Iterable[Point]) -> list[Point]:
         nbytes = statistics.mean(each[0] for each in group)
         found.append((nbytes, nbytes * statistics.median(each[1] / max(each[0], 1) for each in group)))
     return found
+
+
+def errors_between(points: Sequence[Point]) -> list[float]:
+    """The errors with which the other points of a table predict each of its points. Points that are one for a plan
+    (:func:`merged`) are one here. Nothing for a table with a single point."""
+    if len(points[0]) == 2:
+        return [
+            error(interpolated(rest, nbytes), seconds)
+            for (nbytes, seconds), rest in without_each(merged(points))
+        ]
+    errors = []
+    for (*sizes, seconds), rest in without_each(points):
+        work = Work("products", math.prod(sizes), 0, tuple(map(int, sizes)))
+        errors.append(error(work.flops / rate_of(rest, work), seconds))
+    return errors
+
+
+def kind_of_table(table: str, point: Sequence[float]) -> str:
+    """The name in ``SPREADS`` of a table of kernels, by its key and the sizes of a point, without the seconds."""
+    return "attention" if "attention" in table else "products" if len(point) == 4 else "memory"
 
 
 def key_of(kernel: Kernel) -> str:

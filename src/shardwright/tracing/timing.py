@@ -149,8 +149,11 @@ class _Maker:
             return 1
         if operation.kernel.name == "embedding_dense_backward":
             return int(operation.arguments[2])
-        if operation.kernel.name == "embedding" or "grouped_mm" in operation.kernel.name:
+        if operation.kernel.name == "embedding":
             return forms[0].size[0]
+        if "grouped_mm" in operation.kernel.name:  # groups of rows, of columns, or of what is summed over
+            one, other = (form.size for form in forms[:2])
+            return other[-1] if len(one) == 3 else one[1] if len(other) == 2 else one[0]
         if operation.kernel.name.startswith("nll_loss"):
             logits = next((each for each in forms if len(each.size) == 2), forms[0])
             return logits.size[-1]

@@ -13,16 +13,20 @@ import pytest
 import torch
 
 from shardwright.cli.program import main
+from shardwright.planner.devices import Kind
 from shardwright.planner.measured import key_of
 from shardwright.planner.program import Kernel
 from shardwright.planner.timeline import Step
 from shardwright.planner.work import work_of
 from shardwright.tracing.timing import Operation, Timer, noting
 from shardwright.train.commands import calibrate
-from shardwright.train.planning import traced_program
+from shardwright.train.errors import UserError
+from shardwright.train.planning import measuring
+from shardwright.train.planning.programs import traced_program
+from shardwright.train.planning.small_jobs import Task, configured, job, training
 
-SMALL = calibrate._job(96, 160, 256, 64, 1, layers=1)
-TINY = calibrate.Task((SMALL,), (SMALL, calibrate._job(96, 160, 256, 64, 1, layers=2)), (4096,))
+SMALL = job(96, 160, 256, 64, 1, layers=1)
+TINY = Task((SMALL,), (SMALL, job(96, 160, 256, 64, 1, layers=2)), (4096,))
 
 
 class FixedTimer(Timer):
@@ -45,12 +49,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     """Measure a tiny task with one rank, here. The function says how much measurements differ."""
     noise = 0.0
 
-    def by_ranks(task: calibrate.Task, ranks: int, kind: calibrate.Kind) -> list[dict[str, Any]]:
+    def by_ranks(task: Task, ranks: int, kind: Kind) -> list[dict[str, Any]]:
         assert (ranks, kind) == (1, "cpu")
         (tmp_path / "store").unlink(missing_ok=True)
         threads = torch.get_num_threads()
         try:
-            return [calibrate.measure(task, 0, 1, kind, str(tmp_path), FixedTimer(noise))]
+            return [measuring.measure(task, 0, 1, kind, str(tmp_path), FixedTimer(noise))]
         finally:
             torch.set_num_threads(threads)
 
@@ -58,15 +62,15 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         nonlocal noise
         noise = by
 
-    monkeypatch.setattr(calibrate, "_measured_by_ranks", by_ranks)
+    monkeypatch.setattr(calibrate, "measured_by_ranks", by_ranks)
     monkeypatch.setattr(calibrate, "ON_CPU", TINY)
-    monkeypatch.setattr(calibrate, "_step", lambda config, *_: 0.02 * config.model.shape().n_layers)
+    monkeypatch.setattr(measuring, "_step", lambda config, *_: 0.02 * config.model.shape().n_layers)
     yield differ
 
 
 def operations(values: dict[str, Any], ranks: int) -> tuple[dict[Kernel, Operation], Step]:
     found: dict[Kernel, Operation] = {}
-    config = calibrate.configured(values, ranks)
+    config = configured(values, ranks)
     return found, Step.of(traced_program(config, ranks, "cpu", lambda recorder: noting(recorder, found)))
 
 
@@ -75,7 +79,7 @@ def operations(values: dict[str, Any], ranks: int) -> tuple[dict[Kernel, Operati
     [
         SMALL,
         {**SMALL, "parallel": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
-        {"model": {"kind": "hybrid", "preset": "debug"}, **calibrate._training(64, 2)},
+        {"model": {"kind": "hybrid", "preset": "debug"}, **training(64, 2)},
     ],
     ids=["llama", "bfloat16", "hybrid"],
 )
@@ -92,6 +96,17 @@ def test_every_kernel_of_a_step_has_an_operation_that_runs_alone(values: dict[st
         assert tuple(tuple(each.shape) for each in tensors[:1]) == kernel.shapes[: len(tensors[:1])]
         with torch.no_grad():
             operation.function(*arguments, **keywords)
+
+
+def test_groups_of_products_cover_all_rows_and_all_sums() -> None:
+    found, _ = operations({"model": {"kind": "hybrid", "preset": "debug"}, **training(64, 2)}, 2)
+    dimensions = set()
+    for kernel, operation in found.items():
+        if kernel.name == "_grouped_mm":
+            (one, other, ends, *_), _ = operation.tensors(torch.device("cpu"))
+            assert int(ends[-1]) == (one.shape[1] if other.dim() == 2 else one.shape[0])
+            dimensions.add(other.dim())
+    assert dimensions == {2, 3}
 
 
 def _collect(tree: Any, into: list[torch.Tensor]) -> None:
@@ -120,7 +135,7 @@ def test_a_file_whose_plans_have_its_times(
         table = f"{kernel.name} {kernel.dtype}" if work.kind in ("products", "attention") else key_of(kernel)
         assert any(row[-1] == pytest.approx(1e-5) for row in kernels[table])
     job = tmp_path / "job.toml"
-    config = calibrate.configured(SMALL, 1)
+    config = configured(SMALL, 1)
     job.write_text(config.to_toml())
     assert main(["plan", str(job), "--on", f"1x{out}", "--no-cache", "--no-edits"]) == 0
     plan = capsys.readouterr().out
@@ -169,27 +184,7 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forks = multiprocessing.get_context("fork")  # at once, where a new process would import PyTorch
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forks)
-    broken = calibrate.Task(({"model": {"kind": "llama", "dim": -1}, **calibrate._training(64, 1)},), (), ())
-    with pytest.raises(calibrate.UserError, match=r"calibrate: rank 0 failed: UserError: .*model.dim"):
+    broken = Task(({"model": {"kind": "llama", "dim": -1}, **training(64, 1)},), (), ())
+    with pytest.raises(UserError, match=r"calibrate: rank 0 failed: UserError: .*model.dim"):
         calibrate.calibrate(tmp_path / "mine.toml", 1, "cpu", task=broken)
     assert not list(tmp_path.iterdir())
-
-
-def test_steady_times_and_their_differences() -> None:
-    assert calibrate.steady([3.0]) == 3.0 and calibrate.difference([3.0]) == 0
-    assert calibrate.steady([1.0, 1.0, 1.0, 9.0]) == 1.0  # one measurement with another program beside it
-    assert calibrate.difference([1.0, 1.0, 1.0, 1.0, 9.0]) == 0
-    assert calibrate.difference([1.0, 1.1, 1.2]) == pytest.approx(0.05 / 1.1)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "found"), [(2e-5, 1e-4, (2e-5, 1e-4)), (2e-5, 0.0, (2e-5, 0.0)), (3e-5, -1e-5, None)]
-)
-def test_the_host_by_least_squares(one: float, other: float, found: tuple[float, float] | None) -> None:
-    counts = [(100, 7), (400, 19), (400, 8), (350, 30)]
-    rows = [(a, b, one * a + other * b) for a, b in counts]
-    fitted = calibrate._least_squares(rows)
-    if found is not None:
-        assert fitted == (pytest.approx(found[0]), pytest.approx(found[1], abs=1e-9))
-    assert min(fitted) >= 0
-    assert calibrate._least_squares([(a, 0, one * a) for a, _ in counts]) == (pytest.approx(one), 0.0)

@@ -17,11 +17,11 @@ import pytest
 from pydantic import ValidationError
 
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.registry_names import registry_of
 from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
 from shardwright.train.config.conflicts.jobs import NEW, PLANNED, STARTED
 from shardwright.train.config.conflicts.table import Conflict, conflict_in
 from shardwright.train.config.keys import field_at
-from shardwright.train.config.registered import registry_of
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.checks import check_division

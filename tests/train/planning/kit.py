@@ -17,7 +17,8 @@ from shardwright.train.config import Config, load_config
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import AbsentData, program_of
+from shardwright.train.planning.absent_data import AbsentData
+from shardwright.train.planning.programs import program_of
 from shardwright.train.step.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

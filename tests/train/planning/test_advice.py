@@ -10,8 +10,8 @@ import pytest
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.speed import speed_of
 from shardwright.planner.verdict import Verdict, judge
-from shardwright.train import planning
 from shardwright.train.config import load_config
+from shardwright.train.planning import programs
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llama_8b.toml"
 SMALL = (
@@ -37,7 +37,7 @@ def verdict(keys: Keys, ranks: int, folder: Path) -> Verdict:
     slow.write_text('like = "h100"\n[speed]\nacross = 3\n')
     device: Device = parse_devices(str(slow), lambda: pytest.fail())[1]
     batch = ("train.global_batch", str(4 * ranks))
-    program = planning.program_of(load_config(EXAMPLE, (batch, *keys), ranks=ranks), ranks)
+    program = programs.program_of(load_config(EXAMPLE, (batch, *keys), ranks=ranks), ranks)
     return judge(program, device, ranks, speed=speed_of(program, device, ranks, with_range=False))
 
 

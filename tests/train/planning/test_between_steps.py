@@ -25,10 +25,11 @@ from shardwright.planner.text import as_json
 from shardwright.planner.verdict import judge
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.plan_key import plan_key
+from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import AbsentData, program_of, stages_checkpoints
+from shardwright.train.planning.absent_data import AbsentData
+from shardwright.train.planning.programs import program_of, stages_checkpoints
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.numerics.looking import fault_of_state
@@ -215,10 +216,10 @@ def test_only_saves_before_the_last_one_copy_to_the_host() -> None:
 
 def test_the_key_of_a_plan_has_validations_and_saves() -> None:
     words = ("", "validation.every=0", "checkpoint.every=7", "checkpoint.asynchronous=true")
-    keys = [plan_key(config_of(each), 2, "cuda") for each in words]
+    keys = [cache_key(config_of(each), 2, "cuda") for each in words]
     assert None not in keys and len(set(keys)) == len(keys)
-    assert plan_key(config_of(HOOK), 2, "cuda") is None
-    assert plan_key(config_of(f"{HOOK} validation.every=0"), 2, "cuda") is not None
+    assert cache_key(config_of(HOOK), 2, "cuda") is None
+    assert cache_key(config_of(f"{HOOK} validation.every=0"), 2, "cuda") is not None
 
 
 @pytest.mark.extensive("each compiles its blocks")

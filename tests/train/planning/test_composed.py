@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from shardwright.planner.program import Program
-from shardwright.train import planning
 from shardwright.train.config import Config, load_config
-from shardwright.train.config.series import series_of
+from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.errors import UserError
-from shardwright.train.planning import composed_program, program_of, traced_program
+from shardwright.train.planning import programs
+from shardwright.train.planning.programs import composed_program, program_of, traced_program
 from tests.train.planning.kit import EXAMPLES, config_of, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -154,7 +154,7 @@ def test_a_pattern_repeats_fewer_pieces(pattern: str, shorter: str | None) -> No
 def test_a_plan_takes_the_composed_program(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("model.n_layers=20")
     program = Program()
-    monkeypatch.setattr(planning, "composed_program", lambda *_: program)
+    monkeypatch.setattr(programs, "composed_program", lambda *_: program)
     assert program_of(config, 2) is program
 
 

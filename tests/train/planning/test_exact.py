@@ -28,7 +28,8 @@ from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.planning import AbsentData, program_of
+from shardwright.train.planning.absent_data import AbsentData
+from shardwright.train.planning.programs import program_of
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import generate
 from tests.support.pool import WorkerPools, run_case

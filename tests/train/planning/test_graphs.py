@@ -13,7 +13,7 @@ import shardwright as sw
 from shardwright.planner.allocator import replay
 from shardwright.planner.program import GRAPH, STEP, VALIDATION, Alloc, Event, Kernel, Mark, Program, Wait
 from shardwright.tracing.loop import program_of_loop
-from shardwright.train.planning import composed_program, traced_program
+from shardwright.train.planning.programs import composed_program, traced_program
 from tests.train.planning.kit import config_of, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

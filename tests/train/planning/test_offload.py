@@ -14,7 +14,7 @@ from shardwright.planner.verdict import judge
 from shardwright.tracing import trace as tracing
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.streams import RecordedStreams
-from shardwright.train.planning import program_of
+from shardwright.train.planning.programs import program_of
 from tests.support.matrix import generate
 from tests.train.planning.kit import config_of, planned_step, real_step
 

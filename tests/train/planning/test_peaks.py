@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwright.planner.program import Alloc, Kernel, Wait
-from shardwright.train.planning import program_of
+from shardwright.train.planning.programs import program_of
 from tests.train.planning.kit import compare, config_of
 
 LLAMA: dict[str, str] = {

@@ -14,8 +14,8 @@ from shardwright.planner import cache
 from shardwright.planner.program import Alloc, Owner, Phase, Program
 from shardwright.train.commands import plan
 from shardwright.train.config import Config, load_config
-from shardwright.train.config import plan_key as keys
-from shardwright.train.config.plan_key import plan_key
+from shardwright.train.config.plans import cache_key as keys
+from shardwright.train.config.plans.cache_key import cache_key
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CODE = """
@@ -51,10 +51,10 @@ PROGRAM = Program([Phase("forward"), Alloc(1, 8, "compute", 0)], [Owner("other",
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_program_is_traced_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.train import planning
+    from shardwright.train.planning import programs
 
     traced: list[Any] = []
-    monkeypatch.setattr(planning, "program_of", lambda *of: traced.append(of) or PROGRAM)
+    monkeypatch.setattr(programs, "program_of", lambda *of: traced.append(of) or PROGRAM)
     config = config_of()
     for _ in range(2):
         assert plan.program_of(config, 2, caches=number > 0) == PROGRAM
@@ -66,20 +66,20 @@ def test_the_key_has_everything_that_a_program_follows_from(
 ) -> None:
     config = config_of()
     texts = [
-        plan_key(config, 2, "cuda"),
-        plan_key(config, 4, "cuda"),
-        plan_key(config, 2, "cpu"),
-        plan_key(config_of(("train.seq_len", "128")), 2, "cuda"),
-        plan_key(config_of(("model.n_layers", "5")), 2, "cuda"),
+        cache_key(config, 2, "cuda"),
+        cache_key(config, 4, "cuda"),
+        cache_key(config, 2, "cpu"),
+        cache_key(config_of(("train.seq_len", "128")), 2, "cuda"),
+        cache_key(config_of(("model.n_layers", "5")), 2, "cuda"),
     ]
-    assert plan_key(config_of(), 2, "cuda") == texts[0]
+    assert cache_key(config_of(), 2, "cuda") == texts[0]
     monkeypatch.setattr(keys, "version", lambda package: "9")
-    texts.append(plan_key(config, 2, "cuda"))
+    texts.append(cache_key(config, 2, "cuda"))
     (tmp_path / "one.py").write_text("")
     monkeypatch.setattr(keys.shardwright, "__file__", str(tmp_path / "__init__.py"))
-    texts.append(plan_key(config, 2, "cuda"))
+    texts.append(cache_key(config, 2, "cuda"))
     os.utime(tmp_path / "one.py", (7, 7))
-    texts.append(plan_key(config, 2, "cuda"))
+    texts.append(cache_key(config, 2, "cuda"))
     assert None not in texts and len(set(texts)) == len(texts)
 
 
@@ -92,7 +92,7 @@ def test_a_configuration_of_transformers_counts_by_its_content(tmp_path: Path) -
             f'{{"model_type": "llama", "vocab_size": 300, "num_hidden_layers": {layers}}}'
         )
         config = config_of(("model.kind", "hf"), ("model.path", str(folder)))
-        texts.append(plan_key(config, 2, "cuda"))
+        texts.append(cache_key(config, 2, "cuda"))
     assert texts[0] != texts[1] and None not in texts
 
 
@@ -109,7 +109,7 @@ def test_plans_with_code_of_the_user_are_not_kept(overrides: tuple[tuple[str, st
         section, _, name = key.partition(".")
         changed = getattr(config, section).model_copy(update={name: value})
         config = config.model_copy(update={section: changed})
-    assert plan_key(config, 2, "cuda") is None
+    assert cache_key(config, 2, "cuda") is None
 
 
 def test_the_folder_of_tests_is_their_own(cache_home: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shardwright.planner.measured import Measured, MeasuredError, read_measured
 
 GIB = 1 << 30
+Kind = Literal["cpu", "cuda"]
 
 
 class DeviceError(ValueError):
@@ -67,7 +68,7 @@ class Device:
     nbytes: int
     source: str
     figures: Figures | None = None
-    kind: Literal["cpu", "cuda"] = "cuda"
+    kind: Kind = "cuda"
 
 
 def known_devices() -> dict[str, Device]:

@@ -20,7 +20,6 @@ from shardwright.strict_json import strict_json
 from shardwright.train.commands.plan import program_of
 from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config
-from shardwright.train.config.assumed import value_at
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError, counted
 
@@ -241,7 +240,7 @@ def _why_slower(best: Speed, other: Speed) -> str:
 
 def _changed(config: Config, keys: Keys) -> Keys:
     """The keys whose values are not those of the job."""
-    return tuple((key, value) for key, value in keys if str(value_at(config, key)) != value)
+    return tuple((key, value) for key, value in keys if str(config.value_at(key)) != value)
 
 
 def _options(config: Config, keys: Keys) -> str:

@@ -17,10 +17,9 @@ from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.text import as_json
 from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.config import Config
-from shardwright.train.config.assumed import value_at
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.plan_key import plan_key
+from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.errors import UserError, as_user_errors, counted
 
 EDITS = 3  #: shown at most
@@ -75,7 +74,7 @@ def plan(
     ]
     edits = sorted(edits, key=lambda edit: edit[1].unlimited.reserved)[:EDITS]
     if json:
-        print(as_json(verdict, edits, {key: value_at(config, key) for key in assumed}))
+        print(as_json(verdict, edits, {key: config.value_at(key) for key in assumed}))
         return verdict.status
     for i, (words, other) in enumerate(edits):
         saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
@@ -99,14 +98,14 @@ def program_of(
     config: Config, ranks: int, caches: bool = True, kind: Literal["cpu", "cuda"] = "cuda"
 ) -> Program:
     """The program of the configuration on devices of this kind, from the cache if it is there."""
-    key = plan_key(config, ranks, kind) if caches else None
+    key = cache_key(config, ranks, kind) if caches else None
     program = cache.load(key) if key is not None else None
     if program is None:
         from shardwright._torch import log_errors_alone
-        from shardwright.train import planning
+        from shardwright.train.planning import programs
 
         log_errors_alone()  # what torch says of code that it only traces is for runs
-        program = planning.program_of(config, ranks, kind)
+        program = programs.program_of(config, ranks, kind)
         if key is not None:
             cache.store(key, program)
     return program
@@ -129,7 +128,7 @@ def _head(config: Config, ranks: int, device: Device) -> str:
 def _assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
     if assumed:
         yield "assumed  what config.json does not say; each of these options changes it:"
-        words = " ".join(f"--{key}\0{value_at(config, key)}" for key in assumed)
+        words = " ".join(f"--{key}\0{config.value_at(key)}" for key in assumed)
         lines = textwrap.wrap(words, 110, break_on_hyphens=False)
         yield from (" " * 9 + line.replace("\0", " ") for line in lines)
     if config.data.separates:

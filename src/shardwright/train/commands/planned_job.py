@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.train.config import Config, assumed, load_config
+from shardwright.train.config import Config, load_config
+from shardwright.train.config.plans.job_of_model import MODEL_PREFIX, assumed_job
 from shardwright.train.models.vocabulary import with_vocabulary
 
 Keys = Sequence[tuple[str, str]]
@@ -30,7 +31,7 @@ class PlannedJob:
     @property
     def assumes(self) -> bool:
         """Whether it is a model, and the rest of the configuration is assumed."""
-        return self.name.startswith(assumed.PREFIX)
+        return self.name.startswith(MODEL_PREFIX)
 
     def __call__(self, keys: Keys = ()) -> Config:
         """The configuration, with further keys.
@@ -39,5 +40,5 @@ class PlannedJob:
             UserError: there is none, or it is wrong.
         """
         if self.assumes:
-            return assumed.assumed_job(self.name, self.keys, self.ranks)(keys)
+            return assumed_job(self.name, self.keys, self.ranks)(keys)
         return with_vocabulary(load_config(Path(self.name), [*self.keys, *keys], ranks=self.ranks))

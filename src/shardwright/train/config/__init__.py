@@ -2,8 +2,8 @@
 
 `sections` has the keys, `conflicts` the values that do not go together, `schema` the whole. `load` reads files; `keys`
 and `mistakes` have the words of help and errors. `shapes` has models as numbers, `catalog` all that a key can name:
-engines, kinds of models, optimizers, sinks, hooks. Nothing here imports torch, so that `--help` and a mistyped key are
-answered at once.
+engines, kinds of models, optimizers, sinks, hooks. `plans` has configurations as plans need them. Nothing here imports
+torch, so that `--help` and a mistyped key are answered at once.
 """
 
 from shardwright.train.config.load import load_config, stored_config, with_special_tokens

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from shardwright.train.config.catalog.kinds import kinds
-from shardwright.train.config.registered import OneOf
+from shardwright.train.config.catalog.registry_names import OneOf
 from shardwright.train.config.schema import Config, toml_value
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.sections.model import ModelConfig

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from shardwright.extend import Registry
 from shardwright.train.config.catalog.kinds import kinds
+from shardwright.train.config.catalog.registry_names import registry_of
 from shardwright.train.config.keys import field_at, row_of, table_of
 from shardwright.train.config.mistakes import (
     in_one_line,
@@ -25,7 +26,6 @@ from shardwright.train.config.mistakes import (
     takes_text_or_list,
     unknown_key,
 )
-from shardwright.train.config.registered import registry_of
 from shardwright.train.config.schema import Config, value_of
 from shardwright.train.errors import UserError
 

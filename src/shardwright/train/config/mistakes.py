@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from shardwright.train.config.catalog.registry_names import UNKNOWN_KEY, WRONG_NAME, registry_of
 from shardwright.train.config.conflicts.table import ConflictError
 from shardwright.train.config.keys import (
     ROW,
@@ -26,7 +27,6 @@ from shardwright.train.config.keys import (
     row_of,
     section_of,
 )
-from shardwright.train.config.registered import UNKNOWN_KEY, WRONG_NAME, registry_of
 from shardwright.train.config.schema import Config, toml_value, value_of
 
 

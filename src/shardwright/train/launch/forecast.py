@@ -21,7 +21,7 @@ import torch
 import shardwright
 from shardwright.planner.accuracy import Residual, append
 from shardwright.train.config import Config
-from shardwright.train.config.planned import check_planned
+from shardwright.train.config.plans.coverage import check_planned
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import path_to_ourselves
 from shardwright.train.run.folder import RunFolder

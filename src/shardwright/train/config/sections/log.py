@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.catalog.sinks import sinks as named_sinks
-from shardwright.train.config.registered import OneOf, summaries
 from shardwright.train.config.sections.base import Section
 
 

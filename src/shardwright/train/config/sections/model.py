@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic_core import PydanticCustomError
 
 from shardwright.train.config.catalog.kinds import Kind, kind_named, kinds
-from shardwright.train.config.registered import UNKNOWN_KEY, WRONG_NAME, OneOf, summaries
+from shardwright.train.config.catalog.registry_names import UNKNOWN_KEY, WRONG_NAME, OneOf, summaries
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.shapes.presets import RopeScaling, Shape
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, optimizers
-from shardwright.train.config.registered import OneOf, summaries
+from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.sections.base import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shardwright.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.engines import ENGINES, EngineFacts, EngineName
-from shardwright.train.config.registered import OneOf, summaries
+from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.sections.base import DType, Section
 
 

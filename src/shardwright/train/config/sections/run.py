@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
-from shardwright.train.config.registered import OneOf
+from shardwright.train.config.catalog.registry_names import OneOf
 from shardwright.train.config.sections.base import Section
 
 

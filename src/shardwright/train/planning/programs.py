@@ -9,11 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,18 +24,17 @@ from shardwright.tracing.saving import trace_save
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import Calls, watch_calls, watch_training
 from shardwright.train.config import Config
-from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.planned import check_planned
-from shardwright.train.config.series import Layers, layers_of, series_of
+from shardwright.train.config.plans.coverage import check_planned
+from shardwright.train.config.plans.shorter_jobs import Layers, layers_of, series_of
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.hf.layers import described, shape_with_layers
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
+from shardwright.train.planning.absent_data import AbsentData
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import Hooks, hooks_of
 from shardwright.train.step.numerics.looking import fault_of_state
@@ -47,63 +43,6 @@ from shardwright.train.step.trainer import Trainer
 STEPS = 2  #: in the first one the optimizer makes its state
 #: Steps with a CUDA graph: three without it, the capture, and a step that only replays.
 STEPS_OF_GRAPH = 5
-#: Micro-batches of a validation: the one before is freed while the next one runs.
-ROUNDS = 2
-
-
-@dataclass(frozen=True)
-class AbsentStream:
-    """Samples of zeros, as many as anyone asks for. `declare` is called with each of their tensors."""
-
-    seq_len: int
-    separate: bool
-    windows: int = 1 << 40
-    declare: Callable[[Tensor], object] = id
-
-    def batch(self, first: int, count: int) -> Batch:
-        def zeros(dtype: torch.dtype) -> Tensor:
-            tensor = torch.zeros(count, self.seq_len, dtype=dtype)
-            self.declare(tensor)
-            return tensor
-
-        documents = zeros(torch.int32) if self.separate else None
-        positions = zeros(torch.int64) if self.separate else None
-        return Batch(zeros(torch.int64), zeros(torch.int64), documents, positions)
-
-    def samples_of(self, epochs: Fraction) -> Fraction:
-        return epochs * self.windows
-
-    def trained(self, first: int, count: int) -> int:
-        return count * self.seq_len
-
-    @property
-    def sources(self) -> Sequence[AbsentStream]:
-        return (self,)
-
-    @property
-    def samples(self) -> int:
-        return self.windows
-
-
-@dataclass(frozen=True)
-class AbsentData:
-    """The data of a run that is planned: its samples have one document each."""
-
-    train: AbsentStream
-    vocab_size: int
-    validation: AbsentStream | None = None
-
-    @classmethod
-    def of(cls, config: Config, ranks: int, declare: Callable[[Tensor], object] = id) -> AbsentData:
-        """The data of a run on so many ranks."""
-        stream = AbsentStream(config.train.seq_len, False, declare=declare)
-        count = ROUNDS * ParallelDims.of(config.parallel, ranks).data * config.train.micro_batch
-        validation = replace(stream, windows=count) if config.validation.every else None
-        return cls(stream, config.model.shape().vocab_size, validation)
-
-    @property
-    def windows(self) -> int:
-        return self.train.windows
 
 
 class LogitsAlone(Hooks):

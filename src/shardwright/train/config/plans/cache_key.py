@@ -1,4 +1,7 @@
-"""Everything that the program of a configuration follows from, as a text. Nothing here imports torch."""
+"""The key of a program in the cache of plans: a text of all that the program of a configuration follows from.
+
+Nothing here imports torch, so that a plan from the cache is printed at once.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.schema import Config
 
 PACKAGES = ("torch", "transformers", "torchao")
-#: Sections that no step of a plan follows.
+#: Sections that no step of a plan depends on.
 _APART = {"run", "checkpoint", "log"}
 
 
-def plan_key(config: Config, ranks: int, kind: str) -> str | None:
-    """The key of a program. None: it follows from code or files of the user, which may change."""
+def cache_key(config: Config, ranks: int, kind: str) -> str | None:
+    """The key of the program on so many ranks. None: it follows from code or files of the user, which may change."""
     parallel = config.parallel
     chosen = (
         (strategies, parallel.strategy),

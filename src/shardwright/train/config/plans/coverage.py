@@ -1,4 +1,4 @@
-"""Settings that plans cover. Nothing here imports torch."""
+"""The settings that plans cover. Nothing here imports torch."""
 
 from __future__ import annotations
 

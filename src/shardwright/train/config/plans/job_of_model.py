@@ -16,10 +16,10 @@ from shardwright.train.errors import UserError
 Overrides = Sequence[tuple[str, str]]
 """Keys of the configuration, as SECTION.KEY, and the texts of their values."""
 
-PREFIX = "hf:"  #: of a model in place of a file
+MODEL_PREFIX = "hf:"  #: of the name of a model in place of a file
 SEQ_LEN = 4096  #: or the longest sequence of the model, if that is shorter
 #: Keys with assumed values that decide how much memory a job needs.
-KEYS = (
+ASSUMED_KEYS = (
     "train.seq_len", "train.micro_batch", "train.global_batch", "parallel.strategy", "parallel.param_dtype",
     "parallel.reduce_dtype", "optimizer.name", "activations.checkpoint", "finetune.method",
 )  # fmt: skip
@@ -33,7 +33,7 @@ def assumed_job(model: str, overrides: Overrides, ranks: int) -> Callable[[Overr
     Raises:
         UserError: it is not a causal language model. The function that is returned raises it for a wrong key.
     """
-    path = model.removeprefix(PREFIX)
+    path = model.removeprefix(MODEL_PREFIX)
     try:
         longest = HuggingFaceShape(path, "random").max_seq_len
     except ValueError as error:
@@ -58,8 +58,3 @@ def assumed_job(model: str, overrides: Overrides, ranks: int) -> Callable[[Overr
 def _number(text: str) -> int:
     """The number in a text; 1 for a text that is refused later."""
     return int(text) if text.isdecimal() and int(text) else 1
-
-
-def value_at(config: Config, key: str) -> object:
-    """The value of a key, as SECTION.KEY."""
-    return config.value_at(key)

@@ -1,4 +1,4 @@
-"""Keys of the configuration whose values are names of a registry."""
+"""Keys of the configuration whose values are names of a registry, or import paths. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""The data of a job that is planned or measured: samples of zeros, as many as it asks for. No file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from shardwright.train.config import Config
+from shardwright.train.config.dims import ParallelDims
+from shardwright.train.data.samples.batch import Batch
+
+#: Micro-batches of a validation: the one before is freed while the next one runs.
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class AbsentStream:
+    """Samples of zeros, as many as anyone asks for. `declare` is called with each of their tensors."""
+
+    seq_len: int
+    separate: bool
+    windows: int = 1 << 40
+    declare: Callable[[Tensor], object] = id
+
+    def batch(self, first: int, count: int) -> Batch:
+        def zeros(dtype: torch.dtype) -> Tensor:
+            tensor = torch.zeros(count, self.seq_len, dtype=dtype)
+            self.declare(tensor)
+            return tensor
+
+        documents = zeros(torch.int32) if self.separate else None
+        positions = zeros(torch.int64) if self.separate else None
+        return Batch(zeros(torch.int64), zeros(torch.int64), documents, positions)
+
+    def samples_of(self, epochs: Fraction) -> Fraction:
+        return epochs * self.windows
+
+    def trained(self, first: int, count: int) -> int:
+        return count * self.seq_len
+
+    @property
+    def sources(self) -> Sequence[AbsentStream]:
+        return (self,)
+
+    @property
+    def samples(self) -> int:
+        return self.windows
+
+
+@dataclass(frozen=True)
+class AbsentData:
+    """The data of a run that is planned: its samples have one document each."""
+
+    train: AbsentStream
+    vocab_size: int
+    validation: AbsentStream | None = None
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, declare: Callable[[Tensor], object] = id) -> AbsentData:
+        """The data of a run on so many ranks."""
+        stream = AbsentStream(config.train.seq_len, False, declare=declare)
+        count = ROUNDS * ParallelDims.of(config.parallel, ranks).data * config.train.micro_batch
+        validation = replace(stream, windows=count) if config.validation.every else None
+        return cls(stream, config.model.shape().vocab_size, validation)
+
+    @property
+    def windows(self) -> int:
+        return self.train.windows
