@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwright.checkpoint.dcp.entries import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.load.checkpoints import read_description, share
+from shardwright.checkpoint.load.checkpoints import checkpoint_at, share
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -273,7 +273,7 @@ def test_metadata_of_single_ranks_is_never_read(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises((Damaged, FileNotFoundError)):
-            read_description(tmp_path)
+            checkpoint_at(tmp_path)
     assert not evidence.exists()
 
 

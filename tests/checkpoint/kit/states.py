@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.load.collective_load import open_together, read_state, verify_together
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.save import plan
@@ -36,7 +36,7 @@ def state(step: int) -> dict[str, Any]:
 
 def load_state(path: Location, state: Mapping[str, Any], ranks: RankGroup) -> dict[str, Any]:
     """Read a nested state in place in the three steps of a load. Returns its tensors and the stored values."""
-    checkpoint = open_together(lambda: read_description(path), ranks)
+    checkpoint = open_together(lambda: checkpoint_at(path), ranks)
     tensors = NestedState.of(state).tensors
     ranks.run_on_all(lambda: check_tensors(checkpoint, tensors))
     verify_together(checkpoint, ranks)
@@ -54,7 +54,7 @@ def small_tensors_spread() -> Iterator[None]:
 def step_of(path: Path) -> int | None:
     """The step of the checkpoint at ``path``, all of whose values are right; None if there is none."""
     try:
-        checkpoint = read_description(path)
+        checkpoint = checkpoint_at(path)
     except FileNotFoundError:
         return None
     checkpoint.verify()

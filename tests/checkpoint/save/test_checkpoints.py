@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.boxes import check_coverage
 from shardwright.checkpoint.format.index import UnknownVersion, parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -248,13 +248,13 @@ def test_states_that_cannot_be_stored_name_their_tensor(tmp_path: Path) -> None:
 
 
 def test_a_large_tensor_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 100)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.CHUNK_BYTES", 100)
     state = {"wide": torch.randn(1, 3, 40), "tall": torch.randn(90, 2), "view": torch.randn(8, 9).t()}
     write_state(tmp_path / "c", state, RankGroup())
-    opened = read_description(tmp_path / "c")
+    opened = checkpoint_at(tmp_path / "c")
     assert isinstance(opened, OwnCheckpoint)
     index = opened.index
-    assert all(math.prod(part.sizes) * 4 <= 100 for each in index.tensors.values() for part in each.parts)
+    assert all(math.prod(chunk.sizes) * 4 <= 100 for each in index.tensors.values() for chunk in each.chunks)
     read = {name: torch.zeros(each.shape) for name, each in state.items()}
     load_state(tmp_path / "c", read, RankGroup())
     assert all(torch.equal(read[name], state[name]) for name in state)

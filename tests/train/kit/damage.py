@@ -95,7 +95,7 @@ DAMAGES: dict[str, Damage] = {
 def sealed_again(folder: Path) -> None:
     """Digests of the files without parts as they are now: what an attacker leaves, who is no accident."""
     index = parse_index((folder / INDEX).read_bytes())
-    digests = {name: digest_of(folder / name) for name, file in index.files.items() if not file.has_parts}
+    digests = {name: digest_of(folder / name) for name, file in index.files.items() if not file.has_chunks}
     files = {name: StoredFile(*digest, False) for name, digest in digests.items()}
     (folder / INDEX).write_text(index_text(replace(index, files={**index.files, **files})))
 

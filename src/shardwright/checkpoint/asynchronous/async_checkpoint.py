@@ -28,7 +28,7 @@ from shardwright import board as boards
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.format.names import files_of_save, note_of_rank
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.publishing import begun
 from shardwright.checkpoint.storage.stores import UnfinishedSave
@@ -233,8 +233,10 @@ class AsyncCheckpoint:
             self._receive(save, wait=True)
         # A rank that is gone ends this exchange with an error of the process group. After it the first rank's writer
         # needs nobody any more.
-        own_part = save.failure if save.state is _State.NOT_WRITTEN else None
-        failures = [(rank, *each) for rank, each in enumerate(ranks.all_gather(own_part)) if each is not None]
+        own_failure = save.failure if save.state is _State.NOT_WRITTEN else None
+        failures = [
+            (rank, *each) for rank, each in enumerate(ranks.all_gather(own_failure)) if each is not None
+        ]
         if save.is_first and failures and self._writer is not None:
             self._writer.send({"do": "abandon", "attempt": save.attempt})
         if save.is_first:
@@ -364,7 +366,7 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        opened = read_description(save.unfinished.store)
+        opened = checkpoint_at(save.unfinished.store)
     except (OSError, Damaged):
         return False
     return isinstance(opened, OwnCheckpoint) and opened.index.attempt == save.attempt

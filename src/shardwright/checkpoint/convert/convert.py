@@ -36,11 +36,11 @@ from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file,
 from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
+    BoxToWrite,
     Contents,
-    PartToWrite,
     versions,
+    write_boxes_in_order,
     write_descriptions,
-    write_parts_in_order,
 )
 from shardwright.checkpoint.storage.local_store import SingleFile
 from shardwright.checkpoint.storage.locations import store_of
@@ -247,18 +247,18 @@ def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.tensors, chosen.values, versions())
     with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1)) as save:
-        written = write_parts_in_order(save, file_of_rank(0), _parts(chosen))
-        if not written.parts:
+        written = write_boxes_in_order(save, file_of_rank(0), _boxes(chosen))
+        if not written.chunks:
             save.remove(written.file)
-        write_descriptions(save, contents, [written] if written.parts else [], for_torch=to == DCP)
+        write_descriptions(save, contents, [written] if written.chunks else [], for_torch=to == DCP)
 
 
-def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
+def _boxes(chosen: _Chosen) -> Iterator[BoxToWrite]:
     for name, tensor in chosen.read():
         boxes = StateTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
         del tensor
         while boxes:  # no reference stays when the next tensor is read
-            yield PartToWrite(name, boxes.pop(0))
+            yield BoxToWrite(name, boxes.pop(0))
 
 
 def _to_torch(destination: Path, chosen: _Chosen) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys, StoredValue, TensorForm
 from shardwright.checkpoint.format.nested import NestedState, nested
-from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.storage.local_store import has_description
@@ -76,7 +76,7 @@ def open_source(location: Path | Store) -> InputCheckpoint:
     path = location if isinstance(location, Path) else location.path or location
     if not isinstance(path, Path) or has_description(path):
         with _named(path):
-            checkpoint = read_description(path)
+            checkpoint = checkpoint_at(path)
             checkpoint.check_lengths()
             return _of_checkpoint(path, checkpoint)
     if path.is_file() and path.suffix in TORCH_SUFFIXES:
@@ -126,7 +126,7 @@ def _of_checkpoint(path: Path | Store, checkpoint: Checkpoint) -> InputCheckpoin
 
     if isinstance(checkpoint, OwnCheckpoint):
         index = checkpoint.index
-        first = {name: min(((p.file, p.start) for p in each.parts), default=("", 0))
+        first = {name: min(((p.file, p.start) for p in each.chunks), default=("", 0))
                  for name, each in index.tensors.items()}  # fmt: skip
         tensors = {
             name: SourceTensor(each.path, each.dtype, each.shape, partial(read, name))

@@ -52,7 +52,7 @@ def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     """
 
     def compare() -> None:
-        with unless_replaced(checkpoint.description):
+        with unless_replaced(checkpoint.description_file):
             checkpoint.verify(ranks.rank, ranks.size, progress)
 
     ranks.run_on_all(compare)
@@ -111,15 +111,15 @@ def read_state(
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
     mine = NestedState.of(state)
-    with closing(OpenFiles(checkpoint.description)) as files:
+    with closing(OpenFiles(checkpoint.description_file)) as files:
 
         def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
-            stored = checkpoint.parts_of(mine.tensors)
+            stored = checkpoint.stored_tensors(mine.tensors)
             values = checkpoint.values_below(state.keys(), weights_only=True)
             leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
             if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
                 raise Damaged("the description has a value inside another value")
-            files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
+            files.hold(chunk.file for chunk, _, _ in reads_of(stored, mine.tensors.values()))
             return stored, typed(nested(leaves), dict, "the state")
 
         def read(early: bool) -> None:

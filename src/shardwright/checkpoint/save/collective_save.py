@@ -13,11 +13,11 @@ from typing import Any
 from shardwright import board as boards
 from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.progress import Progress, ignore
-from shardwright.checkpoint.load.checkpoints import read_unfinished
+from shardwright.checkpoint.load.checkpoints import unfinished_checkpoint
 from shardwright.checkpoint.load.collective_load import open_together, verify_together
 from shardwright.checkpoint.load.reading import check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
-from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
+from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_boxes, write_descriptions
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
@@ -55,7 +55,7 @@ def write_state(
 
         def write() -> WrittenFile:
             with unless_removed(save):
-                return write_parts(save, file_of_rank(ranks.rank), plan.own, progress)
+                return write_boxes(save, file_of_rank(ranks.rank), plan.own, progress)
 
         writes = ranks.gather(ranks.run_own(write))
 
@@ -73,12 +73,12 @@ def _describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile
 
     Raises:
         OSError: a file cannot be written, or has another size than what was written.
-        RuntimeError: the parts are not all parts of the tensors.
+        RuntimeError: the chunks are not all of the tensors.
     """
     for each in writes:
-        if not each.parts:
+        if not each.chunks:
             save.remove(each.file)
-    index = write_descriptions(save, contents, [each for each in writes if each.parts])
+    index = write_descriptions(save, contents, [each for each in writes if each.chunks])
     for name, file in index.files.items():
         try:
             nbytes = save.size(name)
@@ -88,7 +88,7 @@ def _describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile
             raise OSError(f"{save}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
 
 
-def commit_parts(
+def commit_written(
     save: UnfinishedSave, contents: Contents, writes: list[WrittenFile], overwrite: bool, verified: bool
 ) -> None:
     """Describe what each rank has written, check that it is whole, and commit it.
@@ -97,13 +97,13 @@ def commit_parts(
 
     Raises:
         OSError: as :func:`write_state`.
-        RuntimeError: the parts are not all parts of the tensors.
+        RuntimeError: the chunks are not all of the tensors.
     """
     with unless_removed(save):
         _describe(save, contents, writes)
         if verified:
             with _other_bytes(save):
-                read_unfinished(save).verify_descriptions()
+                unfinished_checkpoint(save).verify_descriptions()
     save.commit(overwrite)
 
 
@@ -115,15 +115,15 @@ def read_back(save: UnfinishedSave, written: WrittenFile) -> None:
     """
     drop_from_cache(save, written.file)
     with _other_bytes(save):
-        if written.parts:
-            check_ranges(save, written.file, [part.range for _, part in written.parts])
+        if written.chunks:
+            check_ranges(save, written.file, [chunk.range for _, chunk in written.chunks])
 
 
 def _read_back_together(save: UnfinishedSave, ranks: RankGroup, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
     ranks.run_on_all(lambda: drop_from_cache(save, file_of_rank(ranks.rank)))
     with _other_bytes(save):
-        verify_together(open_together(lambda: read_unfinished(save), ranks), ranks, progress)
+        verify_together(open_together(lambda: unfinished_checkpoint(save), ranks), ranks, progress)
 
 
 def drop_from_cache(files: Files, name: str) -> None:

@@ -31,7 +31,7 @@ class LocalStore(LocalFiles):
 
     # -- the checkpoint at this place ----------------------------------------------------------------------------------
 
-    def description(self) -> str:
+    def description_name(self) -> str:
         self.recover()
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path}: {self._found()}")

@@ -43,7 +43,7 @@ class ObjectStore(ObjectFiles):
 
     # -- the checkpoint at this place ----------------------------------------------------------------------------------
 
-    def description(self) -> str:
+    def description_name(self) -> str:
         try:
             promptly(lambda: self.size(INDEX), str(self))
         except Damaged as problem:

@@ -74,7 +74,7 @@ class Store(Files, Protocol):
     ``str()`` of it is the path or URL from which another process makes the same store.
     """
 
-    def description(self) -> str:
+    def description_name(self) -> str:
         """The name of the file that describes the checkpoint.
 
         Raises:

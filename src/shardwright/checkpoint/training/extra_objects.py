@@ -1,4 +1,4 @@
-"""The objects, tensors and values that a user passes as ``extra``: their states for a save, and the part of a load.
+"""The objects, tensors and values that a user passes as ``extra``: their states for a save, and the section of a load.
 
 Tensors are read in place, and objects get their stored state.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.arguments import reason_of
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import of_stored_form, targets_below
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -47,7 +47,7 @@ def _state_of(key: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ExtraToLoad(PartToLoad):
+class ExtraToLoad(SectionToLoad):
     """All of the stored ``extra``, and the objects and tensors of the run that are restored from it.
 
     An object whose sharded tensors are read in place is late: it gets its state when these have their values, after

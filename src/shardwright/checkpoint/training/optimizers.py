@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
 from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import of_stored_form, targets_below
 from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
@@ -162,7 +162,7 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 def optimizers_to_load(
     model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, settings: bool
 ) -> Iterator[list[OptimizersToLoad]]:
-    """The optimizers as one part of a load; no part without optimizers. Undone as :func:`state_to_load` is."""
+    """The optimizers as one section of a load; no section without optimizers. Undone as :func:`state_to_load` is."""
     if not optimizers:
         yield []
         return
@@ -174,7 +174,7 @@ def optimizers_to_load(
 
 
 @dataclass(frozen=True)
-class OptimizersToLoad(PartToLoad):
+class OptimizersToLoad(SectionToLoad):
     """The optimizers of a load, with tensors to read into.
 
     Attributes:

@@ -89,7 +89,7 @@ def save_state(
 ) -> None:
     """Write a nested state as :func:`save_checkpoint` writes a model: dicts and lists of tensors and plain values.
 
-    For other parts than a model and its optimizer, such as several models. Call it on every rank. Read it with
+    For other states than a model and its optimizer, such as several models. Call it on every rank. Read it with
     :func:`open_checkpoint`.
 
     Args:
