@@ -23,13 +23,13 @@ import shardwright as sw
 from shardwright.checkpoint.asynchronous import background, notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
-from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.format.nested import CHUNK_BYTES
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import write_boxes
 from shardwright.checkpoint.storage.local_store import LocalStore
+from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.threads import MOST
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.background import pid_of_writer, values

@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from shardwright import board as boards
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
-from shardwright.checkpoint.format.names import files_of_save, note_of_rank
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, check_whole, checkpoint_at
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.publishing import begun
+from shardwright.checkpoint.storage.save_names import files_of_save, note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
@@ -201,7 +201,9 @@ class AsyncCheckpoint:
         self.wait()
         plan = SavePlan.of(state, ranks, shared=SHARED)
         job = SaveJob(store, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
-        with begun(job.unfinished, plan.contents.nbytes, overwrite, files_of_save(ranks.size), ranks):
+        with begun(
+            job.unfinished, plan.contents.nbytes, overwrite, files_of_save(ranks.size), ranks, check_whole
+        ):
             ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.

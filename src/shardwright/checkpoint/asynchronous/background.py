@@ -14,9 +14,9 @@ from typing import Any
 from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
-from shardwright.checkpoint.format.names import file_of_rank, note_of_rank
 from shardwright.checkpoint.save.collective_save import commit_written, read_back
 from shardwright.checkpoint.save.writing import WrittenFile, write_boxes
+from shardwright.checkpoint.storage.save_names import file_of_rank, note_of_rank
 from shardwright.checkpoint.storage.stores import unless_removed
 from shardwright.collective import described, raise_for
 

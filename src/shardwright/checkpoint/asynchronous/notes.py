@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import Chunk
-from shardwright.checkpoint.format.names import note_of_rank
 from shardwright.checkpoint.save.writing import WrittenFile
+from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.errors import Damaged
 

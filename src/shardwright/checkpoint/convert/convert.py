@@ -25,9 +25,9 @@ from shardwright.checkpoint.convert.sources import (
     open_source,
 )
 from shardwright.checkpoint.format.index import StoredValue, name_of
-from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.values import encoded
+from shardwright.checkpoint.load.checkpoints import check_whole
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
@@ -45,6 +45,7 @@ from shardwright.checkpoint.save.writing import (
 from shardwright.checkpoint.storage.local_store import SingleFile
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.checkpoint.training.model import MODEL
 
@@ -246,7 +247,7 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.tensors, chosen.values, versions())
-    with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1)) as save:
+    with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1), check=check_whole) as save:
         written = write_boxes_in_order(save, file_of_rank(0), _boxes(chosen))
         if not written.chunks:
             save.remove(written.file)

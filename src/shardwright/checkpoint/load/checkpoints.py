@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwright.checkpoint.dcp import entries
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.boxes import Box, overlap
-from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, TensorForm, parse_index
+from shardwright.checkpoint.format.index import (
+    LARGEST,
+    Index,
+    Keys,
+    StoredTensor,
+    TensorForm,
+    UnknownVersion,
+    parse_index,
+)
 from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.progress import Progress, ignore
@@ -29,7 +37,7 @@ from shardwright.checkpoint.load.reading import check_ranges, compared_values, r
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.checkpoint.storage.locations import Location, store_of
-from shardwright.checkpoint.storage.stores import Files, UnfinishedSave
+from shardwright.checkpoint.storage.stores import Files, Store, UnfinishedSave
 from shardwright.errors import Damaged
 
 
@@ -335,6 +343,12 @@ def checkpoint_at(path: Location, *, links: bool = False) -> Checkpoint:
     files: Files = store if store.path is None else LocalFiles(store.path, links)
     content, file = _read_description(files, name, b".")
     return TorchCheckpoint(file, parse_metadata(content))
+
+
+def check_whole(store: Store) -> None:
+    """Raise Damaged unless the files of the checkpoint in a store have their lengths. One of a later version passes."""
+    with suppress(UnknownVersion):
+        checkpoint_at(store).check_lengths()
 
 
 def unfinished_checkpoint(save: UnfinishedSave) -> OwnCheckpoint:

@@ -11,15 +11,15 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from shardwright import board as boards
-from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.progress import Progress, ignore
-from shardwright.checkpoint.load.checkpoints import unfinished_checkpoint
+from shardwright.checkpoint.load.checkpoints import check_whole, unfinished_checkpoint
 from shardwright.checkpoint.load.collective_load import open_together, verify_together
 from shardwright.checkpoint.load.reading import check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_boxes, write_descriptions
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -51,7 +51,9 @@ def write_state(
     """
     plan = SavePlan.of(state, ranks, notes, shared)
     save = store_of(path).unfinished(plan.contents.attempt)
-    with publish(save, plan.contents.nbytes, overwrite, names=files_of_save(ranks.size), ranks=ranks):
+    with publish(
+        save, plan.contents.nbytes, overwrite, names=files_of_save(ranks.size), ranks=ranks, check=check_whole
+    ):
 
         def write() -> WrittenFile:
             with unless_removed(save):
