@@ -77,3 +77,8 @@ def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
         lambda step=step: write_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
         for step in range(1, steps + 1)
     ]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """All bytes of a tensor, which are equal only for equal bits."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()

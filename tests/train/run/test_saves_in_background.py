@@ -51,7 +51,7 @@ def digests(folder: Path) -> dict[str, list[Any]]:
     return {name: [chunk.sha256 for chunk in index.tensors[name].chunks] for name in names}
 
 
-@pytest.mark.extensive("a writer; checkpoint/test_asynchronous has one")
+@pytest.mark.extensive("a writer; checkpoint/asynchronous has one")
 def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path, sharded_run: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = ("train", config, *ENGINE, *BACKGROUND)
