@@ -12,7 +12,12 @@ import torch
 
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
-from shardwright.checkpoint.load.collective_load import open_together, read_state, verify_together
+from shardwright.checkpoint.load.collective_load import (
+    check_same_description,
+    identity_of,
+    read_state,
+    verify_together,
+)
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.save import plan
 from shardwright.checkpoint.save.collective_save import write_state
@@ -36,7 +41,8 @@ def state(step: int) -> dict[str, Any]:
 
 def load_state(path: Location, state: Mapping[str, Any], ranks: RankGroup) -> dict[str, Any]:
     """Read a nested state in place in the three steps of a load. Returns its tensors and the stored values."""
-    checkpoint = open_together(lambda: checkpoint_at(path), ranks)
+    checkpoint, identities = ranks.run_and_share(lambda: checkpoint_at(path), identity_of)
+    check_same_description(identities, ranks)
     tensors = NestedState.of(state).tensors
     ranks.run_on_all(lambda: check_tensors(checkpoint, tensors))
     verify_together(checkpoint, ranks)

@@ -285,7 +285,7 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
 
     for module, name, action, expected in (
         (collective_save, "write_boxes", saved, "saving"),
-        (collective_save, "open_together", saved, "saving"),
+        (collective_save, "read_back", saved, "saving"),
         (OwnCheckpoint, "verify", loaded, "loading"),
         (collective_load, "read_boxes", loaded, "loading"),
     ):

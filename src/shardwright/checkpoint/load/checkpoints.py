@@ -33,7 +33,7 @@ from shardwright.checkpoint.format.index import (
 from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.progress import Progress, ignore
-from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
+from shardwright.checkpoint.load.reading import check_lengths, check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.checkpoint.storage.locations import Location, store_of
@@ -215,9 +215,7 @@ class OwnCheckpoint(Checkpoint):
         return {name: file.nbytes for name, file in self.index.files.items()}
 
     def check_lengths(self) -> None:
-        for name, expected in self.files().items():
-            if (nbytes := self.place.size(name)) != expected:
-                raise Damaged(f"{name} holds {nbytes:,} bytes, {expected:,} expected")
+        check_lengths(self.place, self.files())
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
         super().verify(rank, ranks, progress)
@@ -314,9 +312,7 @@ class TorchCheckpoint(Checkpoint):
         return entries.files_of(self.metadata)
 
     def check_lengths(self) -> None:
-        for name, least in self.files().items():
-            if (nbytes := self.place.size(name)) < least:
-                raise Damaged(f"{name} holds {nbytes:,} bytes, at least {least:,} expected")
+        check_lengths(self.place, self.files(), least=True)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -31,18 +31,6 @@ def identity_of(checkpoint: Checkpoint) -> Identity:
     return checkpoint.fingerprint, str(checkpoint.place)
 
 
-def open_together(read: Callable[[], Checkpoint], ranks: RankGroup) -> Checkpoint:
-    """The checkpoint whose description every rank reads. Its files may be damaged. Every rank must call it.
-
-    Raises:
-        Exception: the error of ``read``, on every rank.
-        OSError, ValueError: as :func:`check_same_description`.
-    """
-    checkpoint, identities = ranks.run_and_share(read, identity_of)
-    check_same_description(identities, ranks)
-    return checkpoint
-
-
 def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress = ignore) -> None:
     """Compare the files of a checkpoint that every rank has opened with their digests, each rank a share.
 

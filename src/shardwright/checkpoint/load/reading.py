@@ -27,6 +27,15 @@ from shardwright.errors import Damaged
 # -- compared with digests ---------------------------------------------------------------------------------------------
 
 
+def check_lengths(files: Files, lengths: Mapping[str, int], *, least: bool = False) -> None:
+    """Raise Damaged for the first file that is missing or has another length; for ``least`` lengths a lower one."""
+    for name, expected in lengths.items():
+        nbytes = files.size(name)
+        if nbytes < expected or (nbytes > expected and not least):
+            at_least = "at least " if least else ""
+            raise Damaged(f"{name} holds {nbytes:,} bytes, {at_least}{expected:,} expected")
+
+
 def check_ranges(
     files: Files, name: str, ranges: Sequence[tuple[int, int, str]], progress: Progress = ignore
 ) -> None:
