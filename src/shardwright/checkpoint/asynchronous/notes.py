@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.checkpoint.format.digests import sealed, unsealed
-from shardwright.checkpoint.format.index import Chunk
+from shardwright.checkpoint.format.index import decoded_chunk, encoded_chunk
 from shardwright.checkpoint.save.writing import WrittenFile
 from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
@@ -18,8 +18,8 @@ from shardwright.errors import Damaged
 
 def leave(save: UnfinishedSave, rank: int, attempt: str, written: WrittenFile) -> None:
     """Say that a rank's file is on disk. Raises OSError if that cannot be said."""
-    chunks = [[name, [*chunk]] for name, chunk in written.chunks]
-    _leave(save, rank, {"attempt": attempt, "file": written.file, "parts": chunks})
+    chunks = [[name, encoded_chunk(chunk, {written.file: 0})] for name, chunk in written.chunks]
+    _leave(save, rank, {"attempt": attempt, "file": written.file, "chunks": chunks})
 
 
 def leave_failure(save: UnfinishedSave, rank: int, attempt: str, kind: int, text: str) -> None:
@@ -44,14 +44,10 @@ def read(save: UnfinishedSave, rank: int, attempt: str) -> WrittenFile | tuple[i
             raise Damaged(f"{name} is of another save")
         if "text" in content:
             return content["kind"], content["text"]
-        return WrittenFile(content["file"], [(tensor, _chunk(chunk)) for tensor, chunk in content["parts"]])
+        file = content["file"]
+        return WrittenFile(file, [(name, decoded_chunk(entry, [file])) for name, entry in content["chunks"]])
     except (Damaged, LookupError, TypeError, ValueError) as error:
         raise RuntimeError(f"{save}: the note of rank {rank} cannot be read: {error}") from None
-
-
-def _chunk(values: list[Any]) -> Chunk:
-    offsets, sizes, *others = values
-    return Chunk(tuple(offsets), tuple(sizes), *others)
 
 
 def remove(save: UnfinishedSave, ranks: int) -> None:

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.boxes import Box
-from shardwright.checkpoint.format.checks import DTYPES
-from shardwright.checkpoint.format.index import StoredValue, TensorForm
-from shardwright.checkpoint.format.values import decoded, encoded
+from shardwright.checkpoint.format.index import decoded_form, decoded_value, encoded_form, encoded_value
 from shardwright.checkpoint.save.writing import BoxToWrite, Contents
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.stores import Store, UnfinishedSave
@@ -145,38 +143,37 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
     """The job that :func:`stage` has described. Its boxes are views of the memory."""
     source = memory.bytes()
     content = json.loads(os.pread(memory.descriptor, length, start))
+    contents = _contents(content["contents"])
     boxes = [
-        BoxToWrite(name, Box(tuple(offsets), _view(source, at, DTYPES[dtype], sizes)))
-        for name, offsets, sizes, dtype, at in content["boxes"]
+        BoxToWrite(name, Box(tuple(offsets), _view(source, at, contents.tensors[name].dtype, sizes)))
+        for name, offsets, sizes, at in content["boxes"]
     ]
     return SaveJob(
         store_of(content["store"]),
         content["rank"],
         content["overwrite"],
         boxes,
-        _contents(content["contents"]),
+        contents,
         content["verified"],
     )
 
 
 def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
     contents = job.contents
-    tensors = contents.tensors if job.is_first else {}
-    values = contents.values if job.is_first else {}
     content = {
         "store": str(job.store.path.absolute() if job.store.path else job.store),
         "rank": job.rank,
         "overwrite": job.overwrite,
         "verified": job.verified,
         "boxes": [
-            [name, box.offsets, box.sizes, str(box.local.dtype), start]
+            [name, box.offsets, box.sizes, start]
             for (name, box), start in zip(job.boxes, starts, strict=True)
         ],
         "contents": {
             "attempt": contents.attempt,
             "ranks": contents.ranks,
-            "tensors": {name: [each.path, str(each.dtype), each.shape] for name, each in tensors.items()},
-            "values": {name: [each.path, encoded(each.value, name)] for name, each in values.items()},
+            "tensors": {name: encoded_form(each) for name, each in contents.tensors.items()},
+            "values": {name: encoded_value(each, name) for name, each in contents.values.items()},
             "about": contents.about,
         },
     }
@@ -187,17 +184,10 @@ def _contents(content: dict[str, Any]) -> Contents:
     return Contents(
         content["attempt"],
         content["ranks"],
-        {
-            name: TensorForm(_keys(path), DTYPES[dtype], tuple(shape))
-            for name, (path, dtype, shape) in content["tensors"].items()
-        },
-        {name: StoredValue(_keys(path), decoded(value)) for name, (path, value) in content["values"].items()},
+        {name: decoded_form(entry, name) for name, entry in content["tensors"].items()},
+        {name: decoded_value(entry) for name, entry in content["values"].items()},
         content["about"],
     )
-
-
-def _keys(steps: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(step) if isinstance(step, list) else step for step in steps)
 
 
 def _view(memory: Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:

@@ -143,19 +143,10 @@ def index_text(index: Index) -> str:
     ]
     tensors = [
         f"{_json(name)}: "
-        + _json(
-            [each.path, str(each.dtype).removeprefix("torch."), each.shape]
-            + [
-                [p.offsets, p.sizes, numbers[p.file], p.start, p.length, p.data, p.sha256]
-                for p in each.chunks
-            ]
-        )
+        + _json(encoded_form(each) + [encoded_chunk(chunk, numbers) for chunk in each.chunks])
         for name, each in index.tensors.items()  # in the state's order, which a load gives back
     ]
-    values = [
-        f"{_json(name)}: {_json([each.path, encoded(each.value, name)])}"
-        for name, each in index.values.items()
-    ]
+    values = [f"{_json(name)}: {_json(encoded_value(each, name))}" for name, each in index.values.items()]
     for key, entries in (("files", files), ("tensors", tensors), ("values", values)):
         lines += [f'"{key}": {{', ",\n".join(entries), "},"]
     return sealed_lines("\n".join(lines) + "\n")
@@ -196,25 +187,6 @@ def parse_index(text: bytes) -> Index:
         raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error!s:.500})") from None
 
 
-def _counts(value: Any, what: str) -> tuple[int, ...]:
-    return tuple([count_of(each, what) for each in typed(value, list, what)])
-
-
-def _keys(value: Any) -> Keys:
-    path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
-    if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
-        raise Damaged("expected keys that are names and numbers")
-    if len(path) > DEEPEST:
-        raise Damaged(f"expected at most {DEEPEST} keys inside one another, found {len(path)}")
-    return path
-
-
-def _sha256(value: Any) -> str:
-    if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
-        raise Damaged("expected a SHA-256 of 64 digits")
-    return value
-
-
 def check_file_name(name: str) -> str:
     """Raise Damaged unless the name is of a file in the checkpoint's folder: no path, no link to elsewhere."""
     if not re.fullmatch(r"[\w.+-]{1,200}", name, re.ASCII) or name in (".", "..", INDEX):
@@ -232,9 +204,7 @@ def _built(content: dict[str, Any]) -> Index:
     tensors = {
         name: _tensor(name, each, names) for name, each in typed(content["tensors"], dict, "tensors").items()
     }
-    values = {}
-    for name, (path, value) in typed(content["values"], dict, "values").items():
-        values[name] = StoredValue(_keys(path), decoded(value))
+    values = {name: decoded_value(each) for name, each in typed(content["values"], dict, "values").items()}
     _check_names(tensors, values)
     about = typed(content["about"], dict, "versions")
     index = Index(
@@ -251,34 +221,15 @@ def _built(content: dict[str, Any]) -> Index:
 
 
 def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
-    path, dtype, shape, *chunks = typed(entry, list, "a tensor")
-    if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
-        raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
-    tensor = StoredTensor(
-        _keys(path),
-        DTYPES[f"torch.{dtype}"],
-        _counts(shape, "a shape"),
-        tuple(_chunk(each, files) for each in chunks),
-    )
+    form = decoded_form(typed(entry, list, "a tensor")[:3], name)
+    chunks = tuple(decoded_chunk(each, files) for each in entry[3:])
+    tensor = StoredTensor(form.path, form.dtype, form.shape, chunks)
     for chunk in tensor.chunks:
         end, nbytes = chunk.start + chunk.length, prod(chunk.sizes) * tensor.dtype.itemsize
         if not chunk.start <= chunk.data <= chunk.data + nbytes <= end:
             raise Damaged(f"{name!r} has a part whose bytes are outside it")
     check_coverage(name, tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
     return tensor
-
-
-def _chunk(entry: Any, files: Sequence[str]) -> Chunk:
-    offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
-    return Chunk(
-        _counts(offsets, "offsets"),
-        _counts(sizes, "sizes"),
-        files[count_of(number, "a file's number")],
-        count_of(start, "a start"),
-        count_of(length, "a length"),
-        count_of(data, "a start"),
-        _sha256(sha256),
-    )
 
 
 def _check_names(tensors: Mapping[str, StoredTensor], values: Mapping[str, StoredValue]) -> None:
@@ -312,3 +263,69 @@ def _check_files(index: Index) -> None:
         file = index.files[name]
         if file.nbytes != end or file.sha256 != digest_of_chunks(chunk.sha256 for chunk in chunks):
             raise Damaged(f"{name} and its parts disagree")
+
+
+# -- entries, written and read -----------------------------------------------------------------------------------------
+
+
+def encoded_form(form: TensorForm) -> list[Any]:
+    """The form of a tensor in JSON's types."""
+    return [form.path, str(form.dtype).removeprefix("torch."), form.shape]
+
+
+def decoded_form(entry: Any, name: str) -> TensorForm:
+    """The inverse of :func:`encoded_form`, of the tensor of this name. Raises Damaged or ValueError."""
+    path, dtype, shape = typed(entry, list, "a tensor")
+    if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
+        raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
+    return TensorForm(_keys(path), DTYPES[f"torch.{dtype}"], _counts(shape, "a shape"))
+
+
+def encoded_value(stored: StoredValue, name: str) -> list[Any]:
+    """A value in JSON's types. Raises ValueError as :func:`encoded`; the message has ``name``."""
+    return [stored.path, encoded(stored.value, name)]
+
+
+def decoded_value(entry: Any) -> StoredValue:
+    """The inverse of :func:`encoded_value`. Raises Damaged, TypeError or ValueError."""
+    path, value = entry
+    return StoredValue(_keys(path), decoded(value))
+
+
+def encoded_chunk(chunk: Chunk, numbers: Mapping[str, int]) -> list[Any]:
+    """A chunk of a contiguous tensor in JSON's types, with the number of its file."""
+    number = numbers[chunk.file]
+    return [chunk.offsets, chunk.sizes, number, chunk.start, chunk.length, chunk.data, chunk.sha256]
+
+
+def decoded_chunk(entry: Any, files: Sequence[str]) -> Chunk:
+    """The inverse of :func:`encoded_chunk`. Raises Damaged, ValueError or LookupError."""
+    offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
+    return Chunk(
+        _counts(offsets, "offsets"),
+        _counts(sizes, "sizes"),
+        files[count_of(number, "a file's number")],
+        count_of(start, "a start"),
+        count_of(length, "a length"),
+        count_of(data, "a start"),
+        _sha256(sha256),
+    )
+
+
+def _counts(value: Any, what: str) -> tuple[int, ...]:
+    return tuple([count_of(each, what) for each in typed(value, list, what)])
+
+
+def _keys(value: Any) -> Keys:
+    path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
+    if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
+        raise Damaged("expected keys that are names and numbers")
+    if len(path) > DEEPEST:
+        raise Damaged(f"expected at most {DEEPEST} keys inside one another, found {len(path)}")
+    return path
+
+
+def _sha256(value: Any) -> str:
+    if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
+        raise Damaged("expected a SHA-256 of 64 digits")
+    return value
