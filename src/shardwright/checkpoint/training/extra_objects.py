@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -57,7 +57,7 @@ class ExtraToLoad(SectionToLoad):
         checkpoint, ranks: of the load.
         given: the objects and tensors, as the user passes them.
         in_place: names of the tensors that are read in place.
-        undo: gets what gives objects their present states back.
+        changes: gives the objects that have got their stored states their earlier ones back.
     """
 
     key = EXTRA
@@ -66,14 +66,14 @@ class ExtraToLoad(SectionToLoad):
     given: Mapping[str, Any]
     in_place: frozenset[str]
     tensors: Mapping[str, Tensor]
-    undo: ExitStack
+    changes: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any], undo: ExitStack) -> Self:
+    def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any]) -> Self:
         """Raises ValueError: an object cannot give its state, or there is no memory for a stored tensor."""
         own = _tensors_in_place(checkpoint, given)
         tensors = targets_below(checkpoint, EXTRA, own)
-        return cls(checkpoint, ranks, given, frozenset(own), tensors, undo)
+        return cls(checkpoint, ranks, given, frozenset(own), tensors)
 
     def check(self) -> None:
         for key, value in self.given.items():
@@ -92,6 +92,9 @@ class ExtraToLoad(SectionToLoad):
     def restore(self, content: Mapping[str, Any]) -> None:
         self.ranks.run_on_all(lambda: self._restore_objects(content, late=True))
 
+    def undo(self) -> None:
+        self.changes.close()
+
     def _restore_objects(self, content: Mapping[str, Any], *, late: bool) -> None:
         for key, value in self.given.items():
             is_late = any(name.startswith(f"{EXTRA}.{key}.") for name in self.in_place)
@@ -99,7 +102,7 @@ class ExtraToLoad(SectionToLoad):
                 continue
             if key not in content:
                 raise Damaged(f"extra {key!r} is stored in an unknown form")
-            self.undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
+            self.changes.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
             try:
                 value.load_state_dict(content[key])
             except Exception as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from shardwright.checkpoint.training.generators import GeneratorsToLoad
 from shardwright.checkpoint.training.gradient_hooks import HooksToLoad
 from shardwright.checkpoint.training.model import ModelToLoad, dtype_advice, model_state
 from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
-from shardwright.checkpoint.training.optimizers import OPTIMIZER, as_optimizers, optimizers_to_load
+from shardwright.checkpoint.training.optimizers import OPTIMIZER, OptimizersToLoad, as_optimizers
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
@@ -98,13 +97,10 @@ def load_checkpoint(
     known = path.opened if isinstance(path, StoredCheckpoint) else None
     place = place_of(path.path if isinstance(path, StoredCheckpoint) else path, ranks)
     arguments = _Arguments(model, optimizer, extra or {}, generators, frozen, settings, convert, progress)
-    with ExitStack() as undo:
-        try:
-            result = _load(_examine(place, known, arguments, ranks), arguments, ranks, undo)
-        except Damaged as problem:
-            raise Damaged(f"{place}: {problem}") from problem
-        undo.pop_all()
-    return result
+    try:
+        return _load(_examine(place, known, arguments, ranks), arguments, ranks)
+    except Damaged as problem:
+        raise Damaged(f"{place}: {problem}") from problem
 
 
 class _Arguments(NamedTuple):
@@ -128,28 +124,37 @@ class _Examined(NamedTuple):
     optimizers: tuple[Optimizer, ...]
 
 
-def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup, undo: ExitStack) -> dict[str, Any]:
+def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[str, Any]:
     """Read, check and restore all sections. Returns the stored ``extra``. Every rank must call it.
 
-    ``undo`` gets what gives objects of ``extra`` their present state back.
+    If it fails, the sections that are not restored yet are undone.
     """
-    others = ranks.run_own(lambda: _other_sections(examined, arguments, ranks, undo))
-    with optimizers_to_load(
-        arguments.model, examined.optimizers, examined.checkpoint, arguments.settings
-    ) as optimizers:
-        trained = [examined.model, *optimizers]
-        content = _read([*trained, *others], examined, arguments, ranks)
-        for section in trained:
-            section.restore(content[section.key])
-    for section in others:
-        section.restore(content[section.key])
+    sections = _sections(examined, arguments, ranks)
+    try:
+        content = _read(sections, examined, arguments, ranks)
+        while sections:
+            sections[0].restore(content[sections[0].key])
+            del sections[0]
+    except BaseException:
+        for section in sections:
+            section.undo()
+        raise
     return content[EXTRA]
 
 
-def _other_sections(
-    examined: _Examined, arguments: _Arguments, ranks: RankGroup, undo: ExitStack
-) -> list[SectionToLoad]:
-    """The sections beside model and optimizers, as they are restored: generators last, since objects may draw."""
+def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
+    """All sections, as they are restored: generators last, since objects may draw."""
+    others = ranks.run_own(lambda: _other_sections(examined, arguments, ranks))
+    if not examined.optimizers:
+        return [examined.model, *others]
+    optimizers = OptimizersToLoad.of(
+        examined.checkpoint, arguments.model, examined.optimizers, arguments.settings
+    )
+    return [examined.model, optimizers, *others]
+
+
+def _other_sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
+    """The sections beside model and optimizers."""
     checkpoint = examined.checkpoint
     if examined.optimizers and not checkpoint.has(OPTIMIZER):
         keys = ", ".join(sorted({name.partition(".")[0] for name in checkpoint.leaves}))
@@ -158,7 +163,7 @@ def _other_sections(
             "the rest"
         )
     sections: list[SectionToLoad] = [
-        ExtraToLoad.of(checkpoint, ranks, arguments.extra, undo),
+        ExtraToLoad.of(checkpoint, ranks, arguments.extra),
         HooksToLoad.of(checkpoint, ranks, arguments.model),
     ]
     if arguments.generators and (generators := GeneratorsToLoad.of(checkpoint, ranks)) is not None:

@@ -1,7 +1,8 @@
 """The sections of a run that a load restores, behind one interface: the model, its optimizers, ``extra``, hooks of
 gradients and generators.
 
-A section is complete when it is made. A load calls its methods in their order here, on every rank.
+A section is complete when it is made. A load calls its methods in their order here, on every rank; the last one only if
+it fails.
 """
 
 from __future__ import annotations
@@ -35,3 +36,6 @@ class SectionToLoad(ABC):
     @abstractmethod
     def restore(self, content: Mapping[str, Any]) -> None:
         """Give the run what was read."""
+
+    def undo(self) -> None:  # noqa: B027
+        """Give the run back what was there before the section was made. The section is not restored."""
