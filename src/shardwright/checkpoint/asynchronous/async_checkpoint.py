@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from shardwright import board as boards
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, check_whole, checkpoint_at
+from shardwright.checkpoint.load.checkpoints import check_whole, checkpoint_at
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.publishing import begun
 from shardwright.checkpoint.storage.save_names import files_of_save, note_of_rank
@@ -368,10 +368,9 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        opened = checkpoint_at(save.unfinished.store)
+        return checkpoint_at(save.unfinished.store).attempt == save.attempt
     except (OSError, Damaged):
         return False
-    return isinstance(opened, OwnCheckpoint) and opened.index.attempt == save.attempt
 
 
 #: Those with a save under way, which the end of the interpreter finishes.

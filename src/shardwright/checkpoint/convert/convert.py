@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.convert.sources import (
-    DCP,
-    SAFETENSORS,
-    SHARDWRIGHT,
-    TORCH,
-    InputCheckpoint,
-    SourceTensor,
-    open_source,
-)
+from shardwright.checkpoint.convert.sources import InputCheckpoint, SourceTensor, open_source
 from shardwright.checkpoint.format.index import StoredValue, name_of
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.values import encoded
@@ -49,6 +41,7 @@ from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_sav
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.checkpoint.training.model import MODEL
 
+SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 
 

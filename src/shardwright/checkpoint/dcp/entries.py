@@ -30,6 +30,14 @@ def files_of(metadata: Metadata) -> dict[str, int]:
     return sizes
 
 
+def position_of(metadata: Metadata, name: str) -> tuple[str, int]:
+    """The file and the byte where a tensor begins."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+    return min(((place.relative_path, place.offset) for place in places), default=("", 0))
+
+
 def tensors_of(
     files: Files, metadata: Metadata, wanted: Mapping[str, StateTensor]
 ) -> dict[str, StoredTensor]:

@@ -73,6 +73,16 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
+    def has_pickled_values(self) -> bool:
+        """Whether its values are pickled: then :attr:`values` has their names alone."""
+
+    @property
+    @abstractmethod
+    def attempt(self) -> str | None:
+        """The identity of the save that wrote it; None in torch's folders."""
+
+    @property
+    @abstractmethod
     def version(self) -> int | None:
         """The version of its format; None for torch's."""
 
@@ -134,6 +144,10 @@ class Checkpoint(ABC):
         """
 
     @abstractmethod
+    def position(self, name: str) -> tuple[str, int]:
+        """The file and the byte where a tensor begins, for reads in the order of the files."""
+
+    @abstractmethod
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         """The values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
 
@@ -168,6 +182,11 @@ class OwnCheckpoint(Checkpoint):
 
     index: Index
     has_digests = True
+    has_pickled_values = False
+
+    @property
+    def attempt(self) -> str:
+        return self.index.attempt
 
     @property
     def version(self) -> int:
@@ -202,6 +221,9 @@ class OwnCheckpoint(Checkpoint):
 
     def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
         return self.index.tensors
+
+    def position(self, name: str) -> tuple[str, int]:
+        return min(((each.file, each.start) for each in self.index.tensors[name].chunks), default=("", 0))
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = self.index.tensors[name]
@@ -259,6 +281,8 @@ class TorchCheckpoint(Checkpoint):
 
     metadata: Metadata
     has_digests = False
+    has_pickled_values = True
+    attempt = None
 
     @property
     def version(self) -> None:
@@ -298,6 +322,9 @@ class TorchCheckpoint(Checkpoint):
 
     def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
         return entries.tensors_of(self.place, self.metadata, tensors)
+
+    def position(self, name: str) -> tuple[str, int]:
+        return entries.position_of(self.metadata, name)
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.tensors[name].shape, dtype=dtype)

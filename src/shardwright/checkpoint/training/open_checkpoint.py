@@ -109,7 +109,7 @@ class StoredCheckpoint:
     @cached_property
     def _values(self) -> Any:
         paths = {path: each for path, each in self.entries.items() if not isinstance(each, StoredForm)}
-        return nested(paths) if self.has_digests and () not in paths else None
+        return nested(paths) if not self.opened.has_pickled_values and () not in paths else None
 
     def value(self, *keys: str) -> Any:
         """The plain values below these keys of the saved state, nested as they were saved; None if there are none."""
@@ -163,7 +163,7 @@ class StoredCheckpoint:
             Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads. With
                 ``weights_only=False`` a value may run any code.
         """
-        return {} if self.has_digests else self.opened.values_below(keys, weights_only)
+        return self.opened.values_below(keys, weights_only) if self.opened.has_pickled_values else {}
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the model has tensors of these names and shapes. Not collective."""
