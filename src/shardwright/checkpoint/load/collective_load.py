@@ -1,4 +1,4 @@
-"""The steps of a load by all ranks together: opened, compared with its digests, read into tensors.
+"""The steps of a load by all ranks together: compared with its digests, then read into tensors.
 
 A load takes them in this order, so no tensor changes before every rank has found the checkpoint whole. Every rank reads
 what its boxes need.
