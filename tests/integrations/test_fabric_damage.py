@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.checkpoint.format.digests import digest_of
-from shardwright.checkpoint.format.index import StoredFile, index_text, parse_index
+from shardwright.checkpoint.format.index import index_text, parse_index
 from shardwright.checkpoint.format.names import INDEX
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, saved_with
-from tests.train.kit.damage import DAMAGES, on_first_rank, restored
+from tests.train.kit.damage import DAMAGES, on_first_rank, restored, stored_file
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"
@@ -86,7 +85,7 @@ def test_pickles_in_our_folders_are_not_opened(rank: int, world_size: int, tmp_p
         (folder / name).write_bytes(planted[name])
         if digest_fits:
             index = parse_index((folder / INDEX).read_bytes())
-            file = StoredFile(*digest_of(folder / name), False)
+            file = stored_file(folder / name)
             text = index_text(dataclasses.replace(index, files={**index.files, name: file}))
             (folder / INDEX).write_text(text)
 

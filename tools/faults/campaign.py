@@ -217,6 +217,6 @@ def digest_of(checkpoint: Path) -> str:
         return ""
     result = hashlib.sha256()
     for name, tensor in sorted(index.tensors.items()):
-        for part in sorted(tensor.parts, key=lambda part: part.offsets):
-            result.update(f"{name} {tensor.shape} {part.offsets} {part.sizes} {part.sha256}\n".encode())
+        for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+            result.update(f"{name} {tensor.shape} {chunk.offsets} {chunk.sizes} {chunk.sha256}\n".encode())
     return result.hexdigest()

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.load.checkpoints import read_description
-from shardwright.checkpoint.load.collective_load import open_together, read_state, verify_together
+from shardwright.checkpoint.load.checkpoints import checkpoint_at
+from shardwright.checkpoint.load.collective_load import (
+    check_same_description,
+    identity_of,
+    read_state,
+    verify_together,
+)
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.save import plan
 from shardwright.checkpoint.save.collective_save import write_state
@@ -36,7 +41,8 @@ def state(step: int) -> dict[str, Any]:
 
 def load_state(path: Location, state: Mapping[str, Any], ranks: RankGroup) -> dict[str, Any]:
     """Read a nested state in place in the three steps of a load. Returns its tensors and the stored values."""
-    checkpoint = open_together(lambda: read_description(path), ranks)
+    checkpoint, identities = ranks.run_and_share(lambda: checkpoint_at(path), identity_of)
+    check_same_description(identities, ranks)
     tensors = NestedState.of(state).tensors
     ranks.run_on_all(lambda: check_tensors(checkpoint, tensors))
     verify_together(checkpoint, ranks)
@@ -54,7 +60,7 @@ def small_tensors_spread() -> Iterator[None]:
 def step_of(path: Path) -> int | None:
     """The step of the checkpoint at ``path``, all of whose values are right; None if there is none."""
     try:
-        checkpoint = read_description(path)
+        checkpoint = checkpoint_at(path)
     except FileNotFoundError:
         return None
     checkpoint.verify()
@@ -77,3 +83,8 @@ def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
         lambda step=step: write_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
         for step in range(1, steps + 1)
     ]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """All bytes of a tensor, which are equal only for equal bits."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()

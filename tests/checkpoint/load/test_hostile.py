@@ -25,12 +25,12 @@ import shardwright as sw
 from shardwright.checkpoint.dcp.containers import Container, value_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.index import (
+    Chunk,
     Index,
-    Part,
     StoredFile,
     StoredTensor,
     StoredValue,
-    digest_of_parts,
+    digest_of_chunks,
     index_text,
     parse_index,
 )
@@ -254,9 +254,9 @@ def test_memory_is_taken_only_for_what_is_on_disk(tmp_path: Path) -> None:
     length = 1 << 43
     index = Index(
         "0", 1, {"extra.big": StoredTensor(("extra", "big"), torch.uint8, (length,), (
-            Part((0,), (length,), "__0_0.distcp", 0, length, 0, "0" * 64),
+            Chunk((0,), (length,), "__0_0.distcp", 0, length, 0, "0" * 64),
         ))}, {"optimizer": StoredValue(("optimizer",), {})},
-        {"__0_0.distcp": StoredFile(length, digest_of_parts(["0" * 64]), True)},
+        {"__0_0.distcp": StoredFile(length, digest_of_chunks(["0" * 64]), True)},
     )  # fmt: skip
     (tmp_path / INDEX).write_text(index_text(index))
     (tmp_path / "__0_0.distcp").write_bytes(b"short")

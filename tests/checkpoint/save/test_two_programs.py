@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwright.checkpoint.load import collective_load
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.storage.local_store import LocalSave, LocalStore
 from shardwright.checkpoint.storage.stores import new_attempt
@@ -92,11 +92,11 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
     """As on file systems that number files when they are looked up."""
     path = tmp_path / "c"
     save(path, 1)
-    checkpoint = read_description(path)
+    checkpoint = checkpoint_at(path)
     (tmp_path / "copy").write_bytes((path / "index.json").read_bytes())
     os.replace(tmp_path / "copy", path / "index.json")
-    assert checkpoint.description._replace(fingerprint=None).is_replaced()
-    assert not checkpoint.description.is_replaced()
+    assert checkpoint.description_file._replace(fingerprint=None).is_replaced()
+    assert not checkpoint.description_file.is_replaced()
     check_holds(path, 1)
 
 

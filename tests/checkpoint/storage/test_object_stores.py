@@ -17,7 +17,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint import list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import file_systems, object_files
 from shardwright.checkpoint.storage.local_store import LocalStore
@@ -85,7 +85,7 @@ def test_a_url_holds_the_checkpoint_and_nothing_else() -> None:
     model = nn.Linear(3, 4)
     sw.save_checkpoint(url, model, extra={"step": 3})
     stored = [each["name"].rsplit("/", 1)[1] for each in fsspec.filesystem("memory").ls("/runs/one/step-3")]
-    attempt = read_description(url).index.attempt  # type: ignore[attr-defined]
+    attempt = checkpoint_at(url).index.attempt  # type: ignore[attr-defined]
     assert sorted(stored) == [".metadata", f"__0_0.{attempt}.distcp", f"__values.{attempt}.distcp", INDEX]
     other = nn.Linear(3, 4)
     assert sw.load_checkpoint(url, other) == {"step": 3}
@@ -261,7 +261,7 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="one program at a time"):
         write_state(url, state(), alone, progress=second)
     assert begun and loads(url, 1)
-    assert place.description() == INDEX
+    assert place.description_name() == INDEX
 
 
 def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_only_needed_bytes_are_read_in_small_requests(
     for name in ("BLOCK", "SLICE"):
         monkeypatch.setattr(object_files, name, 1 << 12)
     monkeypatch.setattr(object_files, "READ_AT_ONCE", 1 << 14)
-    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 1 << 13)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.CHUNK_BYTES", 1 << 13)
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
     write_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, RankGroup(alone=True))
@@ -467,7 +467,7 @@ def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int,
             with pytest.raises(FileExistsError, match="holds a whole checkpoint"):
                 checkpoints.save_state(f"fake://{tmp_path}/a", mine, overwrite=True)
     write_state(f"fake://{tmp_path}/b", mine, RankGroup())
-    attempts = [read_description(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
+    attempts = [checkpoint_at(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
     stored = [
         {
             name.replace(attempt, ""): (tmp_path / place / name).read_bytes()

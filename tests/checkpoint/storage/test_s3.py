@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.load.checkpoints import read_description
+from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.object_store import ObjectStore
@@ -81,7 +81,7 @@ def test_a_checkpoint_returns_and_torch_reads_it(s3: Any) -> None:
 
     url, model = "s3://runs/one/step-3", nn.Linear(30, 4)
     sw.save_checkpoint(url, model, extra={"step": 3})
-    attempt = read_description(url).index.attempt  # type: ignore[attr-defined]
+    attempt = checkpoint_at(url).index.attempt  # type: ignore[attr-defined]
     stored = sorted(name.rsplit("/", 1)[1] for name in s3.ls("runs/one/step-3", refresh=True))
     assert stored == [".metadata", f"__0_0.{attempt}.distcp", f"__values.{attempt}.distcp", "index.json"]
     other = nn.Linear(30, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.checkpoint.format.digests import digest_of
 from shardwright.checkpoint.format.index import StoredFile, index_text, parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.train.run.position import FolderOrUrl, Position
@@ -95,9 +95,14 @@ DAMAGES: dict[str, Damage] = {
 def sealed_again(folder: Path) -> None:
     """Digests of the files without parts as they are now: what an attacker leaves, who is no accident."""
     index = parse_index((folder / INDEX).read_bytes())
-    digests = {name: digest_of(folder / name) for name, file in index.files.items() if not file.has_parts}
-    files = {name: StoredFile(*digest, False) for name, digest in digests.items()}
+    files = {name: stored_file(folder / name) for name, file in index.files.items() if not file.has_chunks}
     (folder / INDEX).write_text(index_text(replace(index, files={**index.files, **files})))
+
+
+def stored_file(path: Path) -> StoredFile:
+    """A file without parts, as an index describes it."""
+    content = path.read_bytes()
+    return StoredFile(len(content), hashlib.sha256(content).hexdigest(), False)
 
 
 class Job:

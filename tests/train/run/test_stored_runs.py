@@ -45,7 +45,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
     found: dict[str, Any] = {}
     for name, tensor in sorted(index.tensors.items()):
         if not name.endswith(".numpy"):  # of which nothing depends on whether it was imported
-            parts = sorted((part.offsets, part.sizes, part.sha256) for part in tensor.parts)
+            parts = sorted((chunk.offsets, chunk.sizes, chunk.sha256) for chunk in tensor.chunks)
             found.setdefault(name.partition(".")[0], []).append((name, str(tensor.dtype), parts))
     return {part: hashlib.sha256(repr(each).encode()).hexdigest() for part, each in found.items()}
 

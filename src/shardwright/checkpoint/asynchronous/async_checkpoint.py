@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from shardwright import board as boards
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
-from shardwright.checkpoint.format.names import files_of_save, note_of_rank
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import check_whole, checkpoint_at
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.publishing import begun
+from shardwright.checkpoint.storage.save_names import files_of_save, note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
@@ -201,7 +201,9 @@ class AsyncCheckpoint:
         self.wait()
         plan = SavePlan.of(state, ranks, shared=SHARED)
         job = SaveJob(store, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
-        with begun(job.unfinished, plan.contents.nbytes, overwrite, files_of_save(ranks.size), ranks):
+        with begun(
+            job.unfinished, plan.contents.nbytes, overwrite, files_of_save(ranks.size), ranks, check_whole
+        ):
             ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
@@ -233,8 +235,10 @@ class AsyncCheckpoint:
             self._receive(save, wait=True)
         # A rank that is gone ends this exchange with an error of the process group. After it the first rank's writer
         # needs nobody any more.
-        own_part = save.failure if save.state is _State.NOT_WRITTEN else None
-        failures = [(rank, *each) for rank, each in enumerate(ranks.all_gather(own_part)) if each is not None]
+        own_failure = save.failure if save.state is _State.NOT_WRITTEN else None
+        failures = [
+            (rank, *each) for rank, each in enumerate(ranks.all_gather(own_failure)) if each is not None
+        ]
         if save.is_first and failures and self._writer is not None:
             self._writer.send({"do": "abandon", "attempt": save.attempt})
         if save.is_first:
@@ -364,10 +368,9 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        opened = read_description(save.unfinished.store)
+        return checkpoint_at(save.unfinished.store).attempt == save.attempt
     except (OSError, Damaged):
         return False
-    return isinstance(opened, OwnCheckpoint) and opened.index.attempt == save.attempt
 
 
 #: Those with a save under way, which the end of the interpreter finishes.

@@ -14,9 +14,9 @@ from typing import Any
 from shardwright.checkpoint.asynchronous import notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
-from shardwright.checkpoint.format.names import file_of_rank, note_of_rank
-from shardwright.checkpoint.save.collective_save import commit_parts, read_back
-from shardwright.checkpoint.save.writing import WrittenFile, write_parts
+from shardwright.checkpoint.save.collective_save import describe, write_own_file
+from shardwright.checkpoint.save.writing import WrittenFile
+from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import unless_removed
 from shardwright.collective import described, raise_for
 
@@ -59,9 +59,7 @@ class BackgroundWriter:
         try:
             save = job.unfinished
             with unless_removed(save):
-                written = write_parts(save, file_of_rank(job.rank), job.parts)
-                if job.verified:
-                    read_back(save, written)
+                written = write_own_file(save, job.rank, job.boxes, job.verified)
                 notes.leave(save, job.rank, attempt, written)
             seconds = time.monotonic() - start
             self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
@@ -81,7 +79,8 @@ class BackgroundWriter:
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
         notes.remove(job.unfinished, job.contents.ranks)
-        commit_parts(job.unfinished, job.contents, writes, job.overwrite, job.verified)
+        describe(job.unfinished, job.contents, writes, job.verified)
+        job.unfinished.commit(job.overwrite)
 
     def _all_written(self, job: SaveJob) -> list[WrittenFile]:
         """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.

@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.checkpoint.format.digests import sealed, unsealed
-from shardwright.checkpoint.format.index import Part
-from shardwright.checkpoint.format.names import note_of_rank
+from shardwright.checkpoint.format.index import decoded_chunk, encoded_chunk
 from shardwright.checkpoint.save.writing import WrittenFile
+from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.errors import Damaged
 
 
 def leave(save: UnfinishedSave, rank: int, attempt: str, written: WrittenFile) -> None:
     """Say that a rank's file is on disk. Raises OSError if that cannot be said."""
-    parts = [[name, [*part]] for name, part in written.parts]
-    _leave(save, rank, {"attempt": attempt, "file": written.file, "parts": parts})
+    chunks = [[name, encoded_chunk(chunk, {written.file: 0})] for name, chunk in written.chunks]
+    _leave(save, rank, {"attempt": attempt, "file": written.file, "chunks": chunks})
 
 
 def leave_failure(save: UnfinishedSave, rank: int, attempt: str, kind: int, text: str) -> None:
@@ -32,7 +32,7 @@ def _leave(save: UnfinishedSave, rank: int, content: dict[str, Any]) -> None:
 
 
 def read(save: UnfinishedSave, rank: int, attempt: str) -> WrittenFile | tuple[int, str]:
-    """The file and parts that a rank has written, or the kind and text of its failure.
+    """The file and chunks that a rank has written, or the kind and text of its failure.
 
     Raises:
         RuntimeError: the note is damaged or of another save.
@@ -44,14 +44,10 @@ def read(save: UnfinishedSave, rank: int, attempt: str) -> WrittenFile | tuple[i
             raise Damaged(f"{name} is of another save")
         if "text" in content:
             return content["kind"], content["text"]
-        return WrittenFile(content["file"], [(tensor, _part(part)) for tensor, part in content["parts"]])
+        file = content["file"]
+        return WrittenFile(file, [(name, decoded_chunk(entry, [file])) for name, entry in content["chunks"]])
     except (Damaged, LookupError, TypeError, ValueError) as error:
         raise RuntimeError(f"{save}: the note of rank {rank} cannot be read: {error}") from None
-
-
-def _part(values: list[Any]) -> Part:
-    offsets, sizes, *others = values
-    return Part(tuple(offsets), tuple(sizes), *others)
 
 
 def remove(save: UnfinishedSave, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory that a trainer and its writer process share, and what a save puts into it: parts of tensors and a description.
+"""Memory that a trainer and its writer process share, and what a save puts into it: boxes of tensors and a description.
 
 The memory is one anonymous file of the system. It only grows, and each save uses it from its first byte. Nothing here
 communicates.
@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.boxes import Box
-from shardwright.checkpoint.format.checks import DTYPES
-from shardwright.checkpoint.format.index import StoredValue, TensorForm
-from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.save.writing import Contents, PartToWrite
+from shardwright.checkpoint.format.index import decoded_form, decoded_value, encoded_form, encoded_value
+from shardwright.checkpoint.save.writing import BoxToWrite, Contents
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.stores import Store, UnfinishedSave
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
@@ -91,7 +89,7 @@ class SaveJob:
     store: Store
     rank: int
     overwrite: bool
-    parts: list[PartToWrite]
+    boxes: list[BoxToWrite]
     contents: Contents  #: complete on the first rank, which commits
     verified: bool = False  #: read back what was written
 
@@ -107,7 +105,7 @@ class SaveJob:
 
 @torch.no_grad()
 def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
-    """Copy the parts and their description into the memory. Returns first byte and length of the description.
+    """Copy the boxes and their description into the memory. Returns first byte and length of the description.
 
     The copy is complete on return: the tensors may change.
 
@@ -115,68 +113,67 @@ def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
         OSError: there is no memory for it.
     """
     starts, end = [], 0
-    for part in job.parts:
+    for each in job.boxes:
         starts.append(end)
-        end += part.box.local.nbytes
+        end += each.box.local.nbytes
         end += -end % _ALIGNMENT
     text = _text(job, starts)
     memory.reserve(end + len(text))
-    target = memory.bytes(lock=any(part.box.local.device.type == "cuda" for part in job.parts))
+    target = memory.bytes(lock=any(each.box.local.device.type == "cuda" for each in job.boxes))
     target[end : end + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     copies = [
-        (_view(target, start, part.box.local.dtype, part.box.sizes), part.box.local)
-        for start, part in zip(starts, job.parts, strict=True)
+        (_view(target, start, each.box.local.dtype, each.box.sizes), each.box.local)
+        for start, each in zip(starts, job.boxes, strict=True)
     ]
-    for memory_of_part, values in copies:
+    for staged, values in copies:
         if values.device.type != "cpu":
-            memory_of_part.copy_(values, non_blocking=True)
+            staged.copy_(values, non_blocking=True)
     in_threads([each for each in copies if each[1].device.type == "cpu"], _copy)
     wait_for_devices(values for _, values in copies)
     return end, len(text)
 
 
 def _copy(copy: tuple[Tensor, Tensor]) -> None:
-    memory_of_part, values = copy
+    staged, values = copy
     with torch.no_grad():  # which each thread has for itself
-        memory_of_part.copy_(values)
+        staged.copy_(values)
 
 
 def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
-    """The job that :func:`stage` has described. Its parts are views of the memory."""
+    """The job that :func:`stage` has described. Its boxes are views of the memory."""
     source = memory.bytes()
     content = json.loads(os.pread(memory.descriptor, length, start))
-    parts = [
-        PartToWrite(name, Box(tuple(offsets), _view(source, at, DTYPES[dtype], sizes)))
-        for name, offsets, sizes, dtype, at in content["parts"]
+    contents = _contents(content["contents"])
+    boxes = [
+        BoxToWrite(name, Box(tuple(offsets), _view(source, at, contents.tensors[name].dtype, sizes)))
+        for name, offsets, sizes, at in content["boxes"]
     ]
     return SaveJob(
         store_of(content["store"]),
         content["rank"],
         content["overwrite"],
-        parts,
-        _contents(content["contents"]),
+        boxes,
+        contents,
         content["verified"],
     )
 
 
 def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
     contents = job.contents
-    tensors = contents.tensors if job.is_first else {}
-    values = contents.values if job.is_first else {}
     content = {
         "store": str(job.store.path.absolute() if job.store.path else job.store),
         "rank": job.rank,
         "overwrite": job.overwrite,
         "verified": job.verified,
-        "parts": [
-            [name, box.offsets, box.sizes, str(box.local.dtype), start]
-            for (name, box), start in zip(job.parts, starts, strict=True)
+        "boxes": [
+            [name, box.offsets, box.sizes, start]
+            for (name, box), start in zip(job.boxes, starts, strict=True)
         ],
         "contents": {
             "attempt": contents.attempt,
             "ranks": contents.ranks,
-            "tensors": {name: [each.path, str(each.dtype), each.shape] for name, each in tensors.items()},
-            "values": {name: [each.path, encoded(each.value, name)] for name, each in values.items()},
+            "tensors": {name: encoded_form(each) for name, each in contents.tensors.items()},
+            "values": {name: encoded_value(each, name) for name, each in contents.values.items()},
             "about": contents.about,
         },
     }
@@ -187,17 +184,10 @@ def _contents(content: dict[str, Any]) -> Contents:
     return Contents(
         content["attempt"],
         content["ranks"],
-        {
-            name: TensorForm(_keys(path), DTYPES[dtype], tuple(shape))
-            for name, (path, dtype, shape) in content["tensors"].items()
-        },
-        {name: StoredValue(_keys(path), decoded(value)) for name, (path, value) in content["values"].items()},
+        {name: decoded_form(entry, name) for name, entry in content["tensors"].items()},
+        {name: decoded_value(entry) for name, entry in content["values"].items()},
         content["about"],
     )
-
-
-def _keys(steps: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(step) if isinstance(step, list) else step for step in steps)
 
 
 def _view(memory: Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:

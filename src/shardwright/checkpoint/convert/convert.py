@@ -15,19 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.convert.sources import (
-    DCP,
-    SAFETENSORS,
-    SHARDWRIGHT,
-    TORCH,
-    InputCheckpoint,
-    SourceTensor,
-    open_source,
-)
+from shardwright.checkpoint.convert.sources import InputCheckpoint, SourceTensor, open_source
 from shardwright.checkpoint.format.index import StoredValue, name_of
-from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.values import encoded
+from shardwright.checkpoint.load.checkpoints import check_whole
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.names import KeyMap, source_of
@@ -36,18 +28,20 @@ from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file,
 from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
+    BoxToWrite,
     Contents,
-    PartToWrite,
     versions,
+    write_boxes_in_order,
     write_descriptions,
-    write_parts_in_order,
 )
 from shardwright.checkpoint.storage.local_store import SingleFile
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Store, new_attempt
 from shardwright.checkpoint.training.model import MODEL
 
+SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 
 
@@ -246,19 +240,19 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chos
 def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     attempt = new_attempt()
     contents = Contents(attempt, ranks, chosen.tensors, chosen.values, versions())
-    with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1)) as save:
-        written = write_parts_in_order(save, file_of_rank(0), _parts(chosen))
-        if not written.parts:
+    with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1), check=check_whole) as save:
+        written = write_boxes_in_order(save, file_of_rank(0), _boxes(chosen))
+        if not written.chunks:
             save.remove(written.file)
-        write_descriptions(save, contents, [written] if written.parts else [], for_torch=to == DCP)
+        write_descriptions(save, contents, [written] if written.chunks else [], for_torch=to == DCP)
 
 
-def _parts(chosen: _Chosen) -> Iterator[PartToWrite]:
+def _boxes(chosen: _Chosen) -> Iterator[BoxToWrite]:
     for name, tensor in chosen.read():
         boxes = StateTensor(name, chosen.tensors[name].path, tensor).boxes_to_save()
         del tensor
         while boxes:  # no reference stays when the next tensor is read
-            yield PartToWrite(name, boxes.pop(0))
+            yield BoxToWrite(name, boxes.pop(0))
 
 
 def _to_torch(destination: Path, chosen: _Chosen) -> None:

@@ -7,9 +7,9 @@ describes it; nothing in it is called. A tensor of ours is compared with its dig
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys, StoredValue, TensorForm
 from shardwright.checkpoint.format.nested import NestedState, nested
-from shardwright.checkpoint.load.checkpoints import Checkpoint, OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import Checkpoint, checkpoint_at
 from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.storage.local_store import has_description
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.errors import Damaged
-
-SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class InputCheckpoint:
     """The content of a checkpoint: its tensors and values, and how to read them.
 
     Attributes:
-        path, form: where it is, and :data:`SHARDWRIGHT`, :data:`DCP`, :data:`SAFETENSORS` or :data:`TORCH`.
+        path: where it is.
         tensors: by name; in the order in which they are best read.
         value_paths: the keys of each value that is no tensor, by its name.
         values: reads these values. Raises Damaged for one that is not plain.
@@ -52,7 +50,6 @@ class InputCheckpoint:
     """
 
     path: Path | Store
-    form: str
     tensors: Mapping[str, SourceTensor]
     value_paths: Mapping[str, Keys] = field(default_factory=dict)
     values: Callable[[], Mapping[str, StoredValue]] = dict
@@ -76,17 +73,15 @@ def open_source(location: Path | Store) -> InputCheckpoint:
     path = location if isinstance(location, Path) else location.path or location
     if not isinstance(path, Path) or has_description(path):
         with _named(path):
-            checkpoint = read_description(path)
+            checkpoint = checkpoint_at(path)
             checkpoint.check_lengths()
             return _of_checkpoint(path, checkpoint)
     if path.is_file() and path.suffix in TORCH_SUFFIXES:
         return _of_torch(path)
     stored = open_model(path)
-    form = SAFETENSORS if all(each.file.suffix == ".safetensors" for each in stored.values()) else TORCH
     ordered = sorted(stored.items(), key=lambda item: (str(item[1].file), item[1].position))
     return InputCheckpoint(
         path,
-        form,
         {
             name: SourceTensor((name,), each.dtype, tuple(each.shape), _viewed(each.view))
             for name, each in ordered
@@ -109,7 +104,7 @@ def _of_torch(path: Path) -> InputCheckpoint:
         name: SourceTensor(each.path, each.dtype, each.shape, _viewed(each.tensor.detach))
         for name, each in state.tensors.items()
     }
-    return InputCheckpoint(path, TORCH, tensors, _paths(state.values), lambda: state.values)
+    return InputCheckpoint(path, tensors, _paths(state.values), lambda: state.values)
 
 
 def _paths(values: Mapping[str, StoredValue]) -> dict[str, Keys]:
@@ -124,34 +119,26 @@ def _of_checkpoint(path: Path | Store, checkpoint: Checkpoint) -> InputCheckpoin
         with _named(path):
             return checkpoint.read_whole(name, dtype)
 
-    if isinstance(checkpoint, OwnCheckpoint):
-        index = checkpoint.index
-        first = {name: min(((p.file, p.start) for p in each.parts), default=("", 0))
-                 for name, each in index.tensors.items()}  # fmt: skip
-        tensors = {
-            name: SourceTensor(each.path, each.dtype, each.shape, partial(read, name))
-            for name, each in sorted(index.tensors.items(), key=lambda item: first[item[0]])
-        }
-        return InputCheckpoint(
-            path, SHARDWRIGHT, tensors, _paths(index.values), lambda: index.values, index.ranks
-        )
     state, names = _state_of(checkpoint)
+    stored = {names[id(each.tensor)]: each for each in state.tensors.values()}
     tensors = {
-        name: SourceTensor(each.path, each.dtype, each.shape, partial(read, names[id(each.tensor)]))
-        for name, each in state.tensors.items()
+        stored[name].name: SourceTensor(
+            stored[name].path, form.dtype, form.shape, functools.partial(read, name)
+        )
+        for name, form in sorted(checkpoint.tensors.items(), key=lambda item: checkpoint.position(item[0]))
     }
 
+    @functools.cache
     def values() -> Mapping[str, StoredValue]:
         with _named(path):
-            stored = checkpoint.values_below(
-                {str(keys[0]) for keys in checkpoint.keys.values()}, weights_only=True
-            )
+            keys = {str(each[0]) for each in checkpoint.keys.values()}
+            read_values = checkpoint.values_below(keys, weights_only=True)
         return {
-            name: StoredValue(each.path, _filled(each.value, checkpoint.keys, stored))
+            name: StoredValue(each.path, _filled(each.value, checkpoint.keys, read_values))
             for name, each in state.values.items()
         }
 
-    return InputCheckpoint(path, DCP, tensors, _paths(state.values), values)
+    return InputCheckpoint(path, tensors, _paths(state.values), values, checkpoint.ranks or 1)
 
 
 @contextlib.contextmanager
@@ -163,8 +150,8 @@ def _named(path: Path | Store) -> Iterator[None]:
 
 
 def _state_of(checkpoint: Checkpoint) -> tuple[NestedState, dict[int, str]]:
-    """The nested state of a folder by torch's writer, with tensors on the meta device, and the names of values as
-    values; and the name of each tensor, by its identity."""
+    """The nested state of a checkpoint, with tensors on the meta device and names in the place of values; and the
+    name of each tensor, by its identity."""
     leaves: dict[Any, Any] = {}
     names: dict[int, str] = {}
     for name, keys in checkpoint.keys.items():

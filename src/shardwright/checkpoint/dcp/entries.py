@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from shardwright.checkpoint.dcp import containers
 from shardwright.checkpoint.format.boxes import meet
-from shardwright.checkpoint.format.index import Part, StoredTensor
+from shardwright.checkpoint.format.index import Chunk, StoredTensor
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.storage.stores import Files, Reader
 from shardwright.errors import Damaged
@@ -30,10 +30,18 @@ def files_of(metadata: Metadata) -> dict[str, int]:
     return sizes
 
 
+def position_of(metadata: Metadata, name: str) -> tuple[str, int]:
+    """The file and the byte where a tensor begins."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+    return min(((place.relative_path, place.offset) for place in places), default=("", 0))
+
+
 def tensors_of(
     files: Files, metadata: Metadata, wanted: Mapping[str, StateTensor]
 ) -> dict[str, StoredTensor]:
-    """The wanted tensors, with the parts that this rank needs.
+    """The wanted tensors, with the chunks that this rank needs.
 
     Raises:
         Damaged: a container is damaged, or holds another tensor than ``.metadata`` says.
@@ -43,7 +51,7 @@ def tensors_of(
         for name, each in wanted.items():
             entry = metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
-            boxes, parts = each.boxes_to_load(), []
+            boxes, chunks = each.boxes_to_load(), []
             for chunk in entry.chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 if not any(meet((offsets, sizes), (box.offsets, box.sizes)) for box in boxes):
@@ -57,9 +65,9 @@ def tensors_of(
                     )
                 strides = None if found.strides == _contiguous(sizes) else (found.strides, found.elements)
                 file, start, length = container.file, container.start, container.length
-                parts.append(Part(offsets, sizes, file, start, length, found.data, "", strides))
+                chunks.append(Chunk(offsets, sizes, file, start, length, found.data, "", strides))
             path = (metadata.planner_data or {}).get(name) or (name,)
-            stored[name] = StoredTensor(path, entry.properties.dtype, each.shape, tuple(parts))
+            stored[name] = StoredTensor(path, entry.properties.dtype, each.shape, tuple(chunks))
     return stored
 
 

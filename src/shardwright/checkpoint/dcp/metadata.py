@@ -30,8 +30,8 @@ from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
 from shardwright.errors import Damaged
 
 MOST_DIMS = 64
-BYTES_OF_PART = (
-    8  #: that any part takes in the file; a file of fewer names the same list of parts again and again
+BYTES_OF_CHUNK = (
+    8  #: that any chunk takes in the file; a file of fewer names the same list of chunks again and again
 )
 
 
@@ -159,14 +159,14 @@ def _size(value: Any) -> torch.Size:
 
 
 def _check_number(read: Any, nbytes: int) -> None:
-    """Check that the file describes no more parts than it has room for."""
+    """Check that the file describes no more chunks than it has room for."""
     entries = typed(_fields(read, "Metadata")["state_dict_metadata"], dict, "the list of values")
-    parts = 0
+    chunks = 0
     for entry in entries.values():
         if _kind(entry) == "TensorStorageMetadata":
-            parts += len(typed(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
-    if parts * BYTES_OF_PART > nbytes:
-        raise Damaged(f"{parts:,} parts of tensors do not fit into {nbytes:,} bytes")
+            chunks += len(typed(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
+    if chunks * BYTES_OF_CHUNK > nbytes:
+        raise Damaged(f"{chunks:,} parts of tensors do not fit into {nbytes:,} bytes")
 
 
 def _built(read: Any) -> Metadata:
@@ -202,7 +202,7 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
             _fields(each, "ChunkStorageMetadata") for each in typed(fields["chunks"], list, "chunks")
         )
     ]
-    # torch's loader does not check; values of missing parts stay what they were.
+    # torch's loader does not check; values of missing chunks stay what they were.
     check_coverage(name, size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 

@@ -1,11 +1,11 @@
 """``index.json``: all that a checkpoint holds, as data. Written last, read first.
 
-It lists each tensor with its parts (the box, the file, the bytes, a SHA-256), each value that is no tensor, and each
+It lists each tensor with its chunks (the box, the file, the bytes, a SHA-256), each value that is no tensor, and each
 file. Its last line is the SHA-256 of the lines before it. A reader checks that a save can have written it: every
-element of every tensor is in exactly one part, and the parts cover their files without a gap.
+element of every tensor is in exactly one chunk, and the chunks cover their files without a gap.
 
-A file of parts is digested by the digests of its parts, so every byte is digested once: SHA-256 of the parts' 32-byte
-SHA-256 digests in their order.
+A file of chunks is digested by the digests of its chunks, so every byte is digested once: SHA-256 of the
+chunks' 32-byte SHA-256 digests in their order.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def name_of(path: Keys) -> str:
     return ".".join(str(step[0]) if isinstance(step, tuple) else str(step) for step in path)
 
 
-class Part(NamedTuple):
-    """A box of a stored tensor, and the bytes where it is."""
+class Chunk(NamedTuple):
+    """A box of a stored tensor, and the bytes where it is. Messages and docs call it a part of the tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  #: of the part's container in the file
+    start: int  #: of the chunk's container in the file
     length: int  #: bytes of the container
     data: int  #: the first byte of the box in the file; its elements are contiguous, little-endian
     sha256: str  #: of the container
@@ -82,14 +82,14 @@ class TensorForm:
 class StoredTensor(TensorForm):
     """A tensor in the files of a checkpoint."""
 
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class StoredFile:
     nbytes: int
     sha256: str
-    has_parts: bool  #: the digest is of the digests of its parts
+    has_chunks: bool  #: the digest is of the digests of its chunks
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,17 @@ class Index:
     )  #: versions of the libraries that wrote it, and notes
     version: int = VERSION  #: of the format
 
-    def parts_of_files(self) -> dict[str, list[Part]]:
-        """The parts of each file in their order."""
-        by_file: dict[str, list[Part]] = {name: [] for name, file in self.files.items() if file.has_parts}
+    def chunks_of_files(self) -> dict[str, list[Chunk]]:
+        """The chunks of each file in their order."""
+        by_file: dict[str, list[Chunk]] = {name: [] for name, file in self.files.items() if file.has_chunks}
         for tensor in self.tensors.values():
-            for part in tensor.parts:
-                by_file[part.file].append(part)
-        return {name: sorted(parts, key=lambda part: part.start) for name, parts in by_file.items()}
+            for chunk in tensor.chunks:
+                by_file[chunk.file].append(chunk)
+        return {name: sorted(chunks, key=lambda chunk: chunk.start) for name, chunks in by_file.items()}
 
 
-def digest_of_parts(digests: Iterable[str]) -> str:
-    """The digest of a file from the digests of its parts."""
+def digest_of_chunks(digests: Iterable[str]) -> str:
+    """The digest of a file from the digests of its chunks."""
     return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
 
 
@@ -138,21 +138,15 @@ def index_text(index: Index) -> str:
     lines = ["{", f'"format": {_json(FORMAT)}, "version": {index.version},']
     lines.append(f'"attempt": {_json(index.attempt)}, "ranks": {index.ranks}, "about": {_json(index.about)},')
     files = [
-        f"{_json(name)}: {_json([file.nbytes, file.sha256, file.has_parts])}"
+        f"{_json(name)}: {_json([file.nbytes, file.sha256, file.has_chunks])}"
         for name, file in ((name, index.files[name]) for name in names)
     ]
     tensors = [
         f"{_json(name)}: "
-        + _json(
-            [each.path, str(each.dtype).removeprefix("torch."), each.shape]
-            + [[p.offsets, p.sizes, numbers[p.file], p.start, p.length, p.data, p.sha256] for p in each.parts]
-        )
+        + _json(encoded_form(each) + [encoded_chunk(chunk, numbers) for chunk in each.chunks])
         for name, each in index.tensors.items()  # in the state's order, which a load gives back
     ]
-    values = [
-        f"{_json(name)}: {_json([each.path, encoded(each.value, name)])}"
-        for name, each in index.values.items()
-    ]
+    values = [f"{_json(name)}: {_json(encoded_value(each, name))}" for name, each in index.values.items()]
     for key, entries in (("files", files), ("tensors", tensors), ("values", values)):
         lines += [f'"{key}": {{', ",\n".join(entries), "},"]
     return sealed_lines("\n".join(lines) + "\n")
@@ -193,25 +187,6 @@ def parse_index(text: bytes) -> Index:
         raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error!s:.500})") from None
 
 
-def _counts(value: Any, what: str) -> tuple[int, ...]:
-    return tuple([count_of(each, what) for each in typed(value, list, what)])
-
-
-def _keys(value: Any) -> Keys:
-    path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
-    if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
-        raise Damaged("expected keys that are names and numbers")
-    if len(path) > DEEPEST:
-        raise Damaged(f"expected at most {DEEPEST} keys inside one another, found {len(path)}")
-    return path
-
-
-def _sha256(value: Any) -> str:
-    if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
-        raise Damaged("expected a SHA-256 of 64 digits")
-    return value
-
-
 def check_file_name(name: str) -> str:
     """Raise Damaged unless the name is of a file in the checkpoint's folder: no path, no link to elsewhere."""
     if not re.fullmatch(r"[\w.+-]{1,200}", name, re.ASCII) or name in (".", "..", INDEX):
@@ -221,17 +196,15 @@ def check_file_name(name: str) -> str:
 
 def _built(content: dict[str, Any]) -> Index:
     files: dict[str, StoredFile] = {}
-    for name, (nbytes, sha256, has_parts) in typed(content["files"], dict, "files").items():
+    for name, (nbytes, sha256, has_chunks) in typed(content["files"], dict, "files").items():
         files[check_file_name(name)] = StoredFile(
-            count_of(nbytes, "a length"), _sha256(sha256), typed(has_parts, bool, "a mark")
+            count_of(nbytes, "a length"), _sha256(sha256), typed(has_chunks, bool, "a mark")
         )
     names = sorted(files)
     tensors = {
         name: _tensor(name, each, names) for name, each in typed(content["tensors"], dict, "tensors").items()
     }
-    values = {}
-    for name, (path, value) in typed(content["values"], dict, "values").items():
-        values[name] = StoredValue(_keys(path), decoded(value))
+    values = {name: decoded_value(each) for name, each in typed(content["values"], dict, "values").items()}
     _check_names(tensors, values)
     about = typed(content["about"], dict, "versions")
     index = Index(
@@ -248,34 +221,15 @@ def _built(content: dict[str, Any]) -> Index:
 
 
 def _tensor(name: str, entry: Any, files: Sequence[str]) -> StoredTensor:
-    path, dtype, shape, *parts = typed(entry, list, "a tensor")
-    if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
-        raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
-    tensor = StoredTensor(
-        _keys(path),
-        DTYPES[f"torch.{dtype}"],
-        _counts(shape, "a shape"),
-        tuple(_part(each, files) for each in parts),
-    )
-    for part in tensor.parts:
-        end, nbytes = part.start + part.length, prod(part.sizes) * tensor.dtype.itemsize
-        if not part.start <= part.data <= part.data + nbytes <= end:
+    form = decoded_form(typed(entry, list, "a tensor")[:3], name)
+    chunks = tuple(decoded_chunk(each, files) for each in entry[3:])
+    tensor = StoredTensor(form.path, form.dtype, form.shape, chunks)
+    for chunk in tensor.chunks:
+        end, nbytes = chunk.start + chunk.length, prod(chunk.sizes) * tensor.dtype.itemsize
+        if not chunk.start <= chunk.data <= chunk.data + nbytes <= end:
             raise Damaged(f"{name!r} has a part whose bytes are outside it")
-    check_coverage(name, tensor.shape, [(part.offsets, part.sizes) for part in tensor.parts])
+    check_coverage(name, tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
     return tensor
-
-
-def _part(entry: Any, files: Sequence[str]) -> Part:
-    offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
-    return Part(
-        _counts(offsets, "offsets"),
-        _counts(sizes, "sizes"),
-        files[count_of(number, "a file's number")],
-        count_of(start, "a start"),
-        count_of(length, "a length"),
-        count_of(data, "a start"),
-        _sha256(sha256),
-    )
 
 
 def _check_names(tensors: Mapping[str, StoredTensor], values: Mapping[str, StoredValue]) -> None:
@@ -295,17 +249,83 @@ def _check_names(tensors: Mapping[str, StoredTensor], values: Mapping[str, Store
 
 
 def _check_files(index: Index) -> None:
-    """The parts of a file follow one another from its first byte to its last, and give its digest."""
+    """The chunks of a file follow one another from its first byte to its last, and give its digest."""
     for tensor in index.tensors.values():
-        for part in tensor.parts:
-            if not index.files[part.file].has_parts:
-                raise Damaged(f"{part.file} holds no parts of tensors")
-    for name, parts in index.parts_of_files().items():
+        for chunk in tensor.chunks:
+            if not index.files[chunk.file].has_chunks:
+                raise Damaged(f"{chunk.file} holds no parts of tensors")
+    for name, chunks in index.chunks_of_files().items():
         end = 0
-        for part in parts:
-            if part.start != end:
+        for chunk in chunks:
+            if chunk.start != end:
                 raise Damaged(f"the parts of {name} overlap or leave a gap at byte {end:,}")
-            end += part.length
+            end += chunk.length
         file = index.files[name]
-        if file.nbytes != end or file.sha256 != digest_of_parts(part.sha256 for part in parts):
+        if file.nbytes != end or file.sha256 != digest_of_chunks(chunk.sha256 for chunk in chunks):
             raise Damaged(f"{name} and its parts disagree")
+
+
+# -- entries, written and read -----------------------------------------------------------------------------------------
+
+
+def encoded_form(form: TensorForm) -> list[Any]:
+    """The form of a tensor in JSON's types."""
+    return [form.path, str(form.dtype).removeprefix("torch."), form.shape]
+
+
+def decoded_form(entry: Any, name: str) -> TensorForm:
+    """The inverse of :func:`encoded_form`, of the tensor of this name. Raises Damaged or ValueError."""
+    path, dtype, shape = typed(entry, list, "a tensor")
+    if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
+        raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
+    return TensorForm(_keys(path), DTYPES[f"torch.{dtype}"], _counts(shape, "a shape"))
+
+
+def encoded_value(stored: StoredValue, name: str) -> list[Any]:
+    """A value in JSON's types. Raises ValueError as :func:`encoded`; the message has ``name``."""
+    return [stored.path, encoded(stored.value, name)]
+
+
+def decoded_value(entry: Any) -> StoredValue:
+    """The inverse of :func:`encoded_value`. Raises Damaged, TypeError or ValueError."""
+    path, value = entry
+    return StoredValue(_keys(path), decoded(value))
+
+
+def encoded_chunk(chunk: Chunk, numbers: Mapping[str, int]) -> list[Any]:
+    """A chunk of a contiguous tensor in JSON's types, with the number of its file."""
+    number = numbers[chunk.file]
+    return [chunk.offsets, chunk.sizes, number, chunk.start, chunk.length, chunk.data, chunk.sha256]
+
+
+def decoded_chunk(entry: Any, files: Sequence[str]) -> Chunk:
+    """The inverse of :func:`encoded_chunk`. Raises Damaged, ValueError or LookupError."""
+    offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
+    return Chunk(
+        _counts(offsets, "offsets"),
+        _counts(sizes, "sizes"),
+        files[count_of(number, "a file's number")],
+        count_of(start, "a start"),
+        count_of(length, "a length"),
+        count_of(data, "a start"),
+        _sha256(sha256),
+    )
+
+
+def _counts(value: Any, what: str) -> tuple[int, ...]:
+    return tuple([count_of(each, what) for each in typed(value, list, what)])
+
+
+def _keys(value: Any) -> Keys:
+    path = tuple([tuple(step) if type(step) is list else step for step in typed(value, list, "keys")])
+    if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
+        raise Damaged("expected keys that are names and numbers")
+    if len(path) > DEEPEST:
+        raise Damaged(f"expected at most {DEEPEST} keys inside one another, found {len(path)}")
+    return path
+
+
+def _sha256(value: Any) -> str:
+    if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
+        raise Damaged("expected a SHA-256 of 64 digits")
+    return value

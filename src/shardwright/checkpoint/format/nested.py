@@ -1,7 +1,7 @@
 """A nested state as a checkpoint holds it: named tensors with this rank's boxes of them, and values.
 
-A state is a dict of tensors (plain, DTensors, ragged ones, FSDP1's), plain values, and dicts and lists of them. A part
-of it without tensors is one value.
+A state is a dict of tensors (plain, DTensors, ragged ones, FSDP1's), plain values, and dicts and lists of them. A dict
+or list without tensors is one value.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import Keys, StoredValue, name_of
 from shardwright.checkpoint.format.values import DEEPEST
 
-#: A part holds at most so many bytes. Each thread of a save and of a load copies one at a time.
-PART_BYTES = 32 << 20
+#: A chunk in a file holds at most so many bytes. Each thread of a save and of a load copies one at a time.
+CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StateTensor:
         return self.tensor.dtype
 
     def boxes_to_save(self) -> list[Box]:
-        """This rank's boxes, cut into parts of at most :data:`PART_BYTES`. Every rank that has a copy has the same.
+        """This rank's boxes, cut into ones of at most :data:`CHUNK_BYTES`. Every rank that has a copy has the same.
 
         Raises:
             ValueError: the tensor has no values of its own to save.
@@ -59,7 +59,7 @@ class StateTensor:
         whole = [
             Box(tuple(o), local.detach()) for o, local in boxes_to_save(self.name, _by_protocol(self.tensor))
         ]
-        return [part for box in whole for part in _cut(box, self.dtype.itemsize)]
+        return [each for box in whole for each in _cut(box, self.dtype.itemsize)]
 
     def boxes_to_load(self) -> list[Box]:
         """The boxes that this rank needs, with the memory to load them into."""
@@ -78,7 +78,7 @@ def _by_protocol(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NestedState:
-    """A nested state in parts. Tensors and values are under the names that torch's distributed checkpoint gives."""
+    """A nested state taken apart. Tensors and values are under the names that torch's distributed checkpoint gives."""
 
     tensors: Mapping[str, StateTensor]
     values: Mapping[str, StoredValue]
@@ -104,7 +104,7 @@ class NestedState:
 
 
 def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
-    """Tensors, and the largest parts without tensors. The keys of the state itself are always separate."""
+    """Tensors, and the largest dicts and lists without tensors. The keys of the state itself are always separate."""
     if len(path) > DEEPEST:
         raise _too_deep(path)
     if isinstance(value, Tensor) or (path and not _has_tensors(value, path)):
@@ -152,15 +152,15 @@ def nested(leaves: Mapping[Keys, Any]) -> Any:
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """Boxes of at most :data:`PART_BYTES`, cut along the first dimensions. A box without elements has no part."""
+    """Boxes of at most :data:`CHUNK_BYTES`, cut along the first dimensions. A box without elements gives none."""
     nbytes = prod(box.sizes) * itemsize
     if not nbytes:
         return
-    if nbytes <= PART_BYTES:
+    if nbytes <= CHUNK_BYTES:
         yield box
         return
     dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
-    rows = max(1, PART_BYTES // (nbytes // box.sizes[dim]))
+    rows = max(1, CHUNK_BYTES // (nbytes // box.sizes[dim]))
     for start in range(0, box.sizes[dim], rows):
         length = min(rows, box.sizes[dim] - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -22,53 +21,65 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwright.checkpoint.dcp import entries
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.boxes import Box, overlap
-from shardwright.checkpoint.format.index import LARGEST, Index, Keys, StoredTensor, parse_index
+from shardwright.checkpoint.format.index import (
+    LARGEST,
+    Index,
+    Keys,
+    StoredTensor,
+    TensorForm,
+    UnknownVersion,
+    parse_index,
+)
 from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.progress import Progress, ignore
-from shardwright.checkpoint.load.reading import check_ranges, compared_values, read_box
+from shardwright.checkpoint.load.reading import check_lengths, check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.checkpoint.storage.locations import Location, store_of
-from shardwright.checkpoint.storage.stores import Files, UnfinishedSave
+from shardwright.checkpoint.storage.stores import Files, Store, UnfinishedSave
 from shardwright.errors import Damaged
 
 
 @dataclass(frozen=True)
-class StoredForm:
-    """A tensor of a checkpoint, for users: its name, its dtype, its shape, and the number of its stored parts."""
+class StoredForm(TensorForm):
+    """A tensor of a checkpoint, for users: its name, and the number of parts in which it is stored."""
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     parts: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Checkpoint(ABC):
     """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them."""
 
-    description: DescriptionFile
+    description_file: DescriptionFile
 
     @property
     def place(self) -> Files:
         """The files of the checkpoint; as text the folder or URL."""
-        return self.description.files
+        return self.description_file.files
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the description. Ranks that have read another one notice."""
-        assert self.description.fingerprint is not None
-        return self.description.fingerprint
+        assert self.description_file.fingerprint is not None
+        return self.description_file.fingerprint
 
     @property
     @abstractmethod
     def has_digests(self) -> bool:
         """Whether bytes can be compared."""
+
+    @property
+    @abstractmethod
+    def has_pickled_values(self) -> bool:
+        """Whether its values are pickled: then :attr:`values` has their names alone."""
+
+    @property
+    @abstractmethod
+    def attempt(self) -> str | None:
+        """The identity of the save that wrote it; None in torch's folders."""
 
     @property
     @abstractmethod
@@ -104,7 +115,7 @@ class Checkpoint(ABC):
     def leaves(self) -> dict[str, Any]:
         """Each tensor and value by its name, with dicts of values opened.
 
-        A part of a state without tensors is one value in files, and a part with tensors is not. Here both are alike.
+        A dict without tensors is one value in files, and a dict with tensors is not. Here both are alike.
         """
         values = {leaf: each for name, value in self.values.items() for leaf, each in _opened(name, value)}
         return values | self.tensors
@@ -125,12 +136,16 @@ class Checkpoint(ABC):
         """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
 
     @abstractmethod
-    def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
-        """These tensors in the files, with at least the parts that this rank needs.
+    def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
+        """These tensors in the files, with at least the chunks that this rank needs.
 
         Raises:
             Damaged: a file holds another tensor than the description says.
         """
+
+    @abstractmethod
+    def position(self, name: str) -> tuple[str, int]:
+        """The file and the byte where a tensor begins, for reads in the order of the files."""
 
     @abstractmethod
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -167,6 +182,11 @@ class OwnCheckpoint(Checkpoint):
 
     index: Index
     has_digests = True
+    has_pickled_values = False
+
+    @property
+    def attempt(self) -> str:
+        return self.index.attempt
 
     @property
     def version(self) -> int:
@@ -183,7 +203,7 @@ class OwnCheckpoint(Checkpoint):
     @cached_property
     def tensors(self) -> dict[str, StoredForm]:
         return {
-            name: StoredForm(name, each.dtype, each.shape, len(each.parts))
+            name: StoredForm(each.path, each.dtype, each.shape, name, len(each.chunks))
             for name, each in self.index.tensors.items()
         }
 
@@ -199,44 +219,47 @@ class OwnCheckpoint(Checkpoint):
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
         return {each.path: each.value for each in self.index.values.values()}
 
-    def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
+    def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
         return self.index.tensors
+
+    def position(self, name: str) -> tuple[str, int]:
+        return min(((each.file, each.start) for each in self.index.tensors[name].chunks), default=("", 0))
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = self.index.tensors[name]
         whole, origin = torch.empty(stored.shape, dtype=dtype), (0,) * len(stored.shape)
-        for part in stored.parts:
-            if shared := overlap((part.offsets, part.sizes), (origin, stored.shape)):
-                shared.of(whole, origin).copy_(compared_values(self.place, part, stored.dtype))
+        for chunk in stored.chunks:
+            if shared := overlap((chunk.offsets, chunk.sizes), (origin, stored.shape)):
+                shared.of(whole, origin).copy_(compared_values(self.place, chunk, stored.dtype))
         return whole
 
     def files(self) -> dict[str, int]:
         return {name: file.nbytes for name, file in self.index.files.items()}
 
     def check_lengths(self) -> None:
-        for name, expected in self.files().items():
-            if (nbytes := self.place.size(name)) != expected:
-                raise Damaged(f"{name} holds {nbytes:,} bytes, {expected:,} expected")
+        check_lengths(self.place, self.files())
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
         super().verify(rank, ranks, progress)
-        by_file, files = self.index.parts_of_files(), self.index.files
-        sizes = {name: file.nbytes for name, file in files.items() if not file.has_parts}
-        parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
-        sizes.update({key: part.length for key, part in parts.items()})
+        by_file, files = self.index.chunks_of_files(), self.index.files
+        sizes = {name: file.nbytes for name, file in files.items() if not file.has_chunks}
+        chunks = {
+            f"{name}:{n:09d}": chunk for name, found in by_file.items() for n, chunk in enumerate(found)
+        }
+        sizes.update({key: chunk.length for key, chunk in chunks.items()})
         of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
         for key in sorted(share(sizes, rank, ranks)):
-            if key in parts:
-                of_file.setdefault(parts[key].file, []).append(parts[key].range)
+            if key in chunks:
+                of_file.setdefault(chunks[key].file, []).append(chunks[key].range)
             else:
                 of_file[key] = [(0, files[key].nbytes, files[key].sha256)]
         for name, ranges in of_file.items():
             check_ranges(self.place, name, ranges, progress)
 
     def verify_descriptions(self) -> None:
-        """Compare the files that hold no parts of tensors. Raises Damaged for the first that differs."""
+        """Compare the files that hold no chunks of tensors. Raises Damaged for the first that differs."""
         for name, file in self.index.files.items():
-            if not file.has_parts:
+            if not file.has_chunks:
                 check_ranges(self.place, name, [(0, file.nbytes, file.sha256)])
 
 
@@ -258,6 +281,8 @@ class TorchCheckpoint(Checkpoint):
 
     metadata: Metadata
     has_digests = False
+    has_pickled_values = True
+    attempt = None
 
     @property
     def version(self) -> None:
@@ -274,7 +299,9 @@ class TorchCheckpoint(Checkpoint):
     @cached_property
     def tensors(self) -> dict[str, StoredForm]:
         return {
-            name: StoredForm(name, entry.properties.dtype, tuple(entry.size), len(entry.chunks))
+            name: StoredForm(
+                self.keys[name], entry.properties.dtype, tuple(entry.size), name, len(entry.chunks)
+            )
             for name, entry in self.metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -293,32 +320,35 @@ class TorchCheckpoint(Checkpoint):
         values = entries.values_of(self.place, self.metadata, names, weights_only)
         return {self.keys[name]: value for name, value in values.items()}
 
-    def parts_of(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
+    def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
         return entries.tensors_of(self.place, self.metadata, tensors)
+
+    def position(self, name: str) -> tuple[str, int]:
+        return entries.position_of(self.metadata, name)
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.tensors[name].shape, dtype=dtype)
-        stored = self.parts_of({name: StateTensor(name, self.keys[name], whole)})[name]
+        stored = self.stored_tensors({name: StateTensor(name, self.keys[name], whole)})[name]
         box = Box((0,) * whole.dim(), whole)
-        for part in stored.parts:
-            with closing(self.place.open(part.file)) as reader:
-                read_box(reader, part, stored.dtype, box)
+        for chunk in stored.chunks:
+            with closing(self.place.open(chunk.file)) as reader:
+                read_box(reader, chunk, stored.dtype, box)
         return whole
 
     def files(self) -> dict[str, int]:
         return entries.files_of(self.metadata)
 
     def check_lengths(self) -> None:
-        for name, least in self.files().items():
-            if (nbytes := self.place.size(name)) < least:
-                raise Damaged(f"{name} holds {nbytes:,} bytes, at least {least:,} expected")
+        check_lengths(self.place, self.files(), least=True)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def read_description(path: Location, *, links: bool = False) -> Checkpoint:
-    """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
+def checkpoint_at(path: Location, *, links: bool = False) -> Checkpoint:
+    """The checkpoint at a path or URL, whose description is read. Nothing in it is called.
+
+    ``links`` are followed in a local folder.
 
     Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
     folder that has only torch's files has no digests.
@@ -330,30 +360,36 @@ def read_description(path: Location, *, links: bool = False) -> Checkpoint:
         OSError: the store behind a URL does not answer.
     """
     store = store_of(path)
-    name = store.description()
+    name = store.description_name()
     if name != METADATA:
         return _own_checkpoint(store, name)
     files: Files = store if store.path is None else LocalFiles(store.path, links)
-    content, description = _description(files, name, b".")
-    return TorchCheckpoint(description, parse_metadata(content))
+    content, file = _read_description(files, name, b".")
+    return TorchCheckpoint(file, parse_metadata(content))
 
 
-def read_unfinished(save: UnfinishedSave) -> OwnCheckpoint:
-    """Read what describes the checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
+def check_whole(store: Store) -> None:
+    """Raise Damaged unless the files of the checkpoint in a store have their lengths. One of a later version passes."""
+    with suppress(UnknownVersion):
+        checkpoint_at(store).check_lengths()
+
+
+def unfinished_checkpoint(save: UnfinishedSave) -> OwnCheckpoint:
+    """The checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
     return _own_checkpoint(save, save.stored_name(INDEX))
 
 
 def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
-    content, description = _description(files, index_name, b'"}\n')
-    return OwnCheckpoint(description, parse_index(content))
+    content, file = _read_description(files, index_name, b'"}\n')
+    return OwnCheckpoint(file, parse_index(content))
 
 
-def _description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
+def _read_description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
     """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
     no more is read."""
     nbytes = files.size(name)
-    description = DescriptionFile.of(files, name)
-    with unless_replaced(description):
+    file = DescriptionFile.of(files, name)
+    with unless_replaced(file):
         if nbytes > LARGEST:
             raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
         last = bytearray(min(len(end), nbytes))
@@ -363,4 +399,4 @@ def _description(files: Files, name: str, end: bytes) -> tuple[bytes, Descriptio
         if last != end:
             raise Damaged(f"no readable {name}: its end is missing")
         content = files.read(name)
-        return content, description._replace(fingerprint=hashlib.sha256(content).hexdigest())
+        return content, file._replace(fingerprint=hashlib.sha256(content).hexdigest())

@@ -1,4 +1,4 @@
-"""The steps of a load by all ranks together: opened, compared with its digests, read into tensors.
+"""The steps of a load by all ranks together: compared with its digests, then read into tensors.
 
 A load takes them in this order, so no tensor changes before every rank has found the checkpoint whole. Every rank reads
 what its boxes need.
@@ -31,18 +31,6 @@ def identity_of(checkpoint: Checkpoint) -> Identity:
     return checkpoint.fingerprint, str(checkpoint.place)
 
 
-def open_together(read: Callable[[], Checkpoint], ranks: RankGroup) -> Checkpoint:
-    """The checkpoint whose description every rank reads. Its files may be damaged. Every rank must call it.
-
-    Raises:
-        Exception: the error of ``read``, on every rank.
-        OSError, ValueError: as :func:`check_same_description`.
-    """
-    checkpoint, identities = ranks.run_and_share(read, identity_of)
-    check_same_description(identities, ranks)
-    return checkpoint
-
-
 def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress = ignore) -> None:
     """Compare the files of a checkpoint that every rank has opened with their digests, each rank a share.
 
@@ -52,7 +40,7 @@ def verify_together(checkpoint: Checkpoint, ranks: RankGroup, progress: Progress
     """
 
     def compare() -> None:
-        with unless_replaced(checkpoint.description):
+        with unless_replaced(checkpoint.description_file):
             checkpoint.verify(ranks.rank, ranks.size, progress)
 
     ranks.run_on_all(compare)
@@ -111,15 +99,15 @@ def read_state(
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
     mine = NestedState.of(state)
-    with closing(OpenFiles(checkpoint.description)) as files:
+    with closing(OpenFiles(checkpoint.description_file)) as files:
 
         def prepare() -> tuple[Mapping[str, StoredTensor], dict[str, Any]]:
-            stored = checkpoint.parts_of(mine.tensors)
+            stored = checkpoint.stored_tensors(mine.tensors)
             values = checkpoint.values_below(state.keys(), weights_only=True)
             leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
             if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
                 raise Damaged("the description has a value inside another value")
-            files.hold(part.file for part, _, _ in reads_of(stored, mine.tensors.values()))
+            files.hold(chunk.file for chunk, _, _ in reads_of(stored, mine.tensors.values()))
             return stored, typed(nested(leaves), dict, "the state")
 
         def read(early: bool) -> None:

@@ -36,24 +36,22 @@ def check_tensors(
             )
 
 
-def check_values(checkpoint: Checkpoint, part: str, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part lacks an entry of ``state`` that is no tensor, or has one that ``state`` lacks."""
+def check_values(checkpoint: Checkpoint, key: str, state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the checkpoint has the values of ``state`` below ``key``, and no others."""
     for name, value in state.items():
-        if not isinstance(value, Tensor) and not checkpoint.has(f"{part}.{name}"):
-            raise ValueError(f"{checkpoint.place} has no value {part}.{name}")
-    if not checkpoint.has_digests:
-        return  # values of torch's writer are read later
-    for name, leaf in checkpoint.below(part).items():
+        if not isinstance(value, Tensor) and not checkpoint.has(f"{key}.{name}"):
+            raise ValueError(f"{checkpoint.place} has no value {key}.{name}")
+    if checkpoint.has_pickled_values:
+        return  # they are read later
+    for name, leaf in checkpoint.below(key).items():
         is_own = any(name == own or name.startswith(f"{own}.") for own in state)
         if not isinstance(leaf, StoredForm) and not is_own:
-            raise ValueError(
-                f"{checkpoint.place} has the value {part}.{name}, which this {part} does not have"
-            )
+            raise ValueError(f"{checkpoint.place} has the value {key}.{name}, which this {key} does not have")
 
 
-def check_shapes(checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless the tensors of a part have these names and shapes. Names the first that differs."""
-    forms = {name: form for name, form in checkpoint.below(part).items() if isinstance(form, StoredForm)}
+def check_shapes(checkpoint: Checkpoint, key: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless the tensors below ``key`` have these names and shapes. Names the first that differs."""
+    forms = {name: form for name, form in checkpoint.below(key).items() if isinstance(form, StoredForm)}
     for name in (*shapes, *forms):
         expected, found = shapes.get(name), forms[name].shape if name in forms else None
         if expected == found:
@@ -62,4 +60,4 @@ def check_shapes(checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[i
             text = f"no tensor {name}, found one of shape {list(found or ())}"
         else:
             text = f"{name} of shape {list(expected)}, found {'no such tensor' if found is None else list(found)}"
-        raise ValueError(f"{checkpoint.place}: expected {text}; this is a checkpoint of another {part}")
+        raise ValueError(f"{checkpoint.place}: expected {text}; this is a checkpoint of another {key}")

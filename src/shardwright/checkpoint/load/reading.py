@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.archive import memory_of
 from shardwright.checkpoint.format.boxes import Box, meet, overlap
-from shardwright.checkpoint.format.index import Part, StoredTensor
+from shardwright.checkpoint.format.index import Chunk, StoredTensor
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.replacement import OpenFiles
@@ -25,6 +25,15 @@ from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.errors import Damaged
 
 # -- compared with digests ---------------------------------------------------------------------------------------------
+
+
+def check_lengths(files: Files, lengths: Mapping[str, int], *, least: bool = False) -> None:
+    """Raise Damaged for the first file that is missing or has another length; for ``least`` lengths a lower one."""
+    for name, expected in lengths.items():
+        nbytes = files.size(name)
+        if nbytes < expected or (nbytes > expected and not least):
+            at_least = "at least " if least else ""
+            raise Damaged(f"{name} holds {nbytes:,} bytes, {at_least}{expected:,} expected")
 
 
 def check_ranges(
@@ -53,16 +62,16 @@ def _check_range(
     return end - start
 
 
-def compared_values(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
-    """The values of a part, on the host. Raises Damaged if its bytes are not the ones that were saved."""
-    container = torch.empty(part.length, dtype=torch.uint8)
-    with closing(files.open(part.file)) as reader:
-        _check_range(reader, part.file, *part.range, memory_of(container))
-    begin = part.data - part.start
-    data = container[begin : begin + prod(part.sizes) * dtype.itemsize]
+def compared_values(files: Files, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """The values of a chunk, on the host. Raises Damaged if its bytes are not the ones that were saved."""
+    container = torch.empty(chunk.length, dtype=torch.uint8)
+    with closing(files.open(chunk.file)) as reader:
+        _check_range(reader, chunk.file, *chunk.range, memory_of(container))
+    begin = chunk.data - chunk.start
+    data = container[begin : begin + prod(chunk.sizes) * dtype.itemsize]
     if data.data_ptr() % dtype.itemsize:  # of no writer of ours
         data = data.clone()
-    return data.view(dtype).view(part.sizes)
+    return data.view(dtype).view(chunk.sizes)
 
 
 # -- read into tensors -------------------------------------------------------------------------------------------------
@@ -70,15 +79,15 @@ def compared_values(files: Files, part: Part, dtype: torch.dtype) -> Tensor:
 
 def reads_of(
     known: Mapping[str, StoredTensor], tensors: Iterable[StateTensor]
-) -> list[tuple[Part, StoredTensor, Box]]:
+) -> list[tuple[Chunk, StoredTensor, Box]]:
     """Parts that this rank needs, in the order of the files."""
-    reads: list[tuple[Part, StoredTensor, Box]] = []
+    reads: list[tuple[Chunk, StoredTensor, Box]] = []
     for each in tensors:
         stored = known[each.name]
         for box in each.boxes_to_load():
             bounds = box.offsets, box.sizes
             reads += [
-                (part, stored, box) for part in stored.parts if meet((part.offsets, part.sizes), bounds)
+                (chunk, stored, box) for chunk in stored.chunks if meet((chunk.offsets, chunk.sizes), bounds)
             ]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
     return reads
@@ -96,41 +105,41 @@ def read_boxes(
     wait_for_devices(box.local for _, _, box in reads)
 
 
-def _read_of_file(reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
-    def read(each: tuple[Part, StoredTensor, Box]) -> int:
-        part, stored, box = each
+def _read_of_file(reader: Reader, reads: list[tuple[Chunk, StoredTensor, Box]], progress: Progress) -> None:
+    def read(each: tuple[Chunk, StoredTensor, Box]) -> int:
+        chunk, stored, box = each
         with torch.no_grad():
-            read_box(reader, part, stored.dtype, box)
-        return prod(part.sizes) * stored.dtype.itemsize
+            read_box(reader, chunk, stored.dtype, box)
+        return prod(chunk.sizes) * stored.dtype.itemsize
 
     in_threads(reads, read, progress)
 
 
-def read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
-    """Read what the part and the box share. Only the rows of the first dimension that are needed are read, or
-    all, if the part's elements are not contiguous."""
-    shared = overlap((part.offsets, part.sizes), (box.offsets, box.sizes))
+def read_box(reader: Reader, chunk: Chunk, dtype: torch.dtype, box: Box) -> None:
+    """Read what the chunk and the box share. Only the rows of the first dimension that are needed are read, or
+    all, if the chunk's elements are not contiguous."""
+    shared = overlap((chunk.offsets, chunk.sizes), (box.offsets, box.sizes))
     if shared is None:
         return
     target = shared.of(box.local, box.offsets)
-    if part.strides is not None:
-        strides, count = part.strides
+    if chunk.strides is not None:
+        strides, count = chunk.strides
         elements = torch.empty(count, dtype=dtype)
-        _fill(elements, reader, part.data)
-        stored = elements.as_strided(part.sizes, strides)
+        _fill(elements, reader, chunk.data)
+        stored = elements.as_strided(chunk.sizes, strides)
         first = 0
     else:
-        sizes, skipped, first = list(part.sizes), 0, 1
+        sizes, skipped, first = list(chunk.sizes), 0, 1
         if sizes:
-            skipped = (shared.begins[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
+            skipped = (shared.begins[0] - chunk.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
             sizes[0] = shared.ends[0] - shared.begins[0]
         if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
-            _fill(target, reader, part.data + skipped)
+            _fill(target, reader, chunk.data + skipped)
             torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
             return
         stored = torch.empty(sizes, dtype=dtype)
-        _fill(stored, reader, part.data + skipped)
-    target.copy_(shared.of(stored, part.offsets, first))
+        _fill(stored, reader, chunk.data + skipped)
+    target.copy_(shared.of(stored, chunk.offsets, first))
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:

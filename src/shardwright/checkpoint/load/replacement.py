@@ -60,7 +60,7 @@ def _identity(files: Files, name: str) -> Hashable | None:
 
 
 @contextmanager
-def unless_replaced(description: DescriptionFile, *, changing: bool = False) -> Iterator[None]:
+def unless_replaced(file: DescriptionFile, *, changing: bool = False) -> Iterator[None]:
     """Raise an OSError, also in the place of Damaged, if the checkpoint was replaced before the end of the block.
 
     With ``changing`` values may change in the block. Then only a failure counts: what is read is of the files that are
@@ -69,17 +69,17 @@ def unless_replaced(description: DescriptionFile, *, changing: bool = False) -> 
     try:
         yield
     except Damaged:
-        if description.is_replaced():
-            raise _replaced(description, changing) from None
+        if file.is_replaced():
+            raise _replaced(file, changing) from None
         raise
-    if not changing and description.identity is not None and description.is_replaced():
-        raise _replaced(description, changing)
+    if not changing and file.identity is not None and file.is_replaced():
+        raise _replaced(file, changing)
 
 
-def _replaced(description: DescriptionFile, changing: bool) -> OSError:
+def _replaced(file: DescriptionFile, changing: bool) -> OSError:
     what = ". Some values were read before that, and others were not" if changing else ""
     return OSError(
-        f"{description.files}: another program has replaced or removed the checkpoint while it was read{what}. Load it "
+        f"{file.files}: another program has replaced or removed the checkpoint while it was read{what}. Load it "
         "again"
     )
 
@@ -87,16 +87,16 @@ def _replaced(description: DescriptionFile, changing: bool) -> OSError:
 class OpenFiles:
     """The files of a checkpoint that a rank reads. Close it after the last read."""
 
-    def __init__(self, description: DescriptionFile) -> None:
-        self._description = description
+    def __init__(self, description_file: DescriptionFile) -> None:
+        self._description_file = description_file
         self._held: dict[str, Reader] = {}
 
     def hold(self, names: Iterable[str]) -> None:
         """Open the first ``HELD`` of these files, and find that they are of the checkpoint that was compared. The
         others are opened when they are read."""
-        with unless_replaced(self._description):
+        with unless_replaced(self._description_file):
             for name in sorted(set(names) - set(self._held))[: HELD - len(self._held)]:
-                self._held[name] = self._description.files.open(name)
+                self._held[name] = self._description_file.files.open(name)
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Reader]:
@@ -105,15 +105,15 @@ class OpenFiles:
         Raises:
             OSError: it is opened only now, and the checkpoint was replaced.
         """
-        held, description = self._held.get(name), self._description
-        with unless_replaced(description, changing=True):
+        held, file = self._held.get(name), self._description_file
+        with unless_replaced(file, changing=True):
             if held is not None:
                 yield held
                 return
-            reader = description.files.open(name)
+            reader = file.files.open(name)
             try:
-                if description.identity is not None and description.is_replaced():
-                    raise _replaced(description, changing=True)
+                if file.identity is not None and file.is_replaced():
+                    raise _replaced(file, changing=True)
                 yield reader
             finally:
                 reader.close()

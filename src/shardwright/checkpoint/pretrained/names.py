@@ -116,8 +116,8 @@ def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.
                 f"{source.source!r} of shape {tuple(stored.shape)} has no entries {source.start} to "
                 f"{source.start + source.length} along dimension {source.dim}"
             )
-        part = stored.narrow(source.dim, source.start, source.length)
-        return part.shape, [Box((0,) * part.ndim, part)]
+        view = stored.narrow(source.dim, source.start, source.length)
+        return view.shape, [Box((0,) * view.ndim, view)]
     if isinstance(source, Transposed):
         shape, views = views_of(source.source, get)
         if len(shape) != len(source.dims):
@@ -126,13 +126,13 @@ def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.
             )
         permuted = [Box(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
         return torch.Size(shape[d] for d in source.dims), permuted
-    parts = [views_of(each, get) for each in source.sources]
-    shapes = [shape for shape, _ in parts]
+    shaped = [views_of(each, get) for each in source.sources]
+    shapes = [shape for shape, _ in shaped]
     if isinstance(source, Stacked):
         if len(set(shapes)) > 1:
             raise ValueError(f"{_source_in_words(source)} are stacked and have shapes {_unlike(shapes)}")
-        stacked = [Box((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views]
-        return torch.Size([len(parts), *shapes[0]]), stacked
+        stacked = [Box((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(shaped) for o, t in views]
+        return torch.Size([len(shaped), *shapes[0]]), stacked
     dim = source.dim
     if any(
         len(s) <= dim or (*s[:dim], *s[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :])
@@ -141,7 +141,7 @@ def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.
         raise ValueError(
             f"{_source_in_words(source)} are joined along dimension {dim} and have shapes {_unlike(shapes)}"
         )
-    sizes = source.sizes or (shapes[0][dim],) * len(parts)
+    sizes = source.sizes or (shapes[0][dim],) * len(shaped)
     if tuple(s[dim] for s in shapes) != tuple(sizes):
         raise ValueError(
             f"{_source_in_words(source)} are joined in sizes {sizes} along {dim} and have shapes {_unlike(shapes)}"
@@ -149,7 +149,7 @@ def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     joined = [
         Box((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
-        for start, (_, views) in zip(starts, parts, strict=True)
+        for start, (_, views) in zip(starts, shaped, strict=True)
         for o, t in views
     ]
     return torch.Size([*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]]), joined
@@ -165,14 +165,14 @@ def _unlike(shapes: Sequence[Sequence[int]]) -> str:
 
 
 class Piece(NamedTuple):
-    """The part of a stored tensor that comes from a model's tensor.
+    """All or a slice of a stored tensor, which comes from a model's tensor.
 
     It is no :class:`Box`: pieces of one stored tensor must be slices along one dimension, or no load could read them.
     """
 
     key: str
     tensor: Tensor
-    part: Slice | None  #: of the stored one; None: it is the whole
+    slice: Slice | None  #: of the stored one; None: it is the whole
 
 
 def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
@@ -197,8 +197,8 @@ def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} is not a stack of {len(source.sources)}"
             )
-        for each, part in zip(source.sources, tensor, strict=True):
-            yield from pieces_of(each, part)
+        for each, view in zip(source.sources, tensor, strict=True):
+            yield from pieces_of(each, view)
     else:
         size = tensor.shape[source.dim] if source.dim < tensor.ndim else 0
         count = len(source.sources)
@@ -207,5 +207,5 @@ def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} is not a join of {count} along {source.dim}"
             )
-        for each, part in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
-            yield from pieces_of(each, part)
+        for each, view in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
+            yield from pieces_of(each, view)

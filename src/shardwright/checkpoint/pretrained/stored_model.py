@@ -52,7 +52,7 @@ class StoredModel:
     keys: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
     def pieces(self, entry: ModelTensor, tensor: Tensor) -> list[Piece]:
-        """The parts of stored tensors that come from this tensor of the model, as views of ``tensor``."""
+        """The pieces of stored tensors that come from this tensor of the model, as views of ``tensor``."""
         source = source_of(self.key_map, entry.name)
         return [] if source is None else list(pieces_of(source, tensor))
 
@@ -86,20 +86,21 @@ class StoredModel:
     ) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a group, one after another, from its whole tensors by name.
 
-        Views where no parts must be joined. A floating-point tensor of another dtype than its stored form is converted.
+        Views where no pieces must be joined. A floating-point tensor of another dtype than its stored form is
+        converted.
         """
         pieces: dict[str, list[Piece]] = {}
         for entry in group:
             for piece in self.pieces(entry, whole[entry.name]):
                 pieces.setdefault(piece.key, []).append(piece)
-        for key, parts in pieces.items():
-            yield key, _joined(parts).to(self.keys[key][1])
+        for key, of_key in pieces.items():
+            yield key, _joined(of_key).to(self.keys[key][1])
 
 
-def _joined(parts: list[Piece]) -> Tensor:
-    parts.sort(key=lambda piece: piece.part.start if piece.part is not None else 0)
-    tensors = [piece.tensor for piece in parts]
-    dim = parts[0].part.dim if parts[0].part is not None else 0
+def _joined(pieces: list[Piece]) -> Tensor:
+    pieces.sort(key=lambda piece: piece.slice.start if piece.slice is not None else 0)
+    tensors = [piece.tensor for piece in pieces]
+    dim = pieces[0].slice.dim if pieces[0].slice is not None else 0
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
@@ -150,7 +151,7 @@ def stored_model(
             pieces.setdefault(piece.key, []).append((entry, piece))
         if own:
             _join(stored.groups, entry, [other for piece in own for other, _ in pieces[piece.key]])
-    stored.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
+    stored.keys = {key: _shape_of(key, of_key) for key, of_key in pieces.items()}
     for key, (_, stored_dtype) in stored.keys.items():
         dtype_name(stored_dtype, key)
     return stored
@@ -172,15 +173,15 @@ def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[to
     names = abbreviated([repr(entry.name) for entry, _ in own_pieces], 6)
     tensors = [piece.tensor for _, piece in own_pieces]
     first = tensors[0]
-    if own_pieces[0][1].part is None and len(own_pieces) == 1:
+    if own_pieces[0][1].slice is None and len(own_pieces) == 1:
         return first.shape, first.dtype
-    parts = sorted((p.part.start, p.part) for _, p in own_pieces if p.part is not None)
-    ends = [start + part.length for start, part in parts]
-    dim = parts[0][1].dim if parts else 0
+    slices = sorted((p.slice for _, p in own_pieces if p.slice is not None), key=lambda each: each.start)
+    ends = [each.start + each.length for each in slices]
+    dim = slices[0].dim if slices else 0
     if (
-        len(parts) < len(own_pieces)
-        or [start for start, _ in parts] != [0, *ends[:-1]]
-        or len({part.dim for _, part in parts}) > 1
+        len(slices) < len(own_pieces)
+        or [each.start for each in slices] != [0, *ends[:-1]]
+        or len({each.dim for each in slices}) > 1
         or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
     ):
         raise ValueError(

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwright import board as boards
-from shardwright.checkpoint.format.names import file_of_rank, files_of_save
 from shardwright.checkpoint.format.progress import Progress, ignore
-from shardwright.checkpoint.load.checkpoints import read_unfinished
-from shardwright.checkpoint.load.collective_load import open_together, verify_together
-from shardwright.checkpoint.load.reading import check_ranges
+from shardwright.checkpoint.load.checkpoints import check_whole, unfinished_checkpoint
+from shardwright.checkpoint.load.reading import check_lengths, check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
-from shardwright.checkpoint.save.writing import Contents, WrittenFile, write_descriptions, write_parts
+from shardwright.checkpoint.save.writing import (
+    BoxToWrite,
+    Contents,
+    WrittenFile,
+    write_boxes,
+    write_descriptions,
+)
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
+from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -39,8 +44,8 @@ def write_state(
 ) -> None:
     """Write a checkpoint of a nested state. Every rank must call it.
 
-    With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
-    checkpoint appears, and before anything that it replaces is touched.
+    With ``verified`` all that was written is read back and compared with its digests, each rank's file by that rank,
+    before the checkpoint appears, and before anything that it replaces is touched.
     ``notes`` are texts for ``Index.about``, beside the versions of libraries. ``shared``: see :meth:`SavePlan.of`.
 
     Raises:
@@ -51,63 +56,55 @@ def write_state(
     """
     plan = SavePlan.of(state, ranks, notes, shared)
     save = store_of(path).unfinished(plan.contents.attempt)
-    with publish(save, plan.contents.nbytes, overwrite, names=files_of_save(ranks.size), ranks=ranks):
+    with publish(
+        save, plan.contents.nbytes, overwrite, names=files_of_save(ranks.size), ranks=ranks, check=check_whole
+    ):
 
         def write() -> WrittenFile:
             with unless_removed(save):
-                return write_parts(save, file_of_rank(ranks.rank), plan.own, progress)
+                return write_own_file(save, ranks.rank, plan.own, verified, progress)
 
         writes = ranks.gather(ranks.run_own(write))
-
-        def describe() -> None:
-            with unless_removed(save):
-                _describe(save, plan.contents, writes or [])
-
-        ranks.run_on_first(describe)
-        if verified:
-            _read_back_together(save, ranks, progress)
+        ranks.run_on_first(lambda: describe(save, plan.contents, writes or [], verified))
 
 
-def _describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile]) -> None:
-    """Describe what each rank has written, and check that it is whole.
+def write_own_file(
+    save: UnfinishedSave,
+    rank: int,
+    boxes: Iterable[BoxToWrite],
+    verified: bool,
+    progress: Progress = ignore,
+) -> WrittenFile:
+    """Write the file of a rank. With ``verified`` it is read back.
 
     Raises:
-        OSError: a file cannot be written, or has another size than what was written.
-        RuntimeError: the parts are not all parts of the tensors.
+        OSError: the file cannot be written, or holds other bytes when it is read back.
     """
-    for each in writes:
-        if not each.parts:
-            save.remove(each.file)
-    index = write_descriptions(save, contents, [each for each in writes if each.parts])
-    for name, file in index.files.items():
-        try:
-            nbytes = save.size(name)
-        except Damaged as problem:
-            raise OSError(f"{save}/{name}: {problem}") from None
-        if nbytes != file.nbytes:
-            raise OSError(f"{save}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+    written = write_boxes(save, file_of_rank(rank), boxes, progress)
+    if verified and written.chunks:
+        read_back(save, written, progress)
+    return written
 
 
-def commit_parts(
-    save: UnfinishedSave, contents: Contents, writes: list[WrittenFile], overwrite: bool, verified: bool
-) -> None:
-    """Describe what each rank has written, check that it is whole, and commit it.
-
-    With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
+def describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile], verified: bool) -> None:
+    """Describe what all ranks have written, and check that it is whole. With ``verified`` descriptions are read back.
 
     Raises:
-        OSError: as :func:`write_state`.
-        RuntimeError: the parts are not all parts of the tensors.
+        OSError: a file cannot be written, or holds other bytes or fewer when it is read back.
+        RuntimeError: the chunks are not all of the tensors.
     """
     with unless_removed(save):
-        _describe(save, contents, writes)
-        if verified:
-            with _other_bytes(save):
-                read_unfinished(save).verify_descriptions()
-    save.commit(overwrite)
+        for each in writes:
+            if not each.chunks:
+                save.remove(each.file)
+        index = write_descriptions(save, contents, [each for each in writes if each.chunks])
+        with _other_bytes(save):
+            check_lengths(save, {name: file.nbytes for name, file in index.files.items()})
+            if verified:
+                unfinished_checkpoint(save).verify_descriptions()
 
 
-def read_back(save: UnfinishedSave, written: WrittenFile) -> None:
+def read_back(save: UnfinishedSave, written: WrittenFile, progress: Progress = ignore) -> None:
     """Compare a rank's file with the digests that were taken when it was written.
 
     Raises:
@@ -115,20 +112,12 @@ def read_back(save: UnfinishedSave, written: WrittenFile) -> None:
     """
     drop_from_cache(save, written.file)
     with _other_bytes(save):
-        if written.parts:
-            check_ranges(save, written.file, [part.range for _, part in written.parts])
-
-
-def _read_back_together(save: UnfinishedSave, ranks: RankGroup, progress: Progress) -> None:
-    """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
-    ranks.run_on_all(lambda: drop_from_cache(save, file_of_rank(ranks.rank)))
-    with _other_bytes(save):
-        verify_together(open_together(lambda: read_unfinished(save), ranks), ranks, progress)
+        check_ranges(save, written.file, [chunk.range for _, chunk in written.chunks], progress)
 
 
 def drop_from_cache(files: Files, name: str) -> None:
     """Let the next read of a file come from the disk, as far as that is possible. Objects have no such cache."""
-    if files.path is None or not hasattr(os, "posix_fadvise") or not (files.path / name).exists():
+    if files.path is None or not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(files.path / name, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""The plan of a save: the parts that each rank writes, and the contents of the checkpoint.
+"""The plan of a save: the boxes that each rank writes, and the contents of the checkpoint.
 
 Every rank sends the list of its boxes to the first one. The first rank checks that they make up every tensor, and gives
 each box to one of the ranks that have it.
@@ -18,7 +18,7 @@ from shardwright.checkpoint.format.boxes import Box, check_coverage
 from shardwright.checkpoint.format.index import StoredValue, TensorForm
 from shardwright.checkpoint.format.nested import NestedState, StateTensor
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.checkpoint.save.writing import Contents, PartToWrite, versions
+from shardwright.checkpoint.save.writing import BoxToWrite, Contents, versions
 from shardwright.checkpoint.storage.stores import new_attempt
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -29,9 +29,9 @@ BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, of
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The parts that this rank saves, and the contents of the checkpoint."""
+    """The boxes that this rank writes, and the contents of the checkpoint."""
 
-    own: list[PartToWrite]
+    own: list[BoxToWrite]
     contents: Contents  #: complete on the first rank; of this rank alone on others
 
     @classmethod
@@ -55,9 +55,9 @@ class SavePlan:
         agreed: list[tuple[dict[str, TensorForm], list[list[BoxKey]]]] = []
         ranks.run_on_first(lambda: agreed.append(_agreed(everyones or [])))
         forms, shares = agreed[0] if agreed else (mine.forms, None)
-        parts = [PartToWrite(key[0], mine.boxes[key]) for key in ranks.scatter(shares)]
+        own = [BoxToWrite(key[0], mine.boxes[key]) for key in ranks.scatter(shares)]
         attempt, texts = ranks.broadcast(new_attempt()), {**(notes or {}), **versions()}
-        return cls(parts, Contents(attempt, ranks.size, forms, mine.values, texts))
+        return cls(own, Contents(attempt, ranks.size, forms, mine.values, texts))
 
 
 @dataclass(frozen=True)

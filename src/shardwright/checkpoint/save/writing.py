@@ -1,4 +1,4 @@
-"""The files of a checkpoint: parts of tensors in a file of each rank, and the small files that describe them.
+"""The files of a checkpoint: chunks of tensors in a file of each rank, and the small files that describe them.
 
 Nothing here communicates. Every file is durable when its function returns.
 """
@@ -22,13 +22,13 @@ from shardwright._version import __version__
 from shardwright.checkpoint.format.archive import container, host_bytes, lengths
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import (
+    Chunk,
     Index,
-    Part,
     StoredFile,
     StoredTensor,
     StoredValue,
     TensorForm,
-    digest_of_parts,
+    digest_of_chunks,
     index_text,
     parse_index,
 )
@@ -39,7 +39,7 @@ from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.errors import Damaged
 
 
-class PartToWrite(NamedTuple):
+class BoxToWrite(NamedTuple):
     """A box of the tensor of this name, which a rank writes."""
 
     name: str
@@ -47,22 +47,22 @@ class PartToWrite(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """A file of parts that is on disk: for each part the name of its tensor."""
+    """A file of chunks that is on disk: for each chunk the name of its tensor."""
 
     file: str
-    parts: list[tuple[str, Part]]
+    chunks: list[tuple[str, Chunk]]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.length for _, part in self.parts)
+        return sum(chunk.length for _, chunk in self.chunks)
 
     @property
     def sha256(self) -> str:
-        return digest_of_parts(part.sha256 for _, part in self.parts)
+        return digest_of_chunks(chunk.sha256 for _, chunk in self.chunks)
 
 
-def write_parts(
-    save: UnfinishedSave, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
+def write_boxes(
+    save: UnfinishedSave, file: str, boxes: Iterable[BoxToWrite], progress: Progress = ignore
 ) -> WrittenFile:
     """Write a rank's file. It has the name under which the save stores it.
 
@@ -70,26 +70,26 @@ def write_parts(
         OSError: the file cannot be written, or is there already. It names the file.
     """
     placed, end = [], 0
-    for part in parts:
-        placed.append((end, part))
-        head, tail = lengths(part.box.local.dtype, part.box.sizes)
-        end += head + part.box.local.nbytes + tail
-    wait_for_devices(part.box.local for _, part in placed)
+    for each in boxes:
+        placed.append((end, each))
+        head, tail = lengths(each.box.local.dtype, each.box.sizes)
+        end += head + each.box.local.nbytes + tail
+    wait_for_devices(each.box.local for _, each in placed)
     with _new_file(save, file) as (writer, name):
         if writer.in_order:
-            return _written_in_order(writer, name, (part for _, part in placed), progress)
+            return _written_in_order(writer, name, (each for _, each in placed), progress)
 
-        def write(each: tuple[int, PartToWrite]) -> tuple[str, Part]:
-            return _write_part(writer, name, *each)
+        def write(each: tuple[int, BoxToWrite]) -> tuple[str, Chunk]:
+            return _write_box(writer, name, *each)
 
         # In threads, because hashing takes longer than writing, and both let go of the interpreter.
         return WrittenFile(name, in_threads(placed, write, lambda each: progress(each[1].length)))
 
 
-def write_parts_in_order(save: UnfinishedSave, file: str, parts: Iterable[PartToWrite]) -> WrittenFile:
-    """Write a file as :func:`write_parts` does, of parts that are read while it is written: one is in memory."""
+def write_boxes_in_order(save: UnfinishedSave, file: str, boxes: Iterable[BoxToWrite]) -> WrittenFile:
+    """Write a file as :func:`write_boxes` does, of boxes that are read while it is written: one is in memory."""
     with _new_file(save, file) as (writer, name):
-        return _written_in_order(writer, name, parts, ignore)
+        return _written_in_order(writer, name, boxes, ignore)
 
 
 @contextlib.contextmanager
@@ -106,21 +106,21 @@ def _new_file(save: UnfinishedSave, file: str) -> Iterator[tuple[Writer, str]]:
 
 
 def _written_in_order(
-    writer: Writer, file: str, parts: Iterable[PartToWrite], progress: Progress
+    writer: Writer, file: str, boxes: Iterable[BoxToWrite], progress: Progress
 ) -> WrittenFile:
-    written: list[tuple[str, Part]] = []
+    written: list[tuple[str, Chunk]] = []
     end = 0
-    for part in parts:
-        written.append(_write_part(writer, file, end, part))
-        del part  # so that the next part is not read while this one is in memory
+    for each in boxes:
+        written.append(_write_box(writer, file, end, each))
+        del each  # so that the next box is not read while this one is in memory
         end += written[-1][1].length
         progress(written[-1][1].length)
     return WrittenFile(file, written)
 
 
-def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tuple[str, Part]:
-    """Write a part at its place, and digest it."""
-    name, box = part
+def _write_box(writer: Writer, file: str, start: int, each: BoxToWrite) -> tuple[str, Chunk]:
+    """Write a box as a chunk at its place, and digest it."""
+    name, box = each
     data, _held = host_bytes(box.local)
     head, tail = container(box.local.dtype, box.sizes, data)
     sha256, position = hashlib.sha256(), start
@@ -129,8 +129,8 @@ def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tup
         sha256.update(piece)
         position += len(piece)
     length = position - start
-    place = Part(box.offsets, box.sizes, file, start, length, start + len(head), sha256.hexdigest())
-    return name, place
+    chunk = Chunk(box.offsets, box.sizes, file, start, length, start + len(head), sha256.hexdigest())
+    return name, chunk
 
 
 def _write_file(save: UnfinishedSave, name: str, content: bytes) -> StoredFile:
@@ -140,7 +140,7 @@ def _write_file(save: UnfinishedSave, name: str, content: bytes) -> StoredFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """The content of a checkpoint to write, without the places of its parts."""
+    """The content of a checkpoint to write, without the places of its chunks."""
 
     attempt: str
     ranks: int
@@ -163,15 +163,15 @@ def write_descriptions(
 
     Raises:
         OSError: a file cannot be written.
-        RuntimeError: the parts are not all parts of the tensors.
+        RuntimeError: the chunks are not all of the tensors.
     """
-    parts: dict[str, list[Part]] = {name: [] for name in contents.tensors}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in contents.tensors}
     for each in written:
-        for name, part in each.parts:
-            parts[name].append(part)
+        for name, chunk in each.chunks:
+            chunks[name].append(chunk)
     files = {each.file: StoredFile(each.nbytes, each.sha256, True) for each in written}
     tensors = {
-        name: StoredTensor(form.path, form.dtype, form.shape, tuple(sorted(parts[name])))
+        name: StoredTensor(form.path, form.dtype, form.shape, tuple(sorted(chunks[name])))
         for name, form in contents.tensors.items()
     }
     flat = _as_torch_flattens(contents.values)
@@ -239,7 +239,7 @@ def _metadata(
     places: Mapping[str, tuple[int, int]],
     values_file: str,
 ) -> bytes:
-    """The pickle that torch's own writer would leave for these parts."""
+    """The pickle that torch's own writer would leave for these chunks."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -259,11 +259,11 @@ def _metadata(
     places = {sys.intern(name): each for name, each in places.items()}
     for name, tensor in tensors.items():
         chunks = []
-        for part in tensor.parts:
-            offsets = torch.Size(part.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+        for chunk in tensor.chunks:
+            offsets = torch.Size(chunk.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
             storage[MetadataIndex(name, offsets)] = storage_info(
-                sys.intern(part.file), part.start, part.length
+                sys.intern(chunk.file), chunk.start, chunk.length
             )
         properties = TensorProperties(dtype=tensor.dtype)
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)

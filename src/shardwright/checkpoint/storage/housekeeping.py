@@ -9,9 +9,9 @@ import os
 import zipfile
 from pathlib import Path
 
-from shardwright.checkpoint.format.names import may_be_checkpoint
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.storage.locations import store_of
+from shardwright.checkpoint.storage.save_names import may_be_checkpoint
 
 
 def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -> list[str]:

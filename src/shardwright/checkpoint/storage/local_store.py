@@ -17,9 +17,10 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, may_be_checkpoint
+from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES
 from shardwright.checkpoint.storage.local_files import LocalFiles, LocalWriter
-from shardwright.checkpoint.storage.stores import new_attempt, unless_removed
+from shardwright.checkpoint.storage.save_names import may_be_checkpoint
+from shardwright.checkpoint.storage.stores import Check, new_attempt, trust, unless_removed
 from shardwright.durable import NEW, make_folder, named, sync_folder
 from shardwright.errors import Damaged
 
@@ -31,7 +32,7 @@ class LocalStore(LocalFiles):
 
     # -- the checkpoint at this place ----------------------------------------------------------------------------------
 
-    def description(self) -> str:
+    def description_name(self) -> str:
         self.recover()
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path}: {self._found()}")
@@ -150,7 +151,7 @@ class LocalSave(LocalFiles):
         super().__init__(partial_folder(store.path, attempt))
         self.store = store
 
-    def begin(self, nbytes: int, overwrite: bool) -> None:
+    def begin(self, nbytes: int, overwrite: bool, check: Check = trust) -> None:
         place = self.store.path
         self.store.recover()
         self.store.check_free(overwrite)

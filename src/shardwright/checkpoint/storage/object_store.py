@@ -9,16 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from shardwright.checkpoint.format.index import UnknownVersion, parse_index
-from shardwright.checkpoint.format.names import (
-    INDEX,
-    MARK,
-    METADATA,
-    is_mark,
-    is_of_checkpoint,
-    is_of_save_at_url,
-    with_attempt,
-)
+from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.storage.file_systems import (
     ObjectsBelow,
     causes_of,
@@ -27,7 +18,14 @@ from shardwright.checkpoint.storage.file_systems import (
     write_new,
 )
 from shardwright.checkpoint.storage.object_files import ObjectFiles, ObjectWriter
-from shardwright.checkpoint.storage.stores import new_attempt, unless_removed
+from shardwright.checkpoint.storage.save_names import (
+    MARK,
+    is_mark,
+    is_of_checkpoint,
+    is_of_save_at_url,
+    with_attempt,
+)
+from shardwright.checkpoint.storage.stores import Check, new_attempt, trust, unless_removed
 from shardwright.errors import Damaged
 
 #: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
@@ -43,7 +41,7 @@ class ObjectStore(ObjectFiles):
 
     # -- the checkpoint at this place ----------------------------------------------------------------------------------
 
-    def description(self) -> str:
+    def description_name(self) -> str:
         try:
             promptly(lambda: self.size(INDEX), str(self))
         except Damaged as problem:
@@ -88,7 +86,7 @@ class ObjectStore(ObjectFiles):
     def unfinished(self, attempt: str | None = None) -> ObjectSave:
         return ObjectSave(self, attempt or new_attempt())
 
-    def make_free(self, overwrite: bool) -> None:
+    def make_free(self, overwrite: bool, check: Check) -> None:
         """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""
         names = promptly(self.sizes, str(self))
         if not names:
@@ -97,13 +95,15 @@ class ObjectStore(ObjectFiles):
         if foreign is not None:
             raise FileExistsError(f"{self} holds {foreign}, which no save has written. Choose another URL")
         if INDEX in names:
-            problem = self._damage()
-            if problem is None:
+            try:
+                check(self)
+            except Damaged as problem:
+                left = f"a damaged checkpoint ({problem})"
+            else:
                 raise FileExistsError(
                     f"{self} holds a whole checkpoint. It is not replaced, since objects cannot be renamed: choose "
                     "another URL, or delete it first"
                 )
-            left = f"a damaged checkpoint ({problem})"
         else:
             count = len(names)
             left = f"what an interrupted save has left ({count} object{'s' * (count > 1)})"
@@ -112,19 +112,6 @@ class ObjectStore(ObjectFiles):
                 f"{self} holds {left}. Pass overwrite=True to delete it, or choose another URL"
             )
         self._remove_all(names)
-
-    def _damage(self) -> str | None:
-        """The damage of a committed checkpoint, in words, from its index and sizes alone; None without damage."""
-        try:
-            index = parse_index(self.read(INDEX))
-            for name, file in index.files.items():
-                if (nbytes := self.size(name)) != file.nbytes:
-                    return f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected"
-        except UnknownVersion:
-            return None
-        except Damaged as problem:
-            return str(problem)
-        return None
 
     # -- the parent of such places -------------------------------------------------------------------------------------
 
@@ -146,8 +133,8 @@ class ObjectSave(ObjectFiles):
         self.store, self._attempt = store, attempt
         self.mark = self.stored_name(MARK)
 
-    def begin(self, nbytes: int, overwrite: bool) -> None:
-        self.store.make_free(overwrite)
+    def begin(self, nbytes: int, overwrite: bool, check: Check = trust) -> None:
+        self.store.make_free(overwrite, check)
         if self.objects.protocol in _WITH_FOLDERS:
             with self.objects.reported("", "made"):
                 system, path = self.objects.at("")

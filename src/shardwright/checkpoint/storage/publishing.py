@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from shardwright.checkpoint.storage.local_store import SingleFile
-from shardwright.checkpoint.storage.stores import UnfinishedSave
+from shardwright.checkpoint.storage.stores import Check, UnfinishedSave, trust
 from shardwright.collective import RankGroup
 from shardwright.durable import new_file
 
@@ -28,6 +28,7 @@ def publish(
     *,
     names: Iterable[str] = (),
     ranks: RankGroup | None = None,
+    check: Check = trust,
 ) -> Iterator[Save]:
     """A save: the block writes its files, which become the content of its place after the block.
 
@@ -35,7 +36,7 @@ def publish(
 
     Args:
         save: equal on all ranks.
-        nbytes, overwrite: as for :meth:`UnfinishedSave.begin`.
+        nbytes, overwrite, check: as for :meth:`UnfinishedSave.begin`.
         names: of the files that the block may write.
         ranks: that write together. Default: this process alone.
 
@@ -43,14 +44,19 @@ def publish(
         FileExistsError, OSError: as :meth:`UnfinishedSave.begin` and :meth:`UnfinishedSave.commit`.
     """
     ranks = ranks or RankGroup(alone=True)
-    with begun(save, nbytes, overwrite, names, ranks):
+    with begun(save, nbytes, overwrite, names, ranks, check):
         yield save
         ranks.run_on_first(lambda: save.commit(overwrite))
 
 
 @contextmanager
 def begun(
-    save: UnfinishedSave, nbytes: int, overwrite: bool, names: Iterable[str], ranks: RankGroup
+    save: UnfinishedSave,
+    nbytes: int,
+    overwrite: bool,
+    names: Iterable[str],
+    ranks: RankGroup,
+    check: Check,
 ) -> Iterator[None]:
     """A save that has begun, which every rank sees. It is abandoned if the block fails.
 
@@ -58,7 +64,7 @@ def begun(
     """
     place = str(save.store)
     try:
-        ranks.run_on_first(lambda: save.begin(nbytes, overwrite))
+        ranks.run_on_first(lambda: save.begin(nbytes, overwrite, check))
         first = ranks.broadcast(place)
 
         def see() -> None:

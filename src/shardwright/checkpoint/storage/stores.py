@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from shardwright.errors import Damaged
 
@@ -67,6 +67,14 @@ class Files(Protocol):
         """Open a file for reading. Raises as :meth:`size`."""
 
 
+#: Raises Damaged if the checkpoint of a store is not whole.
+Check: TypeAlias = "Callable[[Store], object]"
+
+
+def trust(store: Store) -> None:
+    """The check that takes every checkpoint for whole."""
+
+
 @runtime_checkable
 class Store(Files, Protocol):
     """A place that holds one checkpoint, whole or none, or the parent of such places.
@@ -74,7 +82,7 @@ class Store(Files, Protocol):
     ``str()`` of it is the path or URL from which another process makes the same store.
     """
 
-    def description(self) -> str:
+    def description_name(self) -> str:
         """The name of the file that describes the checkpoint.
 
         Raises:
@@ -106,8 +114,8 @@ class UnfinishedSave(Files, Protocol):
     def store(self) -> Store:
         """The place whose checkpoint it becomes."""
 
-    def begin(self, nbytes: int, overwrite: bool) -> None:
-        """Prepare for files of ``nbytes``.
+    def begin(self, nbytes: int, overwrite: bool, check: Check = trust) -> None:
+        """Prepare for files of ``nbytes``. Behind a URL a checkpoint is overwritten only if ``check`` finds it damaged.
 
         Raises:
             FileExistsError: something is at the place that is not to be overwritten.

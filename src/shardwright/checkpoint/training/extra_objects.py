@@ -1,4 +1,4 @@
-"""The objects, tensors and values that a user passes as ``extra``: their states for a save, and the part of a load.
+"""The objects, tensors and values that a user passes as ``extra``: their states for a save, and the section of a load.
 
 Tensors are read in place, and objects get their stored state.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.arguments import reason_of
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import of_stored_form, targets_below
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -47,7 +47,7 @@ def _state_of(key: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ExtraToLoad(PartToLoad):
+class ExtraToLoad(SectionToLoad):
     """All of the stored ``extra``, and the objects and tensors of the run that are restored from it.
 
     An object whose sharded tensors are read in place is late: it gets its state when these have their values, after
@@ -57,7 +57,7 @@ class ExtraToLoad(PartToLoad):
         checkpoint, ranks: of the load.
         given: the objects and tensors, as the user passes them.
         in_place: names of the tensors that are read in place.
-        undo: gets what gives objects their present states back.
+        changes: gives the objects that have got their stored states their earlier ones back.
     """
 
     key = EXTRA
@@ -66,14 +66,14 @@ class ExtraToLoad(PartToLoad):
     given: Mapping[str, Any]
     in_place: frozenset[str]
     tensors: Mapping[str, Tensor]
-    undo: ExitStack
+    changes: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any], undo: ExitStack) -> Self:
+    def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any]) -> Self:
         """Raises ValueError: an object cannot give its state, or there is no memory for a stored tensor."""
         own = _tensors_in_place(checkpoint, given)
         tensors = targets_below(checkpoint, EXTRA, own)
-        return cls(checkpoint, ranks, given, frozenset(own), tensors, undo)
+        return cls(checkpoint, ranks, given, frozenset(own), tensors)
 
     def check(self) -> None:
         for key, value in self.given.items():
@@ -92,6 +92,9 @@ class ExtraToLoad(PartToLoad):
     def restore(self, content: Mapping[str, Any]) -> None:
         self.ranks.run_on_all(lambda: self._restore_objects(content, late=True))
 
+    def undo(self) -> None:
+        self.changes.close()
+
     def _restore_objects(self, content: Mapping[str, Any], *, late: bool) -> None:
         for key, value in self.given.items():
             is_late = any(name.startswith(f"{EXTRA}.{key}.") for name in self.in_place)
@@ -99,7 +102,7 @@ class ExtraToLoad(PartToLoad):
                 continue
             if key not in content:
                 raise Damaged(f"extra {key!r} is stored in an unknown form")
-            self.undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
+            self.changes.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
             try:
                 value.load_state_dict(content[key])
             except Exception as error:

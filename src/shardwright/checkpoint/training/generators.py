@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import targets_below
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 
-GENERATORS = "generators"  #: the part of a checkpoint
+GENERATORS = "generators"  #: the key of the section in a checkpoint
 
 
 def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
@@ -130,7 +130,7 @@ def _from_integers(tensor: Tensor) -> tuple[list[int], float | None]:
 
 
 @dataclass(frozen=True)
-class GeneratorsToLoad(PartToLoad):
+class GeneratorsToLoad(SectionToLoad):
     """The stored generators that this rank takes.
 
     Attributes:

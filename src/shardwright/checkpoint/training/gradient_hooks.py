@@ -14,7 +14,7 @@ from typing import Any, Self
 from torch import nn
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.collective import RankGroup
 from shardwright.comm import GradientHook
 from shardwright.engine.unit.owning import units_of
@@ -54,7 +54,7 @@ def _digest(hook: GradientHook, units: list[Unit]) -> str:
 
 
 @dataclass(frozen=True)
-class HooksToLoad(PartToLoad):
+class HooksToLoad(SectionToLoad):
     """The hooks of a model, and the states that a checkpoint has for them on the same ranks and in the same layout.
 
     Attributes:

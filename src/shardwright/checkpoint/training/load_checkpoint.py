@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from shardwright import board as boards
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.format.progress import ignore
-from shardwright.checkpoint.load.checkpoints import Checkpoint, read_description
+from shardwright.checkpoint.load.checkpoints import Checkpoint, checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     Identity,
     check_same_description,
@@ -42,8 +41,8 @@ from shardwright.checkpoint.training.generators import GeneratorsToLoad
 from shardwright.checkpoint.training.gradient_hooks import HooksToLoad
 from shardwright.checkpoint.training.model import ModelToLoad, dtype_advice, model_state
 from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
-from shardwright.checkpoint.training.optimizers import OPTIMIZER, as_optimizers, optimizers_to_load
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.optimizers import OPTIMIZER, OptimizersToLoad, as_optimizers
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.collective import RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.errors import Damaged
@@ -98,13 +97,10 @@ def load_checkpoint(
     known = path.opened if isinstance(path, StoredCheckpoint) else None
     place = place_of(path.path if isinstance(path, StoredCheckpoint) else path, ranks)
     arguments = _Arguments(model, optimizer, extra or {}, generators, frozen, settings, convert, progress)
-    with ExitStack() as undo:
-        try:
-            result = _load(_examine(place, known, arguments, ranks), arguments, ranks, undo)
-        except Damaged as problem:
-            raise Damaged(f"{place}: {problem}") from problem
-        undo.pop_all()
-    return result
+    try:
+        return _load(_examine(place, known, arguments, ranks), arguments, ranks)
+    except Damaged as problem:
+        raise Damaged(f"{place}: {problem}") from problem
 
 
 class _Arguments(NamedTuple):
@@ -128,28 +124,37 @@ class _Examined(NamedTuple):
     optimizers: tuple[Optimizer, ...]
 
 
-def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup, undo: ExitStack) -> dict[str, Any]:
-    """Read, check and restore all parts. Returns the stored ``extra``. Every rank must call it.
+def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[str, Any]:
+    """Read, check and restore all sections. Returns the stored ``extra``. Every rank must call it.
 
-    ``undo`` gets what gives objects of ``extra`` their present state back.
+    If it fails, the sections that are not restored yet are undone.
     """
-    others = ranks.run_own(lambda: _other_parts(examined, arguments, ranks, undo))
-    with optimizers_to_load(
-        arguments.model, examined.optimizers, examined.checkpoint, arguments.settings
-    ) as optimizers:
-        trained = [examined.model, *optimizers]
-        content = _read([*trained, *others], examined, arguments, ranks)
-        for part in trained:
-            part.restore(content[part.key])
-    for part in others:
-        part.restore(content[part.key])
+    sections = _sections(examined, arguments, ranks)
+    try:
+        content = _read(sections, examined, arguments, ranks)
+        while sections:
+            sections[0].restore(content[sections[0].key])
+            del sections[0]
+    except BaseException:
+        for section in sections:
+            section.undo()
+        raise
     return content[EXTRA]
 
 
-def _other_parts(
-    examined: _Examined, arguments: _Arguments, ranks: RankGroup, undo: ExitStack
-) -> list[PartToLoad]:
-    """The parts beside model and optimizers, as they are restored: generators last, since objects may draw."""
+def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
+    """All sections, as they are restored: generators last, since objects may draw."""
+    others = ranks.run_own(lambda: _other_sections(examined, arguments, ranks))
+    if not examined.optimizers:
+        return [examined.model, *others]
+    optimizers = OptimizersToLoad.of(
+        examined.checkpoint, arguments.model, examined.optimizers, arguments.settings
+    )
+    return [examined.model, optimizers, *others]
+
+
+def _other_sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
+    """The sections beside model and optimizers."""
     checkpoint = examined.checkpoint
     if examined.optimizers and not checkpoint.has(OPTIMIZER):
         keys = ", ".join(sorted({name.partition(".")[0] for name in checkpoint.leaves}))
@@ -157,36 +162,36 @@ def _other_parts(
             f"{checkpoint.place} holds no optimizer: it has {keys[:200] or 'nothing'}. Leave optimizer out to load "
             "the rest"
         )
-    parts: list[PartToLoad] = [
-        ExtraToLoad.of(checkpoint, ranks, arguments.extra, undo),
+    sections: list[SectionToLoad] = [
+        ExtraToLoad.of(checkpoint, ranks, arguments.extra),
         HooksToLoad.of(checkpoint, ranks, arguments.model),
     ]
     if arguments.generators and (generators := GeneratorsToLoad.of(checkpoint, ranks)) is not None:
-        parts.append(generators)
-    return parts
+        sections.append(generators)
+    return sections
 
 
 @boards.during(boards.LOAD)
 def _read(
-    parts: Sequence[PartToLoad], examined: _Examined, arguments: _Arguments, ranks: RankGroup
+    sections: Sequence[SectionToLoad], examined: _Examined, arguments: _Arguments, ranks: RankGroup
 ) -> dict[str, dict[str, Any]]:
-    """Read into the tensors of the parts, when all of them fit. Returns what is stored of each part, by its key."""
+    """Read into the tensors of the sections, when all of them fit. Returns the stored content of each, by its key."""
     checkpoint, progress = examined.checkpoint, arguments.progress
-    by_key: dict[Any, PartToLoad] = {part.key: part for part in parts}
-    state = {key: part.tensors for key, part in by_key.items()}
+    by_key: dict[Any, SectionToLoad] = {section.key: section for section in sections}
+    state = {key: section.tensors for key, section in by_key.items()}
     tensors = NestedState.of(state).tensors
     content: dict[str, dict[str, Any]] = {}
 
     def check() -> None:
-        for part in parts:
-            part.check()
+        for section in sections:
+            section.check()
         check_tensors(checkpoint, tensors, arguments.convert, dtype_advice)
 
     def accept(stored: Mapping[str, Any]) -> None:
-        for part in parts:
-            content[part.key] = _mapping(stored.get(part.key, {}), part.key)
-        for part in parts:
-            part.accept(content[part.key])
+        for section in sections:
+            content[section.key] = _mapping(stored.get(section.key, {}), section.key)
+        for section in sections:
+            section.accept(content[section.key])
 
     ranks.run_on_all(check)
     verify_together(checkpoint, ranks, progress)
@@ -209,8 +214,8 @@ def _examine(place: Store, known: Checkpoint | None, arguments: _Arguments, rank
         optimizers = as_optimizers(arguments.optimizer)
         refuse_sharded_optimizers(arguments.extra)
         _refuse_in_a_step(arguments.model)
-        opened = known or read_description(place)
-        with unless_replaced(opened.description):
+        opened = known or checkpoint_at(place)
+        with unless_replaced(opened.description_file):
             opened.check_lengths()  # before there is memory for what it says
         state = model_state(arguments.model, arguments.frozen)
         model = ModelToLoad(opened, arguments.model, state, arguments.frozen)

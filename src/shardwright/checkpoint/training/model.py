@@ -1,4 +1,4 @@
-"""The model of a checkpoint: its state dict, and the part of a load that restores it."""
+"""The model of a checkpoint: its state dict, and the section of a load that restores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.load.fit import check_shapes, check_values
 from shardwright.checkpoint.training.optimizers import OPTIMIZER
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
 
@@ -52,7 +52,7 @@ def without_values(name: str, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class ModelToLoad(PartToLoad):
+class ModelToLoad(SectionToLoad):
     """The model of a load.
 
     Attributes:

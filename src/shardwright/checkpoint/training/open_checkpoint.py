@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.index import Keys
 from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.format.progress import ignore
-from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, read_description
+from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     check_same_description,
     identity_of,
@@ -66,7 +66,7 @@ class StoredCheckpoint:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Each plain value by its name. The largest part of a state without tensors is one value, such as ``extra``.
+        """Each plain value by its name. The largest dict or list without tensors is one value, such as ``extra``.
         Values of ``torch.distributed.checkpoint`` are pickled, so they are not read: None."""
         return self.opened.values
 
@@ -88,7 +88,7 @@ class StoredCheckpoint:
     @property
     def description(self) -> str:
         """The name of the file that describes it."""
-        return self.opened.description.name
+        return self.opened.description_file.name
 
     @property
     def version(self) -> int | None:
@@ -109,7 +109,7 @@ class StoredCheckpoint:
     @cached_property
     def _values(self) -> Any:
         paths = {path: each for path, each in self.entries.items() if not isinstance(each, StoredForm)}
-        return nested(paths) if self.has_digests and () not in paths else None
+        return nested(paths) if not self.opened.has_pickled_values and () not in paths else None
 
     def value(self, *keys: str) -> Any:
         """The plain values below these keys of the saved state, nested as they were saved; None if there are none."""
@@ -156,14 +156,14 @@ class StoredCheckpoint:
         fits = isinstance(own, Tensor) and tuple(own.shape) == form.shape
         return own.detach() if fits else new_target(self.opened, form)
 
-    def pickled_values(self, parts: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
-        """The values of a folder by torch's writer, by their keys, below these first keys. Not collective.
+    def pickled_values(self, keys: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
+        """The values of a folder by torch's writer, by their keys, below these first ``keys``. Not collective.
 
         Raises:
             Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads. With
                 ``weights_only=False`` a value may run any code.
         """
-        return {} if self.has_digests else self.opened.values_below(parts, weights_only)
+        return self.opened.values_below(keys, weights_only) if self.opened.has_pickled_values else {}
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the model has tensors of these names and shapes. Not collective."""
@@ -229,4 +229,4 @@ def open_checkpoint(
         UnknownVersion: a later version of shardwright has saved it.
         OSError: the store behind a URL does not answer.
     """
-    return StoredCheckpoint(read_description(path, links=links), process_group)
+    return StoredCheckpoint(checkpoint_at(path, links=links), process_group)

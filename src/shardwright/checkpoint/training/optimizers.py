@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
 from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
-from shardwright.checkpoint.training.part_to_load import PartToLoad
+from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import of_stored_form, targets_below
 from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
 from shardwright.engine.unit.owning import units_of
@@ -102,35 +102,6 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             p.grad = None
 
 
-@contextlib.contextmanager
-def state_to_load(
-    model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint
-) -> Iterator[dict[str, Any]]:
-    """The optimizers' state and groups, with tensors for all state that a checkpoint has and for no other.
-
-    If the context is left by an exception, the optimizers have the state from before.
-    """
-    state = state_of_optimizers(model, optimizers)
-    names = {name for group in state[_GROUPS] for name in group["params"]}
-    stored = checkpoint.below(f"{OPTIMIZER}.{_STATE}")
-    having = {owner for name in stored if (owner := _owner(name, names)) not in (None, name)}
-    before = None
-    if not having <= state[_STATE].keys():
-        before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
-        state = _fresh_state(model, optimizers)
-    state[_STATE] = {name: each for name, each in state[_STATE].items() if name in having}
-    try:
-        yield state
-    except BaseException:
-        for optimizer, (earlier, groups) in zip(optimizers, before or (), strict=False):
-            optimizer.state.clear()
-            optimizer.state.update(earlier)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(settings)
-        raise
-
-
 def _owner(name: str, parameters: set[str]) -> str | None:
     """The parameter whose state has this name: no parameter's name begins with another's and a dot."""
     end = len(name)
@@ -158,29 +129,15 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 # -- of a load ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def optimizers_to_load(
-    model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, settings: bool
-) -> Iterator[list[OptimizersToLoad]]:
-    """The optimizers as one part of a load; no part without optimizers. Undone as :func:`state_to_load` is."""
-    if not optimizers:
-        yield []
-        return
-    with state_to_load(model, optimizers, checkpoint) as state:
-        own = group_tensors(state[_GROUPS]) if settings else {}
-        of_groups = targets_below(checkpoint, _STORED_GROUPS, of_stored_form(checkpoint, own))
-        tensors = {_STATE: state[_STATE], _GROUPS: of_groups}
-        yield [OptimizersToLoad(model, optimizers, checkpoint, settings, state, tensors)]
-
-
 @dataclass(frozen=True)
-class OptimizersToLoad(PartToLoad):
+class OptimizersToLoad(SectionToLoad):
     """The optimizers of a load, with tensors to read into.
 
     Attributes:
         model, optimizers, checkpoint: of the load.
         settings: False: the groups keep their own settings.
-        state: as from :func:`state_to_load`.
+        state: of the optimizers, and their groups; with tensors for all state that the checkpoint has and for no other.
+        before: the earlier state of each optimizer, and its groups, if it got other tensors to read into.
     """
 
     key = OPTIMIZER
@@ -190,6 +147,26 @@ class OptimizersToLoad(PartToLoad):
     settings: bool
     state: Mapping[str, Any]
     tensors: Mapping[str, Any]
+    before: list[tuple[dict[Any, Any], list[dict[str, Any]]]]
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, model: nn.Module, optimizers: Sequence[Optimizer], settings: bool
+    ) -> Self:
+        """Raises ValueError: a parameter is not in the model, or there is no memory for a stored tensor."""
+        state = state_of_optimizers(model, optimizers)
+        own = group_tensors(state[_GROUPS]) if settings else {}
+        of_groups = targets_below(checkpoint, _STORED_GROUPS, of_stored_form(checkpoint, own))
+        names = {name for group in state[_GROUPS] for name in group["params"]}
+        stored = checkpoint.below(f"{OPTIMIZER}.{_STATE}")
+        having = {owner for name in stored if (owner := _owner(name, names)) not in (None, name)}
+        before = []
+        if not having <= state[_STATE].keys():
+            before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
+            state = _fresh_state(model, optimizers)  # last, so that an error before it has changed nothing
+        state[_STATE] = {name: each for name, each in state[_STATE].items() if name in having}
+        tensors = {_STATE: state[_STATE], _GROUPS: of_groups}
+        return cls(model, optimizers, checkpoint, settings, state, tensors, before)
 
     def check(self) -> None:
         self._check_state()
@@ -272,6 +249,14 @@ class OptimizersToLoad(PartToLoad):
                 set_optimizer_state_dict(
                     self.model, optimizer, loaded, options=StateDictOptions(strict=False)
                 )
+
+    def undo(self) -> None:
+        for optimizer, (state, groups) in zip(self.optimizers, self.before, strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(settings)
 
 
 # -- what a checkpoint has ---------------------------------------------------------------------------------------------

@@ -50,14 +50,14 @@ def save_checkpoint(
 
     Every rank writes its part; what several ranks have is written once. The folder gets its name when all of it is on
     disk. It can be read at any number of ranks, in any layout and strategy, by :func:`load_checkpoint`, by FSDP2 and by
-    ``torch.distributed.checkpoint`` (keys ``model``, ``optimizer``, ``extra``).
+    ``torch.distributed.checkpoint``. Its keys: ``model``, ``optimizer``, ``extra``, ``gradient_hooks`` (state of the
+    model's hooks, such as errors that they add to later gradients) and ``generators``.
 
     Args:
         path: the new folder, on a file system that all ranks share; or a URL that fsspec knows, such as
             ``s3://bucket/run-7/step-100``. Behind a URL the checkpoint appears with its last object, ``index.json``.
         model: sharded, wrapped or plain.
-        optimizer: of the model's parameters, one or several. State that does not exist yet is not stored. The state of
-            gradient hooks, such as the errors that they add to later gradients, is stored with the model.
+        optimizer: of the model's parameters, one or several. State that does not exist yet is not stored.
         extra: tensors, plain values (numbers, strings, lists, tuples, dicts) and objects with ``state_dict``, such as a
             schedule of learning rates or a copy of the model. The first rank's values are stored.
         generators: store the random generators of every rank.
@@ -89,7 +89,7 @@ def save_state(
 ) -> None:
     """Write a nested state as :func:`save_checkpoint` writes a model: dicts and lists of tensors and plain values.
 
-    For other parts than a model and its optimizer, such as several models. Call it on every rank. Read it with
+    For other states than a model and its optimizer, such as several models. Call it on every rank. Read it with
     :func:`open_checkpoint`.
 
     Args:

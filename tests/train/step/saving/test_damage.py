@@ -111,7 +111,7 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
         if folder != newest:
             return stored
         opened = stored.checkpoint.opened
-        other = replace(opened, description=opened.description._replace(fingerprint="?"))
+        other = replace(opened, description_file=opened.description_file._replace(fingerprint="?"))
         return replace(stored, checkpoint=replace(stored.checkpoint, opened=other))
 
     def unseen(folder: Path) -> Any:
@@ -242,7 +242,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int, 
         assert job.load().step == 1 and job.is_at(1)
     for place, module, name in (
         (0, collective_save, "write_descriptions"),
-        (1, collective_save, "write_parts"),
+        (1, collective_save, "write_boxes"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == place:
@@ -284,8 +284,8 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
         checkpoint.load(job.checkpoints / "step-2", job.model, job.optimizer, say)
 
     for module, name, action, expected in (
-        (collective_save, "write_parts", saved, "saving"),
-        (collective_save, "open_together", saved, "saving"),
+        (collective_save, "write_boxes", saved, "saving"),
+        (collective_save, "read_back", saved, "saving"),
         (OwnCheckpoint, "verify", loaded, "loading"),
         (collective_load, "read_boxes", loaded, "loading"),
     ):

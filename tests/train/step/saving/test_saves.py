@@ -230,7 +230,7 @@ def _no_disk(*arguments: Any) -> int:
 def test_a_failed_save_is_in_the_metrics_and_the_summary(
     tmp_path: Path, plain_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = collective_save.write_parts
+    real = collective_save.write_boxes
 
     def fails_once(folder: Path, *arguments: Any) -> Any:
         if "step-3" not in str(folder):
@@ -239,7 +239,7 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
             patch.setattr(os, "pwrite", _no_disk)
             return real(folder, *arguments)
 
-    monkeypatch.setattr(collective_save, "write_parts", fails_once)
+    monkeypatch.setattr(collective_save, "write_boxes", fails_once)
     config, folder = config_file(tmp_path), tmp_path / "run"
     goes_on = ("--checkpoint.on_save_failure", "continue")
     assert train_here(config, "--run.dir", folder, *goes_on) == 0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.save.collective_save import read_back
-from shardwright.checkpoint.save.writing import PartToWrite, write_parts
+from shardwright.checkpoint.save.writing import BoxToWrite, write_boxes
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
@@ -48,10 +48,10 @@ def digests(folder: Path) -> dict[str, list[Any]]:
     """The digest of every part of model and optimizer."""
     index = parse_index((folder / "index.json").read_bytes())
     names = [name for name in index.tensors if not name.startswith("generators.")]
-    return {name: [part.sha256 for part in index.tensors[name].parts] for name in names}
+    return {name: [chunk.sha256 for chunk in index.tensors[name].chunks] for name in names}
 
 
-@pytest.mark.extensive("a writer; checkpoint/test_asynchronous has one")
+@pytest.mark.extensive("a writer; checkpoint/asynchronous has one")
 def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path, sharded_run: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = ("train", config, *ENGINE, *BACKGROUND)
@@ -188,7 +188,7 @@ def test_a_flipped_byte_in_the_background_is_a_failure(tmp_path: Path) -> None:
     """Each process reads back what it has written, before the checkpoint gets its name."""
     save = LocalStore(tmp_path / "c").unfinished()
     save.begin(0, overwrite=False)
-    written = write_parts(save, "__0_0.distcp", [PartToWrite("w", Box((0,), torch.arange(50.0)))])
+    written = write_boxes(save, "__0_0.distcp", [BoxToWrite("w", Box((0,), torch.arange(50.0)))])
     read_back(save, written)
     flipped(save.path / "__0_0.distcp", save.path)
     with pytest.raises(OSError, match=r"read back after it was written, __0_0\.distcp is not the file"):

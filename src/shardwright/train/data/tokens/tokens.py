@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.checkpoint import Damaged
-from shardwright.checkpoint.format.digests import digest_of, read_regular, sealed, size_of, unsealed
+from shardwright.checkpoint.format.digests import sealed, unsealed
+from shardwright.checkpoint.storage.local_files import read_regular, size_of
 
 FACTS, IDS, ENDS, TRAINED = "tokens.json", "ids.bin", "ends.bin", "trained.bin"
 SMALL = 1 << 26  #: bytes; of larger files only the length is compared when they are opened
@@ -156,6 +157,11 @@ def write_facts(folder: Path, facts: Facts) -> None:
     (folder / FACTS).write_text(sealed(asdict(facts)), encoding="utf-8")
 
 
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def open_tokens(folder: Path) -> Tokens:
     """The tokens in a folder, mapped into memory.
 
@@ -168,7 +174,7 @@ def open_tokens(folder: Path) -> Tokens:
     for name, nbytes in facts.lengths().items():
         if (size := size_of(folder / name)) != nbytes:
             raise Damaged(f"{name} holds {size:,} bytes, {nbytes:,} expected")
-        if nbytes <= SMALL and digest_of(folder / name).sha256 != facts.digests.get(name):
+        if nbytes <= SMALL and _sha256(folder / name) != facts.digests.get(name):
             raise Damaged(f"{name} is not the file that was written: its SHA-256 differs")
     ends = np.memmap(folder / ENDS, np.int64, "r")
     if ends[-1] != facts.tokens:

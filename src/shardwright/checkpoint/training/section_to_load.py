@@ -1,6 +1,8 @@
-"""The parts of a run that a load restores: one interface of the model, its optimizers, ``extra``, hooks and generators.
+"""The sections of a run that a load restores, behind one interface: the model, its optimizers, ``extra``, hooks of
+gradients and generators.
 
-A part is complete when it is made. A load calls its methods in their order here, on every rank.
+A section is complete when it is made. A load calls its methods in their order here, on every rank; the last one only if
+it fails.
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
-class PartToLoad(ABC):
-    """A part of a run, with the tensors to read into.
+class SectionToLoad(ABC):
+    """A section of a run, with the tensors to read into.
 
     Attributes:
-        key: the first key of the part in a checkpoint.
+        key: the first key of the section in a checkpoint.
         tensors: nested as in the checkpoint. Other values in it do not count.
     """
 
     key: ClassVar[str]
     tensors: Mapping[str, Any]
 
-    def check(self) -> None:  # noqa: B027  most parts fit any checkpoint
+    def check(self) -> None:  # noqa: B027  most sections fit any checkpoint
         """Raise ValueError if the checkpoint does not fit the run. Nothing was read yet."""
 
     def is_new(self, name: str) -> bool:
@@ -34,3 +36,6 @@ class PartToLoad(ABC):
     @abstractmethod
     def restore(self, content: Mapping[str, Any]) -> None:
         """Give the run what was read."""
+
+    def undo(self) -> None:  # noqa: B027
+        """Give the run back what was there before the section was made. The section is not restored."""

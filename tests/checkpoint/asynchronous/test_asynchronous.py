@@ -23,13 +23,13 @@ import shardwright as sw
 from shardwright.checkpoint.asynchronous import background, notes
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
-from shardwright.checkpoint.format.names import note_of_rank
-from shardwright.checkpoint.format.nested import PART_BYTES
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.format.nested import CHUNK_BYTES
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.save.plan import SavePlan
-from shardwright.checkpoint.save.writing import write_parts
+from shardwright.checkpoint.save.writing import write_boxes
 from shardwright.checkpoint.storage.local_store import LocalStore
+from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.threads import MOST
 from shardwright.collective import RankGroup
 from tests.checkpoint.kit.background import pid_of_writer, values
@@ -64,7 +64,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def digests(path: Path) -> dict[str, str]:
     """The digests of all files, after they were compared with the files."""
-    checkpoint = read_description(path)
+    checkpoint = checkpoint_at(path)
     checkpoint.verify()
     assert isinstance(checkpoint, OwnCheckpoint)
     assert {each.name for each in path.iterdir()} == {*checkpoint.index.files, "index.json"}
@@ -333,7 +333,7 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
     save = LocalStore(tmp_path / "c").unfinished()
     save.begin(0, overwrite=False)
-    written = write_parts(save, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
+    written = write_boxes(save, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
     notes.leave(save, 0, "attempt", written)
     assert notes.read(save, 0, "attempt") == written
     with pytest.raises(RuntimeError, match="of another save"):
@@ -396,7 +396,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     )
     assert not done.stderr
     figures = json.loads(done.stdout)
-    state, chunks, slack = 300_000_000, MOST * PART_BYTES, 16 << 20  # slack: the allocator, and imports
+    state, chunks, slack = 300_000_000, MOST * CHUNK_BYTES, 16 << 20  # slack: the allocator, and imports
     assert state <= figures["shared"] <= state + slack  # which is in "first" and "writer", too
     assert state - slack <= figures["first"] <= state + slack  # memory that others gave back counts, too
     assert figures["writer"] <= state + slack

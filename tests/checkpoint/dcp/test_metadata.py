@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwright.checkpoint.dcp.entries import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.load.checkpoints import read_description, share
+from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
@@ -273,14 +273,5 @@ def test_metadata_of_single_ranks_is_never_read(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises((Damaged, FileNotFoundError)):
-            read_description(tmp_path)
+            checkpoint_at(tmp_path)
     assert not evidence.exists()
-
-
-def test_files_are_shared_evenly_among_ranks() -> None:
-    sizes = {f"__{number}_0.distcp": size for number, size in enumerate((7, 5, 4, 4, 3, 1, 0, 0))}
-    for ranks in (1, 2, 3, 20):
-        parts = [share(sizes, rank, ranks) for rank in range(ranks)]
-        assert sorted(name for part in parts for name in part) == sorted(sizes)
-        loads = [sum(sizes[name] for name in part) for part in parts]
-        assert max(loads) - min(loads) <= max(sizes.values())

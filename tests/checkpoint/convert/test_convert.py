@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
 from shardwright.checkpoint.convert.convert import FORMS, convert
-from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, read_description
+from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.names import Joined, Transposed
 from shardwright.collective import RankGroup
@@ -197,9 +197,7 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
         values = load_state(tmp_path / "theirs-ours", state, RankGroup(alone=True))
         assert same(plain.state_dict(), expected)
         assert values["step"] == 7 and values["optimizer"]["param_groups"][0]["lr"] == its.defaults["lr"] / 5
-        assert read_description(tmp_path / "flat-ours").tensors.keys() == {
-            f"model.{name}" for name in expected
-        }
+        assert checkpoint_at(tmp_path / "flat-ours").tensors.keys() == {f"model.{name}" for name in expected}
     torch.distributed.barrier()
 
 
@@ -207,10 +205,10 @@ def test_folders_of_fsdp2(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 def test_damage_is_noticed_while_reading(saved: Path, tmp_path: Path) -> None:
-    opened = read_description(saved)
+    opened = checkpoint_at(saved)
     assert isinstance(opened, OwnCheckpoint)
     content = bytearray((saved / "__0_0.distcp").read_bytes())
-    content[opened.index.tensors["model.0.weight"].parts[0].data] ^= 16
+    content[opened.index.tensors["model.0.weight"].chunks[0].data] ^= 16
     (saved / "__0_0.distcp").write_bytes(content)
     before = sorted(p.name for p in tmp_path.iterdir())
     for form in FORMS:
@@ -315,7 +313,7 @@ import sys, threading, time
 from pathlib import Path
 from shardwright.checkpoint.format import nested
 from shardwright.checkpoint.convert.convert import convert
-nested.PART_BYTES = 4 << 20
+nested.CHUNK_BYTES = 4 << 20
 
 def anonymous():
     text = Path("/proc/self/status").read_text()
@@ -349,7 +347,7 @@ CASES = ["shardwright-safetensors", "dcp-shardwright", "safetensors-torch"]
 @pytest.mark.extensive("a measurement with large files")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.format.nested.PART_BYTES", 4 << 20)
+    monkeypatch.setattr("shardwright.checkpoint.format.nested.CHUNK_BYTES", 4 << 20)
     largest = 24  # MiB, of 72 in all
     sizes = [largest, *[8] * 6]
     tensors = {f"t{n}": torch.full((size << 8, 1 << 10), float(n)) for n, size in enumerate(sizes)}
