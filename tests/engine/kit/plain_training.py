@@ -77,7 +77,7 @@ def farness(case: Case, found: Outcome, steps: int, rank: int, world: int) -> li
     """
     plain, start = plain_outcome(case, steps, rank, world), [p.detach() for p in plain_net().parameters()]
     # AdamW steps by the sign of a gradient first, which sums in bfloat16 change where the gradient is nearly 0.
-    of_dtypes = 0.0 if case.dtypes == (None, None) else 0.4 if case.dtypes[1] is torch.bfloat16 else 0.3
+    of_dtypes = 0.0 if case.dtypes == (None, None) else 0.4
     part = LOSSY.get(case.event, of_dtypes)
     tolerance = 3e-2 if part else 1e-5
     far = []
