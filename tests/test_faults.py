@@ -160,9 +160,13 @@ def test_the_checker_finds(case: str) -> None:
 
 
 def campaign(*options: str) -> subprocess.CompletedProcess[str]:
+    return in_the_tree("-m", "tools.faults", *options)
+
+
+def in_the_tree(*arguments: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[1]
     return subprocess.run(
-        [sys.executable, "-m", "tools.faults", *options],
+        [sys.executable, *arguments],
         cwd=root,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'src'}:{root}"},
         capture_output=True,
@@ -183,3 +187,16 @@ def test_a_campaign_without_time_fails(tmp_path: Path) -> None:
     done = campaign("--kills", "2", "--commands", "1", "--minutes", "0", "--keep", str(tmp_path / "runs"))
     assert done.returncode == 1
     assert "the time was up after 0 of 3 faults" in done.stdout
+
+
+def test_the_trainer_has_the_points_of_the_campaign(tmp_path: Path) -> None:
+    """In a process of its own, whose trainer stays wrapped."""
+    code = f"""
+import pathlib
+from tools.faults.history import History
+from tools.faults.planting import Plan, plant
+
+plant(Plan(None, History(pathlib.Path({str(tmp_path / "history")!r}), None, 0)), None)
+"""
+    done = in_the_tree("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "test_gpu_benchmark.py": (
         "a benchmark",
-        ("test_[!ir]*", "test_rows_are_chosen_*"),
+        ("test_[!ir]*", "test_rows_are_chosen_*", "test_it_needs_only_torch"),
     ),
 }  # fmt: skip
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.train.data.samples.loader import Loader
-from shardwright.train.parallel import recipe
 from shardwright.train.step import loop, session
 from shardwright.train.step import trainer as trainer_module
 from shardwright.train.step.saving.saves import Saves
@@ -74,7 +73,7 @@ class _Planting:
         _wrap(trainer_module, "agree", self._before("reduce"))
         _wrap(loop, "validate", self._before("validate"))
         _wrap(Loader, "__next__", self._data)
-        _wrap(recipe, "clip_gradients", self._before("clip"))
+        _wrap(Trainer, "clip_gradients", self._before("clip"))
         _wrap(Saves, "save", self._save)
         _wrap(Saves, "_saved", self._saved)
         _wrap(session, "conclude", self._before("conclude"))
