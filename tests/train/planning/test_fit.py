@@ -141,8 +141,15 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("gib = 80\n")
+    text = 'gib = 80\n[speed]\ngeneration = "ada"\ntflops = { float32 = 1 }\n'
+    (tmp_path / "alone.toml").write_text(
+        text + "bandwidth = 1\nunits = 1\nnode = 1\nwithin = 1\nacross = 1\n"
+    )
     for arguments, message in (
-        ((DEBUG, "--on", "2xh100", "--fit", "--parallel.offload", "cpu"), "found 'cpu'"),
+        (
+            (DEBUG, "--on", f"2x{tmp_path}/alone.toml", "--fit", "--parallel.offload", "cpu"),
+            "expected a device of which host_memory and pcie are known with parallel.offload 'cpu', found 'alone'",
+        ),
         (
             (DEBUG, "--on", f"2x{tmp_path}/own.toml", "--fit", "--processes", "1"),
             "expected a device whose speed is known, found 'own'",

@@ -50,10 +50,10 @@ def fit(
             f"--fit: expected a device whose speed is known, found {device.name!r}; its file needs a table [speed]"
         )
     config = job()
-    if config.parallel.offload != "none":
+    if config.parallel.offload != "none" and not device.figures.knows_host:
         raise UserError(
-            f"--fit: a plan has no times of what the host computes; expected parallel.offload 'none', found "
-            f"{config.parallel.offload!r}"
+            f"--fit: expected a device of which host_memory and pcie are known with parallel.offload "
+            f"{config.parallel.offload!r}, found {device.name!r}; its table [speed] needs both"
         )
     speeds: dict[Keys, Speed] = {}
     started = time.monotonic()
