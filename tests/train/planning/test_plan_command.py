@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwright.cli.program import main
+from shardwright.planner.verdict import CONTEXT, NCCL
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -155,6 +156,32 @@ def test_an_edit_that_is_pasted_gives_its_figure(
         else:
             assert figures("--no-edits", *edit.split())["reserved_bytes"] == nbytes
     assert figures("--no-edits")["edits"] == []
+
+
+@pytest.mark.extensive("a search for each setting", but=("tensor",))
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        pytest.param((), {"parallel.tensor": "2"}, id="tensor"),
+        pytest.param(("--parallel.tensor", "1"), {"parallel.offload": "cpu"}, id="offload"),
+    ],
+)
+def test_a_search_with_further_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    """62 MiB are reserved. With tensor parallelism it is 52, with the optimizer's state on the host 58, with all 56."""
+    gib = sum(most for _, most in (CONTEXT, NCCL)) / 2**30 + 56 / 2**10
+    (tmp_path / "small.toml").write_text(f'like = "h100"\ngib = {gib}\n')
+    command = ["plan", str(EXAMPLES / "llama_debug.toml"), "--on", f"2x{tmp_path}/small.toml", "--fit"]
+    command += ["--processes", "1", "--json", "--train.micro_batch", "1", "--parallel.strategy", "zero3"]
+    command += ["--train.compile", "none", "--activations.checkpoint", "none", *keys]
+    status = main(command)
+    values = json.loads(capsys.readouterr().out)
+    assert status == 0 and not values["now"]["fits"]
+    best = values["best"]
+    assert {key: best["keys"].get(key) for key in expected} == expected
+    assert best["fits"] and best["reserved_bytes"] < values["now"]["reserved_bytes"]
+    assert best["step_seconds"] > values["now"]["step_seconds"] and len(values["plans"]) <= 5
 
 
 def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() -> None:
