@@ -42,6 +42,7 @@ def _plan(call: Call) -> int:
         raise UserError(f"--on: {error}") from error
 
     from shardwright.train.commands.planned_job import PlannedJob
+    from shardwright.train.config import assumed
     from shardwright.train.config.planned import check_planned
 
     options = call.options
@@ -50,6 +51,7 @@ def _plan(call: Call) -> int:
     for each in jobs:
         check_planned(each())  # mistakes are reported before PyTorch is imported
     caches = not options.no_cache
+    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     if options.fit or len(jobs) > 1:
         from shardwright.planner.allocator import Rules
         from shardwright.train.errors import as_user_errors
@@ -62,15 +64,13 @@ def _plan(call: Call) -> int:
             from shardwright.train.commands.fit import fit
 
             processes = options.processes or min(8, os.cpu_count() or 1)
-            return fit(jobs[0], device, rules, options.json, caches, processes)
+            return fit(jobs[0], device, rules, options.json, caches, processes, unset)
         from shardwright.train.commands.plan_difference import plan_difference
 
         return plan_difference(jobs, device, rules, options.json, caches)
 
     from shardwright.train.commands.plan import plan
-    from shardwright.train.config import assumed
 
-    unset = [key for key in assumed.KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     return plan(
         jobs[0],
         ranks,

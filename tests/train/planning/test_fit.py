@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardwright.planner.allocator import GIB
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import STEP, Alloc, Free, Kernel, Owner, Phase, Program
 from shardwright.train.commands import fit as fitting
+from shardwright.train.commands import plan as planning
 from shardwright.train.commands import plan_difference
 from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
@@ -66,8 +68,8 @@ def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda")
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "program_of", program)
-    monkeypatch.setattr(plan_difference, "program_of", program)
+    for module in (fitting, plan_difference, planning):
+        monkeypatch.setattr(module, "program_of", program)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -123,6 +125,38 @@ def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[
     # 20 + 32 GiB: four samples at once, compiled, nothing computed twice.
     assert values == {"train": {"compile": "inductor", "micro_batch": 4}, "parallel": {"strategy": "zero2"}}
     assert "a step more: " in rest[smaller + 1]
+
+
+def test_a_terminal_shows_progress_while_plans_are_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr alone, and nothing of it stays."""
+    (tmp_path / "small.toml").write_text('like = "h100"\ngib = 4.0\n')
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, out, err = run(capsys, *job)
+    lines = err.split("\r")[1:]
+    assert "edits " in out and "\r" not in out and lines[-1] == "\033[K"
+    assert lines[0] == f"edit 1 of {len(lines) - 1}: --activations.checkpoint ops\033[K"
+    _, out, err = run(capsys, *job, "--fit", "--processes", "1")
+    lines = err.split("\r")[1:]
+    assert "\r" not in out and lines[-1] == "\033[K" and lines[0].startswith("1 plans, the last one ")
+
+
+def test_a_model_alone_has_options_in_place_of_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With the values that are assumed, and that are not searched."""
+    values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**values, **sizes, "vocab_size": 256}))
+    status, out, err = run(capsys, f"hf:{tmp_path}", "--on", "8xh100", "--fit", "--processes", "1")
+    assert (status, err) == (0, "")
+    best = next(line for line in out.splitlines() if line.startswith("best"))
+    assert "GiB reserved: --train.compile inductor" in best
+    assert "assumed  what config.json does not say" in out and "--train.seq_len 512" in out
+    assert "--train.micro_batch" not in out.partition("assumed")[2]
+    assert "A larger --train.global_batch allows larger micro-batches" in out
 
 
 def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:

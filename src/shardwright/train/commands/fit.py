@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import sys
+import signal
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device, Figures
@@ -26,7 +27,7 @@ from shardwright.planner.search import (
 from shardwright.planner.speed import Speed, in_time, speed_of
 from shardwright.planner.verdict import in_gib, judge
 from shardwright.strict_json import strict_json
-from shardwright.train.commands.plan import program_of
+from shardwright.train.commands.plan import assumptions, program_of, say
 from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.assumed import value_at
@@ -40,7 +41,13 @@ EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, 
 
 
 def fit(
-    job: PlannedJob, device: Device, rules: Rules, json: bool, caches: bool = True, processes: int = 1
+    job: PlannedJob,
+    device: Device,
+    rules: Rules,
+    json: bool,
+    caches: bool = True,
+    processes: int = 1,
+    assumed: Sequence[str] = (),
 ) -> int:
     """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
 
@@ -55,6 +62,7 @@ def fit(
         json: print all plans as JSON.
         caches: take programs that were traced before, and keep new ones.
         processes: plans that are made at a time. With 1 they are made in this process.
+        assumed: keys whose values nobody gave, of a job that is a model alone.
 
     Raises:
         UserError: the device's speed is not known, or no plan covers the job.
@@ -76,13 +84,14 @@ def fit(
 
     further, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
     grids = functools.partial(_grids, job, config, device.figures.node)
-    with _pool(processes) as pool:
-        made = _Plans(functools.partial(_planned, job, device, rules, caches), pool)
-        plans = search_widely(grids, made.plan, further, last, made.waits_long, processes, likeness)
+    try:
+        with _pool(processes) as pool:
+            made = _Plans(functools.partial(_planned, job, device, rules, caches), pool)
+            plans = search_widely(grids, made.plan, further, last, made.waits_long, processes, likeness)
+    finally:
+        say("")
     speeds = made.speeds
     now = next((each for each in plans if not each.keys), None)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
     if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
@@ -96,10 +105,15 @@ def fit(
         }
         print(strict_json(values, indent=2))
     else:
-        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started)
+        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started, not job.assumes)
         print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
         for i, (keys, error) in enumerate([*made.failed.items()][:SHOWN]):
             print(f"{'' if i else 'failed':8} {_options(config, keys)}: {error}")
+        searched = {key for axes in grids(()) for axis in axes for keys in axis.values for key, _ in keys}
+        for line in assumptions(config, [key for key in assumed if key not in searched]):
+            print(line)
+        if "train.global_batch" in assumed:
+            print(f"{'':8} A larger --train.global_batch allows larger micro-batches, which may be faster.")
     return 0 if best is not None else 3
 
 
@@ -118,13 +132,18 @@ class _Plans:
 
     def plan(self, points: Sequence[Keys]) -> Iterator[Found | None]:
         """The plans of several points, which the processes make at a time."""
-        results = map(self._planned, points) if self._pool is None else self._pool.map(self._planned, points)
+        if self._pool is None:
+            results: Iterable[_Result] = map(self._planned, points)
+        else:
+            with _interrupts_held():
+                results = self._pool.map(self._planned, points)
         for keys, result in zip(points, results, strict=True):
             if isinstance(result, str):
                 self.failed[keys] = result
             elif result is not None:
                 self.speeds[keys] = result[1]
-                _say(len(self.speeds), result[0])
+                words = f"{in_gib(result[0].nbytes)} GiB, {in_time(result[0].seconds)} a step"
+                say(f"{len(self.speeds)} plans, the last one {words}")
             yield result[0] if isinstance(result, tuple) else None
 
     def waits_long(self, found: Found) -> bool:
@@ -149,17 +168,36 @@ def _planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: 
     return Found(keys, verdict.fits, verdict.unlimited.reserved, speed.seconds[1]), speed
 
 
-def _pool(processes: int) -> AbstractContextManager[Executor | None]:
+@contextmanager
+def _pool(processes: int) -> Iterator[Executor | None]:
+    """Processes that make plans; None: this one does. They end at once with the search, also if it is interrupted."""
     if processes == 1:
-        return nullcontext()
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, context, functools.partial(warnings.simplefilter, "ignore"))
+        yield None
+        return
+    others = set(multiprocessing.active_children())
+    quietly = functools.partial(warnings.simplefilter, "ignore")
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), quietly) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise UserError(
+                "--fit: a process that makes plans was killed, probably since this machine has too little memory; "
+                "choose fewer --processes"
+            ) from None
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            raise
 
 
-def _say(count: int, found: Found) -> None:
-    if sys.stderr.isatty():
-        words = f"{in_gib(found.nbytes)} GiB, {in_time(found.seconds)} a step"
-        print(f"\r{count} plans, the last one {words}\033[K", end="", file=sys.stderr, flush=True)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that start inside the context never get SIGINT, with which each would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
@@ -287,6 +325,7 @@ def _rows(
     plans: Sequence[Found],
     speeds: Mapping[Keys, Speed],
     seconds: float,
+    has_file: bool,
 ) -> Iterator[tuple[str, str]]:
     """Heads and texts: the best plan and its file, then those that are slower and smaller, and why they are slower."""
     fitting = sum(each.fits for each in plans)
@@ -306,8 +345,11 @@ def _rows(
         )
         return
     best, speed = front[0], speeds[front[0].keys]
-    yield "best", f"{_figures(best, speed)}; as a file's lines:"
-    yield from (("", line) for line in _toml(config, best.keys))
+    if has_file:
+        yield "best", f"{_figures(best, speed)}; as a file's lines:"
+        yield from (("", line) for line in _toml(config, best.keys))
+    else:
+        yield "best", f"{_figures(best, speed)}: {_options(config, best.keys)}"
     for i, each in enumerate(front[1 : SHOWN + 1]):
         other = speeds[each.keys]
         yield "smaller" if not i else "", f"{_figures(each, other)}: {_options(config, each.keys)}"
