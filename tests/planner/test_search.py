@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardwright.planner.search import Axis, Found, Keys, fastest, frontier, search
+from shardwright.planner.search import Axis, Found, Keys, fastest, frontier, search, search_widely
 
 
 def grid(sizes: tuple[int, ...]) -> list[Axis]:
@@ -81,3 +81,104 @@ def test_one_wrong_neighbour_is_no_obstacle() -> None:
 
     best = fastest(search(grid((3,)), plan))
     assert best is not None and best.seconds == 1.0
+
+
+# -- further settings
+
+
+class Wide:
+    """A grid of two axes. ``t`` divides memory and takes time; ``o`` takes less memory and much time.
+
+    ``speed``: the time with each ``t``, as a multiple.
+    """
+
+    def __init__(
+        self, limit: float, speed: dict[int, float] | None = None, without: tuple[int, ...] = ()
+    ) -> None:
+        self.limit, self.without = limit, without
+        self.speed = {1: 1.0, 2: 1.3, 4: 1.5, 8: 2.0, **(speed or {})}
+        self.planned: list[tuple[int, int, int]] = []
+
+    def grids(self, keys: Keys) -> list[list[Axis]]:
+        if int(dict(keys).get("t", 1)) in self.without:
+            return []
+        axes = [Axis(n, tuple(((n, str(i)),) for i in range(3))) for n in "ab"]
+        return [[*axes, Axis("further", (keys,))]] if keys else [axes]
+
+    def found(self, keys: Keys) -> Found:
+        values = dict(keys)
+        a, b, t, o = (
+            int(values.get(name, default)) for name, default in zip("abto", (0, 0, 1, 0), strict=True)
+        )
+        assert t not in self.without
+        nbytes = (24 - 4 * a - 2 * b) / t - 2 * o
+        return Found(
+            keys, nbytes <= self.limit, round(nbytes), (1 + 0.2 * a + 0.1 * b) * self.speed[t] * 10**o
+        )
+
+    def plan(self, points: Sequence[Keys]) -> list[Found]:
+        for keys in points:
+            values = {"t": "1", "o": "0", "a": "0", "b": "0", **dict(keys)}
+            self.planned.append(tuple(int(values[name]) for name in "toab"))  # type: ignore[arg-type]
+        assert len(set(self.planned)) == len(self.planned), "twice"
+        return [*map(self.found, points)]
+
+    def search(self, helps: bool = False) -> Found | None:
+        def likeness(keys: Keys) -> frozenset[tuple[str, str]]:
+            return frozenset({"a": "0", "b": "0", "t": "1", "o": "0", **dict(keys)}.items())
+
+        further = [[(("t", str(t)),) for t in (2, 4, 8)]]
+        plans = search_widely(
+            self.grids, self.plan, further, [(("o", "1"),), (("o", "2"),)], lambda _: helps, 1, likeness
+        )
+        return fastest(plans)
+
+    @property
+    def tried(self) -> list[tuple[int, int]]:
+        """The values of ``t`` and ``o`` in the order in which they were tried."""
+        return list(dict.fromkeys((t, o) for t, o, _, _ in self.planned))
+
+
+def test_further_settings_are_not_tried_without_a_reason() -> None:
+    job = Wide(limit=16)
+    best = job.search()
+    assert best is not None and best.nbytes <= 16 and best.seconds == pytest.approx(1.4)
+    assert job.tried == [(1, 0)]
+
+
+def test_if_nothing_fits_the_first_further_setting_that_fits_is_searched() -> None:
+    job = Wide(limit=5)  # the smallest point needs 12, 6, 3 and 1.5
+    best = job.search()
+    assert best is not None and dict(best.keys)["t"] == "4"
+    assert best.nbytes <= 5 and best.seconds == pytest.approx(1.5 * 1.2)
+    assert job.tried == [(1, 0), (8, 0), (2, 0), (4, 0)] and len(job.planned) <= 10
+    refused = Wide(limit=5, without=(2, 8))
+    best = refused.search()
+    assert best is not None and dict(best.keys)["t"] == "4" and refused.tried == [(1, 0), (4, 0)]
+
+
+def test_much_slower_settings_come_last() -> None:
+    job = Wide(limit=1)  # with ``t`` 8 and ``o`` 1 the smallest point needs nothing
+    best = job.search()
+    assert best is not None and dict(best.keys) == {"a": "2", "b": "2", "t": "4", "o": "1"}
+    assert job.tried == [(1, 0), (8, 0), (1, 1), (8, 1), (2, 1), (4, 1)]
+    nothing = Wide(limit=-100)
+    assert nothing.search() is None and len(nothing.planned) == 7
+
+
+@pytest.mark.parametrize(
+    ("speed", "tried", "t"),
+    [
+        ({2: 1.2}, [1, 2], "1"),  # its first plan is slower by a fifth
+        ({2: 0.9, 4: 0.95}, [1, 2, 4], "2"),
+        ({2: 0.9, 4: 0.8, 8: 0.7}, [1, 2, 4, 8], "8"),
+        ({2: 1.05}, [1, 2, 4], "2"),  # a little slower, with room for faster settings
+    ],
+)
+def test_further_settings_that_help_are_tried_as_long_as_they_do(
+    speed: dict[int, float], tried: list[int], t: str
+) -> None:
+    job = Wide(limit=12, speed=speed)
+    best = job.search(helps=True)
+    assert best is not None and dict(best.keys).get("t", "1") == t
+    assert job.tried == [(each, 0) for each in tried]

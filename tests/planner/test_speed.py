@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
+    CROSSING,
     GRAPH,
+    HOST,
     OPTIMIZER,
     STEP,
     Alloc,
@@ -36,14 +39,20 @@ RATES = Rates.of(H100.figures)
 ALONE = RATES.with_share("host", 0.0).with_share("host_collective", 0.0).with_share("launch", 0.0)
 PRODUCT = Kernel("mm", "compute", 3 * 2 * 4096**2, ((4096, 4096),) * 3, "bfloat16")
 GATHER = Kernel("c10d.allgather", "gather", 9 << 27, ((1 << 29,),), "bfloat16", (8, 1))
+UPDATE = Kernel("_fused_adamw_", HOST, 16 << 20, ((1 << 20,),), "float32")
+UPLOAD = Kernel(f"{CROSSING}_foreach_copy_", "upload", 2 << 25, ((1 << 23,),), "float32")
 
 
 def seconds(kernel: Kernel, rates: Rates = ALONE) -> float:
     return rates.seconds(kernel, work_of(kernel))
 
 
+def program_of(*events: Event) -> Program:
+    return Program([Phase(STEP), Phase("forward"), Phase(STEP), Phase("forward"), *events])
+
+
 def step_of(*events: Event) -> Step:
-    return Step.of(Program([Phase(STEP), Phase("forward"), Phase(STEP), Phase("forward"), *events]))
+    return Step.of(program_of(*events))
 
 
 # -- works
@@ -151,6 +160,18 @@ def test_collectives() -> None:
     assert seconds(gather._replace(group=(1, 1))) == 0
 
 
+def test_what_is_offloaded() -> None:
+    """The host reads four numbers for each parameter and writes three. A copy crosses once."""
+    figures, shares = RATES.figures, RATES.shares
+    assert seconds(UPDATE) == pytest.approx((28 << 20) / (614e9 * shares["host_memory"]))
+    shared = Rates.of(figures, 16)  # 8 of 16 ranks are on a node
+    assert seconds(UPDATE, shared) == pytest.approx(8 * seconds(UPDATE))
+    assert seconds(UPLOAD) == pytest.approx((1 << 25) / (figures.pcie * shares["pcie"]))
+    for device in known_devices().values():
+        assert device.figures is not None and device.figures.knows_host
+        assert device.figures.pcie < device.figures.host_memory < device.figures.bandwidth
+
+
 # -- replays
 
 
@@ -188,6 +209,30 @@ def test_the_host_is_waited_for() -> None:
     assert replay(step_of(*waiting), RATES).seconds > seconds(PRODUCT) + 2 * RATES.shares["host"]
 
 
+def test_an_offloaded_step() -> None:
+    """A copy costs what it makes the computation wait, and the device waits while the host computes."""
+    hidden: list[Event] = [UPLOAD, Mark(1, "upload"), *[PRODUCT] * 40, Wait("compute", 1), PRODUCT]
+    found = replay(step_of(*hidden), ALONE)
+    assert found.copies == found.offloaded == 0 and found.seconds == pytest.approx(41 * seconds(PRODUCT))
+    exposed = replay(step_of(UPLOAD, Mark(1, "upload"), Wait("compute", 1), PRODUCT), ALONE)
+    assert exposed.copies == pytest.approx(seconds(UPLOAD)) and exposed.waits == 0
+    download = UPLOAD._replace(stream="download")
+    steps: list[Event] = [
+        PRODUCT, Mark(1, "compute"), Wait("download", 1), download, Mark(2, "download"), HostWait(2), UPDATE,
+    ]  # fmt: skip
+    found = replay(step_of(*steps), ALONE)
+    assert found.copies == pytest.approx(seconds(download))
+    assert found.offloaded == pytest.approx(seconds(UPDATE))
+    assert found.seconds == pytest.approx(sum(map(seconds, (PRODUCT, download, UPDATE))))
+    # The host of 8 ranks is known less well than the device.
+    plain = speed_of(program_of(PRODUCT), H100, 8)
+    offloaded = speed_of(program_of(*steps), H100, 8)
+    assert plain is not None and offloaded is not None
+    assert offloaded.seconds[2] / offloaded.seconds[1] > 1.2 * plain.seconds[2] / plain.seconds[1]
+    figures = Figures(**{**vars(RATES.figures), "pcie": 0.0})
+    assert speed_of(program_of(*steps), replace(H100, figures=figures), 8) is None
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
     draw = random.Random(seed)
@@ -201,13 +246,15 @@ def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
         Kernel("add", "compute", 1 << 26, (), "float32"),
     ]
     kernels += [GATHER._replace(name="c10d.allreduce_", stream="reduce", group=(4, 8))]
+    if seed % 2:
+        kernels += [UPDATE, UPLOAD, UPLOAD._replace(stream="compute")]
     for _ in range(60):
         kind = draw.randrange(5)
         if kind < 2:
             events.append(draw.choice(kernels))
         elif kind == 2:
             known.append(next(marks))
-            events.append(Mark(known[-1], draw.choice(["compute", "gather", "reduce"])))
+            events.append(Mark(known[-1], draw.choice(["compute", "gather", "reduce", "upload"])))
         elif known:
             number = draw.choice(known)
             stream = draw.choice(["compute", "gather", "reduce"])
@@ -216,7 +263,9 @@ def test_the_parts_have_the_steps_time_as_their_sum(seed: int) -> None:
     speed = speed_of(program, H100, 8)
     assert speed is not None
     found = speed.timeline
-    parts = sum(found.busy.values()) + found.beside + found.waits + found.host
+    parts = (
+        sum(found.busy.values()) + found.beside + found.waits + found.host + found.copies + found.offloaded
+    )
     assert found.seconds == pytest.approx(parts)
     assert sum(loss.seconds for loss in speed.losses()) == pytest.approx(found.seconds)
     low, likely, high = speed.seconds

@@ -43,6 +43,7 @@ def _plan(call: Call) -> int:
 
     from shardwright.train.commands.planned_job import PlannedJob
     from shardwright.train.config.plans.coverage import check_planned
+    from shardwright.train.config.plans.job_of_model import ASSUMED_KEYS
 
     options = call.options
     names = [name for name in (options.config, options.other) if name is not None]
@@ -50,6 +51,7 @@ def _plan(call: Call) -> int:
     for each in jobs:
         check_planned(each())  # mistakes are reported before PyTorch is imported
     caches = not options.no_cache
+    unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     if options.fit or len(jobs) > 1:
         from shardwright.planner.allocator import Rules
         from shardwright.train.errors import as_user_errors
@@ -62,15 +64,13 @@ def _plan(call: Call) -> int:
             from shardwright.train.commands.fit import fit
 
             processes = options.processes or min(8, os.cpu_count() or 1)
-            return fit(jobs[0], device, rules, options.json, caches, processes)
+            return fit(jobs[0], device, rules, options.json, caches, processes, unset)
         from shardwright.train.commands.plan_difference import plan_difference
 
         return plan_difference(jobs, device, rules, options.json, caches)
 
     from shardwright.train.commands.plan import plan
-    from shardwright.train.config.plans.job_of_model import ASSUMED_KEYS
 
-    unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     return plan(
         jobs[0],
         ranks,
@@ -118,7 +118,8 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fit", action="store_true", help="find the fastest settings that fit: strategy, micro-batch, activation "
-        "checkpointing and compilation; keys of the command line stay as they are",
+        "checkpointing and compilation, if needed tensor and expert parallelism or offload; keys of the command line "
+        "stay as they are",
     )  # fmt: skip
     parser.add_argument(
         "--processes", metavar="N", type=int, default=0,

@@ -17,6 +17,8 @@ HOST = "host"  #: in place of a stream: the block is in the host's memory
 #: The stream of a block that a CUDA graph uses begins with this, and with the graph's number and a space. The memory
 #: stays the graph's after the block is freed.
 GRAPH = "graph "
+#: The name of a copy between the memories of the host and of the device begins with this.
+CROSSING = "pcie."
 
 
 class Alloc(NamedTuple):

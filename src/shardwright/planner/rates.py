@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardwright.planner.devices import Figures
 from shardwright.planner.measured import Measured
-from shardwright.planner.program import Kernel
+from shardwright.planner.program import HOST, Kernel
 from shardwright.planner.work import Work
 
 TILE = 128  #: rows and columns of a product that one part of the device computes at a time
@@ -39,7 +39,14 @@ class Span(NamedTuple):
 #: for matrix products that NCCL runs beside all the time);
 #: ``launch``: from one kernel's end to the next one's begin, on the device;
 #: ``host``, ``host_compiled`` and ``host_collective``: of the host for an operation that torch runs, for a kernel of a
-#: compiled graph, and for a collective with the copies around it.
+#: compiled graph, and for a collective with the copies around it;
+#: ``host_memory``: of the bandwidth of the host's memory that its operations reach if all ranks of a node compute.
+#: AdamW for 30.5B parameters takes under 4 s on the host of 8 H200, which is 0.35 or more, with ranks bound to cores
+#: (PrimeIntellect-ai/prime-rl#3234). Binding took 23% off a step (deepspeedai/DeepSpeed#7474), and no rank of ours is
+#: bound. The slowest report is 40 GB/s: 8.2 s for 11.6B parameters (deepspeedai/DeepSpeed#735);
+#: ``pcie``: of the bandwidth between host and device that copies reach: 55.6 of 63 GB/s on one H100 (NVIDIA's post on
+#: nvbandwidth), 25 of 31.5 on an A100 and an RTX 4090, and half of it if copies run in both directions or two devices
+#: share a switch (NVIDIA/nvbandwidth#11 and #15).
 _OF_ALL = {
     "memory": Span(0.75, 0.83, 0.90),
     "links": Span(0.70, 0.80, 0.88),
@@ -49,6 +56,8 @@ _OF_ALL = {
     "host": Span(10e-6, 6e-6, 4e-6),
     "host_compiled": Span(8e-6, 4e-6, 2e-6),
     "host_collective": Span(150e-6, 60e-6, 30e-6),
+    "host_memory": Span(0.15, 0.35, 0.60),
+    "pcie": Span(0.35, 0.75, 0.88),
 }
 #: Shares of the peak of each generation: ``products`` that large products reach at nominal power (cuBLAS: 600 to 750
 #: TFLOP/s on an H100 with 700 W, 230 to 270 on an A100); ``attention`` and ``attention_backward`` that fused attention
@@ -69,15 +78,17 @@ class Rates:
     Attributes:
         figures: of the device.
         shares: by name; :meth:`with_share` chooses other ones.
+        ranks: of the job. Those of a node share the memory of its host.
     """
 
     figures: Figures
     shares: dict[str, float] = field(repr=False)
+    ranks: int = 1
 
     @classmethod
-    def of(cls, figures: Figures) -> Rates:
+    def of(cls, figures: Figures, ranks: int = 1) -> Rates:
         """The likely rates."""
-        return cls(figures, {name: span.likely for name, span in spans_of(figures).items()})
+        return cls(figures, {name: span.likely for name, span in spans_of(figures).items()}, ranks)
 
     def with_share(self, name: str, value: float) -> Rates:
         """The same with another share."""
@@ -90,11 +101,16 @@ class Rates:
         return math.sqrt(max(self.figures.power - OF_MEMORY, 0.0) / (1 - OF_MEMORY))
 
     def seconds(self, kernel: Kernel, work: Work) -> float:
-        """The time of a kernel on the device where nothing else runs."""
+        """The time of a kernel where nothing else runs: on the device, or on its host."""
         if work.kind == "communication":
             return self.collective(kernel)
         if work.kind == "nothing":
             return 0.0
+        if work.kind == "copies":
+            return work.nbytes / (self.figures.pcie * self.shares["pcie"])
+        if kernel.stream == HOST:
+            part = self.figures.host_memory / min(self.ranks, self.figures.node)
+            return work.nbytes / (part * self.shares["host_memory"])
         if (measured := self.figures.measured) is not None:
             name = work.kind if work.kind in ("products", "attention") else "memory"
             return measured.seconds(kernel, work) / self.shares[name]
@@ -171,7 +187,8 @@ def _of_measured(measured: Measured) -> dict[str, Span]:
     spans = {name: around(name) for name in ("products", "attention", "memory", "links")}
     spans["attention_backward"] = Span(1, 1, 1)  # of the same tables as ``attention``
     spans |= {name: around("host", seconds, -1) for name, seconds in measured.host.items()}
-    spans |= {"launch": Span(0, 0, 0), "network": _OF_ALL["network"]}  # launches are part of measured times
+    spans["launch"] = Span(0, 0, 0)  # launches are part of measured times
+    spans |= {name: _OF_ALL[name] for name in ("network", "host_memory", "pcie")}
     spans["beside"] = Span(1, 1, 1) if measured.on_host else _OF_ALL["beside"]
     if not measured.ranks:
         spans["links"] = _OF_ALL["links"]

@@ -1,18 +1,24 @@
 """A search for the fastest settings that fit, with few plans.
 
 Settings are points of a grid. The values of an axis are in an order in which both memory and speed fall, as far as
-known: a point that fits makes all points after it needless, and one that does not fit all points before it.
+known: a point that fits makes all points after it needless, and one that does not fit all points before it. Settings
+that are rarely of use are tried only if there is a reason. Nothing here knows the settings.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 Keys = tuple[tuple[str, str], ...]
 """Keys of a configuration, as SECTION.KEY, and the texts of their values."""
 Point = tuple[int, ...]
+Plan = Callable[[Sequence[Keys]], "Iterable[Found | None]"]
+"""Makes the plans of several settings; None where settings do not go together."""
+NEAR = (
+    1.1  #: times the time of the fastest settings, up to which others may become faster with the rest changed
+)
 
 
 class Axis(NamedTuple):
@@ -38,9 +44,94 @@ class Found(NamedTuple):
     seconds: float
 
 
-def search(
-    axes: Sequence[Axis], plan: Callable[[Sequence[Keys]], Iterable[Found | None]], width: int = 1
+def search_widely(
+    grids: Callable[[Keys], Sequence[Sequence[Axis]]],
+    plan: Plan,
+    further: Sequence[Sequence[Keys]],
+    last: Sequence[Keys],
+    helps: Callable[[Found], bool],
+    width: int = 1,
+    likeness: Callable[[Keys], Hashable] = frozenset,
 ) -> list[Found]:
+    """Plans of the job as it is, which is the first one, of grids, and of grids with further settings if needed.
+
+    If nothing fits, the first of the further settings with which the smallest point fits are searched. If something
+    fits, and ``helps`` says that they may be faster, they are searched as long as each is faster than the one before.
+
+    Args:
+        grids: with these settings. The first one that has a point that fits counts. None: they do not go together.
+        plan: as for :func:`search`.
+        further: for each setting its values in order: each takes less memory than the one before.
+        last: settings that are much slower. They are tried if nothing else fits.
+        helps: whether further settings may be faster than this plan.
+        width: points that are planned at a time.
+        likeness: a value that is equal for keys that are the same settings.
+    """
+    plans: list[Found] = []
+    planned: dict[Hashable, Found | None] = {}
+
+    def once(points: Sequence[Keys]) -> list[Found | None]:
+        new = {name: point for point in points if (name := likeness(point)) not in planned}
+        for name, found in zip(new, plan([*new.values()]) if new else (), strict=True):
+            planned[name] = found
+            if found is not None:
+                plans.append(found)
+        return [planned[likeness(point)] for point in points]
+
+    def fits(keys: Keys) -> bool:
+        """Whether the smallest point fits, or may fit: no grid has a plan of it."""
+        of = grids(keys)
+        found = next((each for axes in of if (each := once([smallest(axes)])[0]) is not None), None)
+        return bool(of) and (found is None or found.fits)
+
+    def look(keys: Keys) -> None:
+        for axes in grids(keys):
+            if fastest(search(axes, once, width)) is not None:
+                return
+
+    def first(keys: Keys, values: Sequence[Keys]) -> Keys | None:
+        """The first of the values with which a point fits; none if the last one has no such point."""
+        settings = [each for value in values if grids(each := with_keys(keys, value))]
+        return next(filter(fits, settings), None) if settings and fits(settings[-1]) else None
+
+    now = once([()])[0]
+    if (now is not None and now.fits) or fits(()):
+        look(())
+    best = fastest(plans)
+    if best is None:
+        for keys in ((), *last):
+            found = keys if keys and fits(keys) else None
+            for values in further:
+                found = first(keys, values) if found is None else found
+            if found is not None:
+                look(found)
+                break
+    elif helps(best):
+        settings: Keys = ()
+        for values in further:
+            for keys in values:
+                probe = once([with_keys(best.keys, keys)])[0]
+                if probe is not None and probe.seconds > NEAR * best.seconds:
+                    break
+                look(with_keys(settings, keys))
+                before, best = best, min((each for each in plans if each.fits), key=lambda each: each.seconds)
+                if best is before:
+                    break
+                settings = with_keys(settings, keys)
+    return plans
+
+
+def smallest(axes: Sequence[Axis]) -> Keys:
+    """The settings of the point that takes the least memory."""
+    return tuple(pair for axis in axes for pair in axis.values[-1])
+
+
+def with_keys(keys: Keys, other: Keys) -> Keys:
+    """The keys with the values of others, in place of their own."""
+    return tuple({**dict(keys), **dict(other)}.items())
+
+
+def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
     """Plans of points, among them the fastest that fits if the order of the values holds; in the order of planning.
 
     The neighbours of the fastest point are planned too, so that it is not missed where an order does not hold by one
@@ -48,7 +139,7 @@ def search(
 
     Args:
         axes: the grid.
-        plan: makes the plans of several points; None where settings do not go together.
+        plan: makes the plans of several points.
         width: points that are planned at a time.
     """
     sizes = [len(axis.values) for axis in axes]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardwright.planner.devices import Device, Figures
 from shardwright.planner.program import Program
 from shardwright.planner.rates import Rates, spans_of
-from shardwright.planner.timeline import Step, Timeline, replay
+from shardwright.planner.timeline import Step, Timeline, replay, step_seconds
 
 #: Shares that are wrong together, if they are wrong: products and attention follow one clock.
 _TOGETHER = (
@@ -19,6 +19,8 @@ _TOGETHER = (
     ("links", "network"),
     ("beside",),
     ("launch", "host", "host_compiled", "host_collective"),
+    ("host_memory",),
+    ("pcie",),
 )
 LEAST = 0.005  #: the part of a step that a loss must take to be shown
 
@@ -98,6 +100,13 @@ class Speed:
             Loss("beside", found.beside, "kernels slowed down by collectives", "train.micro_batch"),
             Loss("waits", found.waits, "waits for collectives", "parallel.prefetch, parallel.strategy"),
             Loss("host", found.host, "waits for the host", "train.compile, train.cuda_graph"),
+            Loss("copies", found.copies, "copies between host and device", "parallel.offload"),
+            Loss(
+                "offloaded",
+                found.offloaded,
+                "the host's computation of what is offloaded",
+                "parallel.offload",
+            ),
         ]
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -127,8 +136,8 @@ def in_time(seconds: float) -> str:
 
 
 def speed_of(program: Program, device: Device, ranks: int, with_range: bool = True) -> Speed | None:
-    """The speed of a program's last step. None: the device's speed is not known, the program makes one step, or the
-    host of a device computes in it, as with offload.
+    """The speed of a program's last step. None: the device's speed is not known, or the program makes one step. With
+    offload also the bandwidth of the host's memory and of PCIe must be known.
 
     ``with_range``: find the range, too, which takes ten times as long.
     """
@@ -138,9 +147,9 @@ def speed_of(program: Program, device: Device, ranks: int, with_range: bool = Tr
         step = Step.of(program)
     except ValueError:
         return None
-    if step.computes_on_host and device.kind == "cuda":
+    if step.offloads and not device.figures.knows_host:
         return None
-    rates = Rates.of(device.figures)
+    rates = Rates.of(device.figures, ranks)
     likely = replay(step, rates)
     seconds = (likely.seconds,) * 3
     if with_range:
@@ -160,7 +169,7 @@ def _range(step: Step, figures: Figures, rates: Rates, likely: float) -> tuple[f
             other = rates
             for name in group:
                 other = other.with_share(name, getattr(spans[name], way))
-            difference = replay(step, other).seconds - likely
+            difference = step_seconds(step, other) - likely
             if difference > 0:
                 slower += difference**2
             else:

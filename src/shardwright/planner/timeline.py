@@ -28,12 +28,14 @@ class Timeline:
     """Where the time of a step goes.
 
     Attributes:
-        seconds: of the step; the sum of what follows up to ``host``.
+        seconds: of the step; the sum of what follows up to ``offloaded``.
         busy: seconds of the computation's stream, by kind of work (``products``, ``attention``, ``memory``,
             ``optimizer``), without what follows.
         beside: seconds that kernels take longer because collectives run beside them.
         waits: seconds in which the computation waits for collectives.
         host: seconds in which the device waits for the host.
+        copies: seconds by which copies between host and device make the step longer.
+        offloaded: seconds by which the host's computation, as of an offloaded optimizer, makes it longer.
         flops: operations of products and of attention.
         ideal: seconds that these take at the device's peak.
         communication: seconds of collectives, by the name of their stream, hidden or not.
@@ -44,6 +46,8 @@ class Timeline:
     beside: float = 0.0
     waits: float = 0.0
     host: float = 0.0
+    copies: float = 0.0
+    offloaded: float = 0.0
     flops: float = 0.0
     ideal: float = 0.0
     communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -72,30 +76,30 @@ class Step:
     Attributes:
         kernels: the different kernels, with their work.
         events: in the order of the host's program.
-        computes_on_host: whether the host of a device computes, too.
     """
 
     kernels: list[tuple[Kernel, Work]]
     events: list[_Queued | Mark | Wait | HostWait]
-    computes_on_host: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the host of a device computes, or copies run between both."""
+        return any(kernel.stream == HOST or work.kind == "copies" for kernel, work in self.kernels)
 
     @classmethod
     def of(cls, program: Program) -> Step:
         """Raises ValueError if the program makes no second step."""
         numbers: dict[Kernel, int] = {}
         events: list[_Queued | Mark | Wait | HostWait] = []
-        on_host, optimizes, has_graph = False, False, program.has_graph
+        optimizes, has_graph = False, program.has_graph
         begin, end = program.last_step()
         if begin == end:
             raise ValueError("the program has no second step")
         for event in program.events[begin:end]:
             if isinstance(event, Kernel):
-                if event.stream == HOST:
-                    on_host = True
-                else:
-                    number = numbers.setdefault(event, len(numbers))
-                    stream = COMPUTE if event.stream == CAPTURE else event.stream
-                    events.append(_Queued(number, stream, optimizes, has_graph and not optimizes))
+                number = numbers.setdefault(event, len(numbers))
+                stream = COMPUTE if event.stream == CAPTURE else event.stream
+                events.append(_Queued(number, stream, optimizes, has_graph and not optimizes))
             elif isinstance(event, Phase):
                 optimizes = event.name == OPTIMIZER
             elif isinstance(event, (Mark, Wait)):
@@ -105,11 +109,27 @@ class Step:
         works = [(kernel, work_of(kernel)) for kernel in numbers]
         nothing = {number for number, (_, work) in enumerate(works) if work.kind == "nothing"}
         events = [e for e in events if not (isinstance(e, _Queued) and e.number in nothing)]
-        return cls(works, events, on_host)
+        return cls(works, events)
 
 
 def replay(step: Step, rates: Rates) -> Timeline:
     """The time of a step."""
+    if not step.offloads:
+        return _replay(step, rates)
+    found = _replay(step, rates, copies=False, offloaded=False)
+    with_copies = _replay(step, rates, offloaded=False).seconds
+    whole = _replay(step, rates).seconds
+    found.copies, found.offloaded, found.seconds = with_copies - found.seconds, whole - with_copies, whole
+    return found
+
+
+def step_seconds(step: Step, rates: Rates) -> float:
+    """The time of a step alone, which is found sooner."""
+    return _replay(step, rates).seconds
+
+
+def _replay(step: Step, rates: Rates, copies: bool = True, offloaded: bool = True) -> Timeline:
+    """``copies``: those between host and device take time. ``offloaded``: the host's computation does."""
     found = Timeline()
     node, longer = rates.figures.node, rates.shares["beside"] - 1
     seconds_of = [rates.seconds(kernel, work) for kernel, work in step.kernels]
@@ -138,8 +158,12 @@ def replay(step: Step, rates: Rates) -> Timeline:
             number, stream, optimizes, in_graph = event
             kernel, work = step.kernels[number]
             seconds = seconds_of[number]
+            if (stream == HOST and not offloaded) or (work.kind == "copies" and not copies):
+                continue
             now += 0.0 if in_graph else host_of[number]
-            if work.kind == "communication":
+            if stream == HOST:
+                now += seconds
+            elif work.kind == "communication":
                 crosses = spread(*kernel.group, node)[0] > 1
                 start = max(ready[stream], now, links[crosses])
                 end = links[crosses] = start + seconds

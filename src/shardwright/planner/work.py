@@ -10,9 +10,9 @@ import math
 import re
 from typing import Literal, NamedTuple
 
-from shardwright.planner.program import Kernel
+from shardwright.planner.program import CROSSING, Kernel
 
-Kind = Literal["products", "attention", "memory", "optimizer", "communication", "nothing"]
+Kind = Literal["products", "attention", "memory", "optimizer", "communication", "copies", "nothing"]
 ITEM = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float16": 2, "int16": 2,
     "float32": 4, "int32": 4, "float64": 8, "int64": 8, "complex64": 8, "complex128": 16,
@@ -57,6 +57,8 @@ def work_of(kernel: Kernel) -> Work:
     name, shapes = kernel.name, kernel.shapes
     if name.startswith("c10d."):
         return Work("communication", 0, kernel.nbytes)
+    if name.startswith(CROSSING):
+        return Work("copies", 0, kernel.nbytes / 2)  # its record has both tensors
     if name in _TAKES_MEMORY or not kernel.nbytes:
         return NOTHING
     if (sizes := _sizes_of_product(name, shapes)) is not None:

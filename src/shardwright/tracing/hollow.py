@@ -23,7 +23,7 @@ from shardwright._torch import (
     outside_dispatch_modes,
     ranks_of_collective,
 )
-from shardwright.planner.program import HOST
+from shardwright.planner.program import CROSSING, HOST
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
 from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
@@ -80,6 +80,8 @@ class AbsentDeviceError(ValueError):
 
 
 _ARE_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+#: Operations that may read one memory and write another.
+_COPIES = frozenset({"copy_", "_foreach_copy_", "_to_copy"})
 _Line = tuple[str, bool]  #: a line, and whether the engine runs inside it
 
 
@@ -159,9 +161,7 @@ class Hollow(TorchDispatchMode):
         _collect(kwargs, tensors)
         if form.namespace == "c10d":
             return self._communicate(func, form, tensors, args, kwargs)
-        if self._recorder.uses_host and self._recorder.computes_on_host(
-            tensors, copies=form.returns_arguments
-        ):
+        if self._recorder.uses_host and self._recorder.computes_on_host(tensors, copies=form.name in _COPIES):
             with self._recorder.on(HOST):
                 return self._run(func, form, line, tensors, args, kwargs)
         return self._run(func, form, line, tensors, args, kwargs)
@@ -355,10 +355,13 @@ class Hollow(TorchDispatchMode):
         outs: list[Tensor] = []
         if not form.writes:
             _collect(out, outs)
+        name = form.name
+        if name in _COPIES and self._recorder.uses_host and self._recorder.are_in_both([*tensors, *outs]):
+            name = f"{CROSSING}{name}"
         nbytes = sum(map(_size, tensors)) + sum(map(_size, outs))
         shown = [*tensors[:4], *outs[:1]]
         self._recorder.kernel(
-            form.name,
+            name,
             nbytes,
             tuple([tuple(each.shape) for each in shown]),
             _word(shown[0].dtype) if shown else "",

@@ -167,8 +167,16 @@ class Recorder:
         may be on either. ``copies``: the operation may write from one memory into the other."""
         if self._lifts or self.stream == HOST:
             return False
-        on_host = [self.is_on_host(each) for each in tensors if each.ndim]
+        on_host = self._on_host_of(tensors)
         return any(on_host) and (all(on_host) or not copies)
+
+    def are_in_both(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether some tensors are in the host's memory and others in the device's."""
+        on_host = self._on_host_of(tensors)
+        return any(on_host) and not all(on_host)
+
+    def _on_host_of(self, tensors: Iterable[torch.Tensor]) -> list[bool]:
+        return [self.is_on_host(each) for each in tensors if each.ndim]
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in the host's memory, and not in the device's."""

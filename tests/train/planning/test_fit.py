@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,14 +11,19 @@ import pytest
 
 from shardwright import cli
 from shardwright.planner.allocator import GIB
+from shardwright.planner.devices import known_devices
 from shardwright.planner.program import STEP, Alloc, Free, Kernel, Owner, Phase, Program
 from shardwright.train.commands import fit as fitting
+from shardwright.train.commands import plan as planning
 from shardwright.train.commands import plan_difference
+from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
+from shardwright.train.parallel.checks import check_division
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DEBUG = str(EXAMPLES / "llama_debug.toml")
+SLOW: dict[str, int] = {}  #: by how much collectives are slower without tensor parallelism
 
 
 def config(*keys: tuple[str, str], ranks: int = 8) -> Config:
@@ -25,14 +31,19 @@ def config(*keys: tuple[str, str], ranks: int = 8) -> Config:
 
 
 def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda") -> Program:
-    """8 GiB for each sample of a micro-batch, a fourth of it with checkpoints, which take a third more time."""
+    """8 GiB for each sample of a micro-batch, a fourth of it with checkpoints, which take a third more time. Tensor
+    parallelism divides it, and collectives then take time. Offload leaves a part of the weights."""
     train, way = config.train, config.activations.checkpoint
     if way == "ops" and train.compile != "none":
         raise UserError("these do not go together")
-    nbytes = int(8 * GIB * train.micro_batch * {"none": 1, "ops": 0.5, "full": 0.25}[way])
     parallel = config.parallel
+    nbytes = int(8 * GIB * train.micro_batch * {"none": 1, "ops": 0.5, "full": 0.25}[way] / parallel.tensor)
+    check_division(config, ranks)
     gathers = 1 if parallel.strategy == "zero2" else 2 if parallel.reshard_after_forward == "never" else 3
     whole = 20 * GIB if config.parallel.strategy == "zero2" else 5 * GIB
+    whole = int(whole * {"none": 1, "optimizer": 0.5, "cpu": 0.25}[parallel.offload])
+    copies = [Kernel("pcie.copy_", "compute", 64 * GIB, (), "uint8")] * (parallel.offload != "none")
+    gathers *= 4 * SLOW["gathers"] if SLOW and parallel.tensor == 1 else parallel.tensor
     count = train.global_batch // ranks
     work = int(1e4 * {"none": 3, "ops": 3.4, "full": 4}[way] * (0.8 if train.compile != "none" else 1))
     product = Kernel("mm", "compute", 100, ((4096, 4096), (4096, work * count)), "bfloat16")
@@ -42,7 +53,7 @@ def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda")
         *(
             [
                 Phase(STEP), Phase("forward"), *[gather] * (gathers * count // train.micro_batch),
-                Alloc(1 + i, nbytes, "compute", 1), product, Free(1 + i),
+                *copies, Alloc(1 + i, nbytes, "compute", 1), product, Free(1 + i),
             ]
             for i in range(2)
         ),
@@ -57,8 +68,8 @@ def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda")
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "program_of", program)
-    monkeypatch.setattr(plan_difference, "program_of", program)
+    for module in (fitting, plan_difference, planning):
+        monkeypatch.setattr(module, "program_of", program)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -116,6 +127,38 @@ def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[
     assert "a step more: " in rest[smaller + 1]
 
 
+def test_a_terminal_shows_progress_while_plans_are_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr alone, and nothing of it stays."""
+    (tmp_path / "small.toml").write_text('like = "h100"\ngib = 4.0\n')
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, out, err = run(capsys, *job)
+    lines = err.split("\r")[1:]
+    assert "edits " in out and "\r" not in out and lines[-1] == "\033[K"
+    assert lines[0] == f"edit 1 of {len(lines) - 1}: --activations.checkpoint ops\033[K"
+    _, out, err = run(capsys, *job, "--fit", "--processes", "1")
+    lines = err.split("\r")[1:]
+    assert "\r" not in out and lines[-1] == "\033[K" and lines[0].startswith("1 plans, the last one ")
+
+
+def test_a_model_alone_has_options_in_place_of_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With the values that are assumed, and that are not searched."""
+    values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**values, **sizes, "vocab_size": 256}))
+    status, out, err = run(capsys, f"hf:{tmp_path}", "--on", "8xh100", "--fit", "--processes", "1")
+    assert (status, err) == (0, "")
+    best = next(line for line in out.splitlines() if line.startswith("best"))
+    assert "GiB reserved: --train.compile inductor" in best
+    assert "assumed  what config.json does not say" in out and "--train.seq_len 512" in out
+    assert "--train.micro_batch" not in out.partition("assumed")[2]
+    assert "A larger --train.global_batch allows larger micro-batches" in out
+
+
 def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(
         capsys, str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1", "--json"
@@ -125,24 +168,92 @@ def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and values["best"] == fastest and values["now"]["keys"] == {}
 
 
+def fit_on(capsys: pytest.CaptureFixture[str], tmp_path: Path, gib: float, *keys: str) -> tuple[int, str]:
+    (tmp_path / "small.toml").write_text(f'like = "h100"\ngib = {gib}\n')
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml"]
+    status, out, _ = run(capsys, *job, "--fit", "--processes", "1", *keys)
+    return status, out
+
+
+def test_a_plan_that_fails_ends_no_search(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(config: Config, *arguments: object) -> Program:
+        if config.activations.checkpoint == "full":
+            raise RuntimeError("out of\nluck")
+        return program(config, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fitting, "program_of", failing)
+    keys = "--parallel.tensor", "1", "--parallel.offload", "none"
+    status, out = fit_on(capsys, tmp_path, 12.0, *keys)
+    assert status == 0 and "\nfailed   --" in out and "--activations.checkpoint full" in out
+    assert out.splitlines()[-1].endswith(": RuntimeError: out of luck")
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text('like = "h100"\ngib = 4.0\n')
-    status, out, _ = run(
-        capsys,
-        str(EXAMPLES / "llama_8b.toml"),
-        "--on",
-        f"8x{tmp_path}/small.toml",
-        "--fit",
-        "--processes",
-        "1",
-    )
+    status, out = fit_on(capsys, tmp_path, 4.0)
+    assert status == 3 and "best     none; the smallest one needs 1.50 GiB: " in out
+    assert "--parallel.offload cpu --parallel.tensor 8" in out and out.startswith("fit      7 plans ")
+    status, out = fit_on(capsys, tmp_path, 4.0, "--parallel.offload", "none", "--parallel.tensor", "1")
     assert status == 3 and "best     none; the smallest one needs 7.00 GiB: " in out
+
+
+def test_tensor_parallelism_and_then_offload_if_nothing_fits_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The runtime takes 2.8 GiB. Without offload 5 GiB stay, with the optimizer on the host 2.5."""
+    status, out = fit_on(capsys, tmp_path, 9.2)
+    assert status == 0 and "tensor = 2" in out and "offload" not in out
+    status, out = fit_on(capsys, tmp_path, 9.2, "--parallel.tensor", "1")
+    assert status == 0 and 'offload = "optimizer"' in out and "tensor" not in out
+    status, out = fit_on(capsys, tmp_path, 6.8)
+    assert status == 0 and 'offload = "optimizer"' in out and "tensor = 2" in out
+
+
+def test_tensor_parallelism_if_collectives_are_slow(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "tensor" not in fit_on(capsys, tmp_path, 79)[1]
+    monkeypatch.setitem(SLOW, "gathers", 4)
+    assert "tensor = 2" in fit_on(capsys, tmp_path, 79)[1]
+
+
+def test_further_settings() -> None:
+    figures = known_devices()["h100"].figures
+    assert figures is not None
+    (experts, tensor), last = fitting.further_settings(config(), 12, figures, {})
+    assert [dict(each) for each in tensor] == [{"parallel.tensor": "2"}, {"parallel.tensor": "4"}]
+    assert [dict(each)["parallel.offload"] for each in last] == ["optimizer", "cpu"]
+    given = {"parallel.tensor": "2", "parallel.offload": "none"}
+    assert fitting.further_settings(config(), 12, figures, given) == ([experts], [])
+    of_torch = fitting.further_settings(config(("parallel.engine", "fsdp2")), 8, figures, {})
+    assert [values[0] for values in of_torch[0]] == [(("parallel.tensor", "2"),)] and not of_torch[1]
+
+
+def test_settings_that_do_not_divide_the_model_have_no_grid() -> None:
+    """8 groups of heads; experts, which no plan compiles if they are divided; keys of the file do not stay."""
+    job = PlannedJob(str(EXAMPLES / "llama_8b.toml"), (("parallel.offload", "cpu"),), 16)
+    assert fitting._grids(job, job(), 16, (("parallel.tensor", "8"),))
+    assert not fitting._grids(job, job(), 16, (("parallel.tensor", "16"),))
+    assert not fitting._grids(job, job(), 16, (("parallel.expert", "2"),))
+    job = PlannedJob(str(EXAMPLES / "hybrid_debug.toml"), (), 2)
+    (axes,) = fitting._grids(job, job(), 8, (("parallel.expert", "2"),))
+    assert axes[0].values == ((("train.compile", "none"),),) and axes[-1].values == (
+        (("parallel.expert", "2"),),
+    )
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("gib = 80\n")
+    text = 'gib = 80\n[speed]\ngeneration = "ada"\ntflops = { float32 = 1 }\n'
+    (tmp_path / "alone.toml").write_text(
+        text + "bandwidth = 1\nunits = 1\nnode = 1\nwithin = 1\nacross = 1\n"
+    )
     for arguments, message in (
-        ((DEBUG, "--on", "2xh100", "--fit", "--parallel.offload", "cpu"), "found 'cpu'"),
+        (
+            (DEBUG, "--on", f"2x{tmp_path}/alone.toml", "--fit", "--parallel.offload", "cpu"),
+            "expected a device of which host_memory and pcie are known with parallel.offload 'cpu', found 'alone'",
+        ),
         (
             (DEBUG, "--on", f"2x{tmp_path}/own.toml", "--fit", "--processes", "1"),
             "expected a device whose speed is known, found 'own'",

@@ -10,7 +10,9 @@ import torch
 from shardwright.comm.streams import use_streams
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import HOST, Alloc, Kernel, Program
+from shardwright.planner.speed import speed_of
 from shardwright.planner.verdict import judge
+from shardwright.planner.work import work_of
 from shardwright.tracing import trace as tracing
 from shardwright.tracing.recorder import Recorder
 from shardwright.tracing.streams import RecordedStreams
@@ -89,6 +91,45 @@ def test_a_verdict_with_offload() -> None:
     steps = {each.stream for each in program.events if isinstance(each, Kernel) and "adamw" in each.name}
     copies = {each.stream for each in program.events if isinstance(each, Kernel) and "copy" in each.name}
     assert steps == {HOST} and {"upload", "download"} <= copies
+
+
+def test_offload_takes_time() -> None:
+    """The optimizer's state crosses in each step, and with ``cpu`` the host steps."""
+    losses: dict[str, dict[str, float]] = {}
+    seconds = {}
+    kernels = {}
+    for offload in ("none", "optimizer", "cpu"):
+        program = program_of(config_of(f"parallel.offload={offload} validation.every=0"), 2)
+        speed = speed_of(program, known_devices()["h100"], 2)
+        assert speed is not None
+        losses[offload] = {each.name: each.seconds for each in speed.losses()}
+        seconds[offload] = speed.seconds[1]
+        assert sum(losses[offload].values()) == pytest.approx(speed.seconds[1])
+        begin, end = program.last_step()
+        kernels[offload] = [each for each in program.events[begin:end] if isinstance(each, Kernel)]
+    assert losses["none"]["copies"] == losses["none"]["offloaded"] == losses["optimizer"]["offloaded"] == 0
+    assert losses["optimizer"]["copies"] > 0 < losses["cpu"]["offloaded"]
+    assert seconds["none"] < min(seconds["optimizer"], seconds["cpu"])
+    weights = sum(each.nbytes for each in kernels["cpu"] if each.name == "_fused_adamw_") / 16
+    crossing = {
+        offload: sum(work_of(each).nbytes for each in each_of if work_of(each).kind == "copies")
+        for offload, each_of in kernels.items()
+    }
+    # Two numbers of state for each weight, up and down. With ``cpu`` gradients go down, and weights come up for
+    # forward, most of them again for backward.
+    assert crossing["none"] == 0 and crossing["optimizer"] == pytest.approx(4 * 4 * weights, rel=0.01)
+    assert 2 * 4 * weights < crossing["cpu"] < 3 * 4 * weights
+
+
+def test_muon_on_the_device_reads_the_host() -> None:
+    program = program_of(config_of("parallel.offload=cpu validation.every=0 optimizer.name=muon"), 2)
+    begin, end = program.last_step()
+    crossing = {
+        each.stream
+        for each in program.events[begin:end]
+        if isinstance(each, Kernel) and work_of(each).kind == "copies"
+    }
+    assert crossing == {"upload", "download", "compute"}
 
 
 # -- beside real steps, in which the CPU has the device's memory and the host's

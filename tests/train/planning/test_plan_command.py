@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from shardwright.cli.program import main
+from shardwright.planner.verdict import CONTEXT, NCCL
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -155,6 +160,74 @@ def test_an_edit_that_is_pasted_gives_its_figure(
         else:
             assert figures("--no-edits", *edit.split())["reserved_bytes"] == nbytes
     assert figures("--no-edits")["edits"] == []
+
+
+@pytest.mark.extensive("a search for each setting", but=("tensor",))
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        pytest.param((), {"parallel.tensor": "2"}, id="tensor"),
+        pytest.param(("--parallel.tensor", "1"), {"parallel.offload": "cpu"}, id="offload"),
+    ],
+)
+def test_a_search_with_further_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    """62 MiB are reserved. With tensor parallelism it is 52, with the optimizer's state on the host 58, with all 56."""
+    gib = sum(most for _, most in (CONTEXT, NCCL)) / 2**30 + 56 / 2**10
+    (tmp_path / "small.toml").write_text(f'like = "h100"\ngib = {gib}\n')
+    command = ["plan", str(EXAMPLES / "llama_debug.toml"), "--on", f"2x{tmp_path}/small.toml", "--fit"]
+    command += ["--processes", "1", "--json", "--train.micro_batch", "1", "--parallel.strategy", "zero3"]
+    command += ["--train.compile", "none", "--activations.checkpoint", "none", *keys]
+    status = main(command)
+    values = json.loads(capsys.readouterr().out)
+    assert status == 0 and not values["now"]["fits"]
+    best = values["best"]
+    assert {key: best["keys"].get(key) for key in expected} == expected
+    assert best["fits"] and best["reserved_bytes"] < values["now"]["reserved_bytes"]
+    assert best["step_seconds"] > values["now"]["step_seconds"] and len(values["plans"]) <= 5
+
+
+@pytest.mark.extensive("processes start, and import torch")
+@pytest.mark.parametrize("stage", ["starting", "planning"])
+def test_an_interrupted_search_ends_at_once_and_leaves_no_process(stage: str, tmp_path: Path) -> None:
+    """Ctrl-C of a terminal goes to all processes of the group."""
+    command = [sys.executable, "-m", "shardwright", "plan", str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100"]
+    process = subprocess.Popen(
+        [*command, "--fit", "--processes", "2", "--no-cache"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        of_python = 0.2 if stage == "starting" else 3.0  # seconds of a core
+        while not any(
+            sum(child.cpu_times()[:2]) >= of_python
+            for child in psutil.Process(process.pid).children()
+            if "spawn_main" in " ".join(child.cmdline())
+        ):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        begin = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        seconds = time.monotonic() - begin
+        assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+        assert seconds < (1 if os.getloadavg()[0] < os.cpu_count() else 10)  # type: ignore[operator]
+        deadline = time.monotonic() + 5
+        while is_alive(process.pid):
+            assert time.monotonic() < deadline, "a process is left"
+            time.sleep(0.05)
+    finally:
+        if is_alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() -> None:

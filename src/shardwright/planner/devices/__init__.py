@@ -36,6 +36,8 @@ class Figures:
         across: bytes a second that a device sends to other nodes.
         source: the source of these figures.
         measured: times of this device, in place of shares of its figures; None: there are none.
+        host_memory: bytes a second of the memory of a node's host; 0: unknown.
+        pcie: bytes a second between the host and a device, in each direction; 0: unknown.
     """
 
     generation: str
@@ -48,6 +50,13 @@ class Figures:
     across: float
     source: str
     measured: Measured | None = None
+    host_memory: float = 0.0
+    pcie: float = 0.0
+
+    @property
+    def knows_host(self) -> bool:
+        """Whether the time of what is offloaded to the host is known."""
+        return self.host_memory > 0 and self.pcie > 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,9 @@ def _figures(key: str, values: Any) -> Figures:
     def number(name: str, what: str, most: float) -> float:
         return _number(key, values, name, what, most)
 
+    def optional(name: str, what: str) -> float:
+        return 1e9 * number(name, what, 1e6) if name in values else 0.0
+
     return Figures(
         generation,
         {name: 1e12 * _number(key, flops, name, "TFLOP/s of dense products", 1e6) for name in flops},
@@ -171,6 +183,8 @@ def _figures(key: str, values: Any) -> Figures:
         1e9 * number("within", "GB/s to the others of its node", 1e6),
         1e9 * number("across", "GB/s to other nodes", 1e6),
         str(values.get("source", "")),
+        host_memory=optional("host_memory", "GB/s of the memory of a node's host"),
+        pcie=optional("pcie", "GB/s between the host and a device"),
     )
 
 
@@ -178,7 +192,9 @@ def _figures(key: str, values: Any) -> Figures:
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 MEASURED = "measured"  #: the generation of a device whose times are in its file
 _KEYS = {"name", "gib", "source", "like", "kind", "speed", "measured"}
-_SPEED = {"generation", "tflops", "bandwidth", "units", "power", "node", "within", "across", "source"}
+_SPEED = {
+    "generation", "tflops", "bandwidth", "units", "power", "node", "within", "across", "source", "host_memory", "pcie",
+}  # fmt: skip
 
 
 def _number(key: str, values: dict[str, Any], name: str, what: str, most: float) -> float:

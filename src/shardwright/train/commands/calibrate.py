@@ -115,6 +115,11 @@ def _values(device: Summary, kind: Kind) -> dict[str, Any]:
             "node": figures.node,
             "within": figures.within / 1e9,
             "across": figures.across / 1e9,
+            **(
+                {"host_memory": figures.host_memory / 1e9, "pcie": figures.pcie / 1e9}
+                if figures.knows_host
+                else {}
+            ),
             "source": source,
             "tflops": {dtype: flops / 1e12 for dtype, flops in sorted(figures.flops.items())},
         },

@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import sys
+import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 
 from shardwright.planner.allocator import Rules
-from shardwright.planner.devices import Device
-from shardwright.planner.search import Axis, Found, Keys, fastest, frontier, search
+from shardwright.planner.devices import Device, Figures
+from shardwright.planner.search import (
+    Axis,
+    Found,
+    Keys,
+    fastest,
+    frontier,
+    search_widely,
+    smallest,
+    with_keys,
+)
 from shardwright.planner.speed import Speed, in_time, speed_of
 from shardwright.planner.verdict import in_gib, judge
 from shardwright.strict_json import strict_json
-from shardwright.train.commands.plan import program_of
+from shardwright.train.commands.plan import assumptions, program_of, say
 from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError, counted
 
+_Result = tuple[Found, Speed] | str | None
 SHOWN = 5  #: plans beside the best one
+SIZES = (2, 4, 8)  #: of tensor and expert parallelism, up to a node
+EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
 def fit(
-    job: PlannedJob, device: Device, rules: Rules, json: bool, caches: bool = True, processes: int = 1
+    job: PlannedJob,
+    device: Device,
+    rules: Rules,
+    json: bool,
+    caches: bool = True,
+    processes: int = 1,
+    assumed: Sequence[str] = (),
 ) -> int:
     """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
 
-    The settings change no number of the run, except for the order of sums. Keys of the command line stay.
+    The settings change no number of the run, except for the order of sums. Keys of the command line stay. Tensor and
+    expert parallelism are tried if nothing fits without them, or if a step waits long for collectives; offload if
+    nothing fits without it.
 
     Args:
         job: the job.
@@ -40,6 +61,7 @@ def fit(
         json: print all plans as JSON.
         caches: take programs that were traced before, and keep new ones.
         processes: plans that are made at a time. With 1 they are made in this process.
+        assumed: keys whose values nobody gave, of a job that is a model alone.
 
     Raises:
         UserError: the device's speed is not known, or no plan covers the job.
@@ -49,31 +71,26 @@ def fit(
             f"--fit: expected a device whose speed is known, found {device.name!r}; its file needs a table [speed]"
         )
     config = job()
-    if config.parallel.offload != "none":
+    if config.parallel.offload != "none" and not device.figures.knows_host:
         raise UserError(
-            f"--fit: a plan has no times of what the host computes; expected parallel.offload 'none', found "
-            f"{config.parallel.offload!r}"
+            f"--fit: expected a device of which host_memory and pcie are known with parallel.offload "
+            f"{config.parallel.offload!r}, found {device.name!r}; its table [speed] needs both"
         )
-    speeds: dict[Keys, Speed] = {}
     started = time.monotonic()
-    planned = functools.partial(_planned, job, device, rules, caches)
 
-    def plan(points: Sequence[Keys]) -> Iterator[Found | None]:
-        for result in map(planned, points) if pool is None else pool.map(planned, points):
-            if result is not None:
-                found, speeds[found.keys] = result
-                _say(len(speeds), found)
-            yield None if result is None else result[0]
+    def likeness(keys: Keys) -> Hashable:
+        return frozenset(_changed(config, keys))
 
-    plans: list[Found] = []
-    with _pool(processes) as pool:
-        now = next(plan([()]))
-        for axes in axes_of(config, job.ranks, device.figures.node, dict(job.keys)):
-            plans += search(axes, plan, processes)
-            if fastest(plans) is not None:
-                break  # blocks that are compiled are faster and smaller
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    further, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
+    grids = functools.partial(_grids, job, config, device.figures.node)
+    try:
+        with _pool(processes) as pool:
+            made = _Plans(functools.partial(_planned, job, device, rules, caches), pool)
+            plans = search_widely(grids, made.plan, further, last, made.waits_long, processes, likeness)
+    finally:
+        say("")
+    speeds = made.speeds
+    now = next((each for each in plans if not each.keys), None)
     if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
@@ -83,23 +100,66 @@ def fit(
             "now": None if now is None else _values(now, speeds),
             "best": None if best is None else _values(best, speeds),
             "plans": [_values(each, speeds) for each in plans],
+            "failed": [{"keys": dict(keys), "error": error} for keys, error in made.failed.items()],
         }
         print(strict_json(values, indent=2))
     else:
-        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started)
+        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started, not job.assumes)
         print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
+        for i, (keys, error) in enumerate([*made.failed.items()][:SHOWN]):
+            print(f"{'' if i else 'failed':8} {_options(config, keys)}: {error}")
+        searched = {key for axes in grids(()) for axis in axes for keys in axis.values for key, _ in keys}
+        for line in assumptions(config, [key for key in assumed if key not in searched]):
+            print(line)
+        if "train.global_batch" in assumed:
+            print(f"{'':8} A larger --train.global_batch allows larger micro-batches, which may be faster.")
     return 0 if best is not None else 3
 
 
-def _planned(
-    job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys
-) -> tuple[Found, Speed] | None:
-    """The plan of some settings; None: they do not go together."""
+class _Plans:
+    """The plans of a search.
+
+    Attributes:
+        speeds: by the keys of a plan.
+        failed: errors of plans that should not fail, by their keys.
+    """
+
+    def __init__(self, planned: Callable[[Keys], _Result], pool: Executor | None) -> None:
+        self._planned, self._pool = planned, pool
+        self.speeds: dict[Keys, Speed] = {}
+        self.failed: dict[Keys, str] = {}
+
+    def plan(self, points: Sequence[Keys]) -> Iterator[Found | None]:
+        """The plans of several points, which the processes make at a time."""
+        if self._pool is None:
+            results: Iterable[_Result] = map(self._planned, points)
+        else:
+            with _interrupts_held():
+                results = self._pool.map(self._planned, points)
+        for keys, result in zip(points, results, strict=True):
+            if isinstance(result, str):
+                self.failed[keys] = result
+            elif result is not None:
+                self.speeds[keys] = result[1]
+                words = f"{in_gib(result[0].nbytes)} GiB, {in_time(result[0].seconds)} a step"
+                say(f"{len(self.speeds)} plans, the last one {words}")
+            yield result[0] if isinstance(result, tuple) else None
+
+    def waits_long(self, found: Found) -> bool:
+        """Whether the device waits for collectives for a large part of a step."""
+        losses = {loss.name: loss.seconds for loss in self.speeds[found.keys].losses()}
+        return losses["waits"] > EXPOSED * found.seconds
+
+
+def _planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys) -> _Result:
+    """The plan of some settings. None: they do not go together. A text: an error, which ends no search."""
     try:
         config = job(keys)
         program = program_of(config, job.ranks, caches, device.kind)
     except UserError:
         return None
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
     speed = speed_of(program, device, job.ranks, with_range=False)
     if speed is None:
         return None
@@ -107,17 +167,36 @@ def _planned(
     return Found(keys, verdict.fits, verdict.unlimited.reserved, speed.seconds[1]), speed
 
 
-def _pool(processes: int) -> AbstractContextManager[Executor | None]:
+@contextmanager
+def _pool(processes: int) -> Iterator[Executor | None]:
+    """Processes that make plans; None: this one does. They end at once with the search, also if it is interrupted."""
     if processes == 1:
-        return nullcontext()
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, context, functools.partial(warnings.simplefilter, "ignore"))
+        yield None
+        return
+    others = set(multiprocessing.active_children())
+    quietly = functools.partial(warnings.simplefilter, "ignore")
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), quietly) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise UserError(
+                "--fit: a process that makes plans was killed, probably since this machine has too little memory; "
+                "choose fewer --processes"
+            ) from None
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            raise
 
 
-def _say(count: int, found: Found) -> None:
-    if sys.stderr.isatty():
-        words = f"{in_gib(found.nbytes)} GiB, {in_time(found.seconds)} a step"
-        print(f"\r{count} plans, the last one {words}\033[K", end="", file=sys.stderr, flush=True)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that start inside the context never get SIGINT, with which each would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
@@ -128,6 +207,58 @@ def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
         "step_seconds": each.seconds,
         "tokens_per_second": speeds[each.keys].tokens_per_second[1],
     }
+
+
+def further_settings(
+    config: Config, ranks: int, figures: Figures, given: Mapping[str, str]
+) -> tuple[list[list[Keys]], list[Keys]]:
+    """Values of expert and of tensor parallelism, and those of offload, that may be tried.
+
+    Args:
+        config: the job.
+        ranks: of the job.
+        figures: of the device.
+        given: keys that stay as they are.
+    """
+    sizes = [size for size in SIZES if size <= figures.node and not ranks % size]
+    facts = config.parallel.facts
+    further: list[list[Keys]] = []
+    for key, known in (("parallel.expert", facts.has_own_keys), ("parallel.tensor", facts.divides_layers)):
+        if known and key not in given:
+            further.append([((key, str(size)),) for size in sizes])
+    offloads = facts.has_own_keys and figures.knows_host and "parallel.offload" not in given
+    return further, [(("parallel.offload", way),) for way in ("optimizer", "cpu")] if offloads else []
+
+
+def _grids(job: PlannedJob, config: Config, node: int, keys: Keys) -> list[list[Axis]]:
+    """The grids with these settings beside; none if they do not go together with the job."""
+    given = dict(job.keys)
+    plain = [("parallel.tensor", "1"), ("parallel.expert", "1"), ("parallel.offload", "none")]
+    if "parallel.expert" in dict(keys):
+        plain.append(("train.compile", "none"))  # as it must be with expert parallelism
+    fixed = with_keys(_changed(config, tuple(pair for pair in plain if pair[0] not in given)), keys)
+    # Values of the axes that divide any number of ranks.
+    least: Keys = (("train.micro_batch", "1"),)
+    if config.parallel.facts.has_own_keys and not {"parallel.strategy", "parallel.replicas"} & given.keys():
+        least = (*least, ("parallel.strategy", "zero3"), ("parallel.replicas", "1"))
+    least = tuple(pair for pair in least if pair[0] not in given)
+    try:
+        settings = job(with_keys(least, fixed))
+        grids = list(axes_of(settings, job.ranks, node, {**given, **dict(plain)}))
+        grids = [[*axes, Axis("further", (fixed,))] for axes in grids] if fixed else grids
+        return [axes for axes in grids if not keys or _divides(job, smallest(axes))]
+    except UserError:
+        return []
+
+
+def _divides(job: PlannedJob, keys: Keys) -> bool:
+    from shardwright.train.parallel.checks import check_division  # which imports torch
+
+    try:
+        check_division(job(keys), job.ranks)
+    except UserError:
+        return False
+    return True
 
 
 def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> Iterator[list[Axis]]:
@@ -193,6 +324,7 @@ def _rows(
     plans: Sequence[Found],
     speeds: Mapping[Keys, Speed],
     seconds: float,
+    has_file: bool,
 ) -> Iterator[tuple[str, str]]:
     """Heads and texts: the best plan and its file, then those that are slower and smaller, and why they are slower."""
     fitting = sum(each.fits for each in plans)
@@ -212,8 +344,11 @@ def _rows(
         )
         return
     best, speed = front[0], speeds[front[0].keys]
-    yield "best", f"{_figures(best, speed)}; as a file's lines:"
-    yield from (("", line) for line in _toml(config, best.keys))
+    if has_file:
+        yield "best", f"{_figures(best, speed)}; as a file's lines:"
+        yield from (("", line) for line in _toml(config, best.keys))
+    else:
+        yield "best", f"{_figures(best, speed)}: {_options(config, best.keys)}"
     for i, each in enumerate(front[1 : SHOWN + 1]):
         other = speeds[each.keys]
         yield "smaller" if not i else "", f"{_figures(each, other)}: {_options(config, each.keys)}"

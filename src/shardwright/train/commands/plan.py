@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -53,22 +55,29 @@ def plan(
     verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
     if not json:
         print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
-        print(*_assumptions(config, assumed), sep="\n", end="\n" if assumed else "", flush=True)
+        for line in assumptions(config, assumed):
+            print(line)
+        sys.stdout.flush()  # edits take some time
     edits: list[tuple[str, Verdict]] = []
     if names_edits and verdict.answer != "yes":
         if not rules.expandable:
             other = judge(program, device, ranks, replace(rules, expandable=True), verdict.speed)
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
         groups = verdict.peak.by_group()
-        for keys, touched in edits_of(config):
-            if sum(groups.get(group, 0) for group in touched) < LEAST * verdict.unlimited.reserved:
-                continue
+        tried = [
+            keys
+            for keys, touched in edits_of(config)
+            if sum(groups.get(group, 0) for group in touched) >= LEAST * verdict.unlimited.reserved
+        ]
+        for i, keys in enumerate(tried):
+            say(f"edit {i + 1} of {len(tried)}: {_in_words(keys)}")
             try:
                 program = program_of(configured(keys), ranks, caches, device.kind)
             except UserError:  # it does not go together with another key
                 continue
             speed = speed_of(program, device, ranks, with_range=False)
             edits.append((_in_words(keys), judge(program, device, ranks, rules, speed)))
+        say("")
     edits = [
         (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
     ]
@@ -82,6 +91,13 @@ def plan(
         rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")
     return verdict.status
+
+
+def say(text: str) -> None:
+    """Show a line on a terminal's stderr, in place of the one before; without text none."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]}\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _run(config: Config, verdict: Verdict) -> Iterator[str]:
@@ -115,17 +131,19 @@ def _head(config: Config, ranks: int, device: Device) -> str:
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
     count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
+    way = parallel.strategy if parallel.facts.has_own_keys else f"engine {parallel.engine}"
     compiled = "" if train.compile == "none" else f", blocks compiled by {train.compile}"
     return (
         f"{model_in_words(config.model.shape(), config.model.kind)} ({parameters:,} parameters)\n"
-        f"{ranks} x {device.name}, {parallel.strategy}, {parallel.param_dtype}, {config.optimizer.name}, "
+        f"{ranks} x {device.name}, {way}, {parallel.param_dtype}, {config.optimizer.name}, "
         f"activations.checkpoint {config.activations.checkpoint!r}{compiled}\n"
         f"global batch {train.global_batch:,} in {counted(count, 'micro-batch', 'micro-batches')} of "
         f"{train.micro_batch} x {train.seq_len:,} tokens on each rank"
     )
 
 
-def _assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
+def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
+    """Lines on what a plan assumes. ``assumed``: keys whose values nobody gave."""
     if assumed:
         yield "assumed  what config.json does not say; each of these options changes it:"
         words = " ".join(f"--{key}\0{config.value_at(key)}" for key in assumed)

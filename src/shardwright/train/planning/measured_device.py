@@ -108,7 +108,7 @@ def _figures(measured: Measured, ranks: int, kind: Kind) -> Figures:
             ):
                 bandwidth = max(bandwidth, sizes[0] / seconds)
     flops.setdefault("float32", max(flops.values(), default=1e9))
-    node, within, across = max(ranks, 1), 25e9, 12.5e9
+    node, within, across, host_memory, pcie = max(ranks, 1), 25e9, 12.5e9, 0.0, 0.0
     if measured.ranks:
         gathers = merged(measured.collectives["gather"])
         within = max(nbytes / 2 / seconds for nbytes, seconds in gathers)
@@ -120,6 +120,9 @@ def _figures(measured: Measured, ranks: int, kind: Kind) -> Figures:
         if like is not None:
             node, across = like.node, like.across
             within = within if measured.ranks else like.within
+            host_memory, pcie = like.host_memory, like.pcie
     else:
         node = max(os.cpu_count() or 1, ranks)
-    return Figures(MEASURED, flops, bandwidth, 1, 1.0, node, within, across, "")
+    return Figures(
+        MEASURED, flops, bandwidth, 1, 1.0, node, within, across, "", host_memory=host_memory, pcie=pcie
+    )
