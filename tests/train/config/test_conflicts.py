@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.registry_names import registry_of
-from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
+from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, LENGTH, WITHIN_SECTIONS
 from shardwright.train.config.conflicts.jobs import NEW, PLANNED, STARTED
 from shardwright.train.config.conflicts.table import Conflict, conflict_in
 from shardwright.train.config.keys import field_at
@@ -145,6 +145,16 @@ def test_rewinds_are_refused_if_no_checkpoint_can_be_old_enough(key: str) -> Non
         saved = range(every, steps + 1, every)
         goes_back = any(step <= done - back for done in range(1, steps + 1) for step in saved)
         assert row.applies(job) != goes_back
+
+
+def test_rules_of_length_wait_for_the_data_of_epochs() -> None:
+    sections = {"train": {"epochs": 1.0}, "checkpoint": {"every": 5}, "fault": {"on_spike": "rewind"}}
+    job = Config.model_validate(sections)
+    assert conflict_in(LENGTH, job) is None
+    for samples, refused in ((64, True), (80, False)):  # 4 and 5 steps
+        train = job.train.with_steps_of(lambda epochs, samples=samples: epochs * samples)
+        known = job.model_copy(update={"train": train})
+        assert (conflict_in(LENGTH, known) is not None) is refused
 
 
 OTHERS: tuple[Conflict[Sections], ...] = NEW + PLANNED

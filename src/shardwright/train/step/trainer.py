@@ -21,6 +21,8 @@ from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook
+from shardwright.train.config.conflicts.configurations import LENGTH
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
@@ -137,9 +139,14 @@ class Trainer:
 
     def _set_data(self, config: Config, dataset: Dataset) -> None:
         """Set the data, the configuration with the steps that `train.epochs` makes of it, and the feed of these steps.
-        They change together, when a run that resumes has more data."""
+        They change together, when a run that resumes has more data.
+
+        Raises:
+            UserError: the settings need a longer run, on all ranks.
+        """
         train = config.train.with_steps_of(dataset.train.samples_of)
         self.dataset, self.config = dataset, config.model_copy(update={"train": train})
+        refuse(LENGTH, self.config)
         self.feed = Feed(self.config, self.world, dataset.train)
 
     def close(self) -> None:
