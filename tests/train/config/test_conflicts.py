@@ -24,6 +24,7 @@ from shardwright.train.config.conflicts.table import Conflict, conflict_in
 from shardwright.train.config.keys import field_at
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.errors import UserError
+from shardwright.train.launch.opening import open_run
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.model_conflicts import BUILT, BuiltJob
 
@@ -168,6 +169,17 @@ def test_a_new_run_or_a_plan_is_refused(
     rows = NEW if row in NEW else PLANNED
     _, job, message = first_job(row, rows, tmp_path)
     assert all(is_named(key, job, message) for key in row.settings)
+
+
+def test_a_new_run_is_refused_before_it_has_a_folder(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "finetune": {"method": "lora", "adapters": "adapters"},
+        "parallel": {"engine": "fsdp2"},
+        "run": {"dir": str(tmp_path / "run")},
+    }
+    with pytest.raises(UserError, match=r"^parallel\.engine: expected .* with finetune\.adapters"):
+        open_run(Config.model_validate(sections), None)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("row", BUILT, ids=names(BUILT))
