@@ -92,11 +92,11 @@ class Trainer:
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.world = world
+        config.train.accumulation_steps(world.data_size)
         self._set_data(config, dataset)
         config = self.config
         self.hooks = hooks or Hooks()
         self.engine = engine_of(config.parallel)
-        config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
