@@ -38,7 +38,7 @@ from shardwright.train.parallel.world import World
 from shardwright.train.planning.absent_data import AbsentData
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import Hooks, hooks_of
-from shardwright.train.step.numerics.looking import fault_of_state
+from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.trainer import Trainer
 
 STEPS = 2  #: in the first one the optimizer makes its state

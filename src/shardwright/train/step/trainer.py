@@ -41,7 +41,7 @@ from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
-from shardwright.train.step.numerics import looking, verifying
+from shardwright.train.step.numerics import detect, verifying
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
 from shardwright.train.step.saving import checkpoint
@@ -154,8 +154,8 @@ class Trainer:
         self.feed.close()
 
     @property
-    def state(self) -> looking.TrainingState:
-        return looking.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
+    def state(self) -> detect.TrainingState:
+        return detect.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
 
     # -- one step
 
@@ -181,7 +181,7 @@ class Trainer:
         self.stops_after = step + 1
         part = OwnPart(
             shares=gradients.shares,
-            flag=looking.flag(gradients.norm, self.world.device),
+            flag=detect.flag(gradients.norm, self.world.device),
             norm=gradients.norm,
             data_seconds=data.seconds,
             signal=stop.signal_number,
@@ -237,8 +237,8 @@ class Trainer:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
         hooks."""
         with recipe.parallel_loss(self.config.parallel):
-            fault = looking.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
-        return fault or looking.fault_of_hooks(self.state, agreed, votes)
+            fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
+        return fault or detect.fault_of_hooks(self.state, agreed, votes)
 
     def _apply_gradients(self, result: StepResult) -> None:
         """Step the optimizer and move the position, unless the step has a fault. Gradients are freed."""
