@@ -42,14 +42,15 @@ def _plan(call: Call) -> int:
         raise UserError(f"--on: {error}") from error
 
     from shardwright.train.commands.planned_job import PlannedJob
-    from shardwright.train.config.plans.coverage import check_planned
+    from shardwright.train.config.conflicts.jobs import PLANNED
+    from shardwright.train.config.conflicts.table import refuse
     from shardwright.train.config.plans.job_of_model import ASSUMED_KEYS
 
     options = call.options
     names = [name for name in (options.config, options.other) if name is not None]
     jobs = [PlannedJob(name, tuple(call.overrides), ranks) for name in names]
     for each in jobs:
-        check_planned(each())  # mistakes are reported before PyTorch is imported
+        refuse(PLANNED, each())  # mistakes are reported before PyTorch is imported
     caches = not options.no_cache
     unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     if options.fit or len(jobs) > 1:

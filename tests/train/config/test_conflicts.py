@@ -18,12 +18,13 @@ from pydantic import ValidationError
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.registry_names import registry_of
-from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
+from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, LENGTH, WITHIN_SECTIONS
 from shardwright.train.config.conflicts.jobs import NEW, PLANNED, STARTED
 from shardwright.train.config.conflicts.table import Conflict, conflict_in
 from shardwright.train.config.keys import field_at
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.errors import UserError
+from shardwright.train.launch.opening import open_run
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.model_conflicts import BUILT, BuiltJob
 
@@ -147,6 +148,16 @@ def test_rewinds_are_refused_if_no_checkpoint_can_be_old_enough(key: str) -> Non
         assert row.applies(job) != goes_back
 
 
+def test_rules_of_length_wait_for_the_data_of_epochs() -> None:
+    sections = {"train": {"epochs": 1.0}, "checkpoint": {"every": 5}, "fault": {"on_spike": "rewind"}}
+    job = Config.model_validate(sections)
+    assert conflict_in(LENGTH, job) is None
+    for samples, refused in ((64, True), (80, False)):  # 4 and 5 steps
+        train = job.train.with_steps_of(lambda epochs, samples=samples: epochs * samples)
+        known = job.model_copy(update={"train": train})
+        assert (conflict_in(LENGTH, known) is not None) is refused
+
+
 OTHERS: tuple[Conflict[Sections], ...] = NEW + PLANNED
 
 
@@ -158,6 +169,17 @@ def test_a_new_run_or_a_plan_is_refused(
     rows = NEW if row in NEW else PLANNED
     _, job, message = first_job(row, rows, tmp_path)
     assert all(is_named(key, job, message) for key in row.settings)
+
+
+def test_a_new_run_is_refused_before_it_has_a_folder(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "finetune": {"method": "lora", "adapters": "adapters"},
+        "parallel": {"engine": "fsdp2"},
+        "run": {"dir": str(tmp_path / "run")},
+    }
+    with pytest.raises(UserError, match=r"^parallel\.engine: expected .* with finetune\.adapters"):
+        open_run(Config.model_validate(sections), None)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("row", BUILT, ids=names(BUILT))

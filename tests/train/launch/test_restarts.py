@@ -26,6 +26,7 @@ from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.faults import environment
 from tests.train.kit.jobs import TINY, config_file, losses, read_exit, records, run
+from tests.train.kit.jobs import ranks as run_ranks
 from tests.train.launch.kit.forked import launch
 
 FAULTY = ("--optimizer.name", "tests.train.kit.faults:ADAMW")
@@ -279,6 +280,27 @@ def test_settings_that_cannot_work_are_refused(
     shown = capsys.readouterr().err
     assert words in shown and shown.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_epochs_that_are_too_short_for_a_rewind_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    """The length of the run is known when its data is read; no step is made."""
+    text, folder = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(
+        "the quick brown fox jumps over the lazy dog. " * 30
+    )  # 42 samples with those of validation
+    options = (
+        *SHARDED, "--run.dir", folder, "--data.source", text, "--train.epochs", "1", "--fault.rewind_steps", "9",
+        "--fault.on_spike", "rewind",
+    )  # fmt: skip
+    found = run_ranks(2, "train", config_file(tmp_path), *options)
+    assert [status for status, _ in found] == [2, 2]
+    errors = "".join(error for _, error in found)
+    words = (
+        r"fault\.rewind_steps: expected rewind_steps \+ checkpoint\.every <= train\.steps = [2-6] with "
+        r"fault\.on_spike = 'rewind', found 9 \+ 3; no checkpoint would be old enough\n"
+    )
+    assert re.search(words, errors)
+    assert errors.count("\n") == 1 and not (folder / "metrics.jsonl").exists()
 
 
 def restarts(most: int, least_ranks: int = 0) -> Restarts:

@@ -32,7 +32,7 @@ from shardwright.train.planning.absent_data import AbsentData
 from shardwright.train.planning.programs import program_of, stages_checkpoints
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import hooks_of
-from shardwright.train.step.numerics.looking import fault_of_state
+from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.pool import WorkerPools, run_case

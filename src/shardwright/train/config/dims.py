@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from shardwright.train.config.sections.parallel import ParallelConfig
 from shardwright.train.errors import UserError
 
+TENSOR = "tensor"
+"""The axis over which layers are cut."""
+EXPERT = "expert"
+"""The axis over which experts are spread."""
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -18,18 +23,14 @@ class ParallelDims:
     Attributes:
         replicate: replicas of the model, which have parameters of their own and reduce gradients.
         shard: ranks that divide the parameters of a replica.
-        context: ranks that divide the tokens of a sample. No key sets it yet.
         tensor: ranks that divide each layer.
         expert: ranks that divide the experts, a divisor of `shard`.
-        pipeline: ranks that divide the layers between them. No key sets it yet.
     """
 
     replicate: int = 1
     shard: int = 1
-    context: int = 1
     tensor: int = 1
     expert: int = 1
-    pipeline: int = 1
 
     @classmethod
     def of(cls, config: ParallelConfig, ranks: int) -> ParallelDims:
@@ -60,7 +61,7 @@ class ParallelDims:
 
     @property
     def ranks(self) -> int:
-        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+        return self.replicate * self.shard * self.tensor
 
     @property
     def data(self) -> int:
@@ -70,7 +71,7 @@ class ParallelDims:
     @property
     def sharing_data(self) -> int:
         """Ranks of such a group, which are next to one another."""
-        return self.context * self.tensor
+        return self.tensor
 
     @property
     def with_same_loss(self) -> int:
@@ -89,22 +90,31 @@ class ParallelDims:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh of the ranks: names and sizes, the outermost first."""
-        if self.context > 1 or self.pipeline > 1:
-            raise NotImplementedError("no mesh has the axes context and pipeline yet")
-        axes = {"data": self.data}
+        return {**self.data_axes, **self._tensor_axis}
+
+    @property
+    def data_axes(self) -> dict[str, int]:
+        """The axes of the mesh over which samples and parameters are divided."""
         if self.replicate > 1:
-            axes = {"replicate": self.replicate, "shard": self.shard}
-        if self.tensor > 1:
-            axes["tensor"] = self.tensor
-        return axes
+            return {"replicate": self.replicate, "shard": self.shard}
+        return {"data": self.shard}
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """The mesh of the same ranks for experts: `edp` have the same ones, `expert` divide them."""
-        axes = {
-            "replicate": self.replicate,
-            "edp": self.with_same_experts,
-            "expert": self.expert,
-            "tensor": self.tensor,
-        }
-        return {name: size for name, size in axes.items() if size > 1 or name in ("edp", "expert")}
+        """The mesh of the same ranks for experts."""
+        return {**self.same_expert_axes, **self.spread_axes}
+
+    @property
+    def same_expert_axes(self) -> dict[str, int]:
+        """The axes of the mesh for experts whose ranks have the same experts."""
+        replicate = {"replicate": self.replicate} if self.replicate > 1 else {}
+        return {**replicate, "edp": self.with_same_experts}
+
+    @property
+    def spread_axes(self) -> dict[str, int]:
+        """The axes of the mesh for experts whose ranks divide the experts, and each expert."""
+        return {EXPERT: self.expert, **self._tensor_axis}
+
+    @property
+    def _tensor_axis(self) -> dict[str, int]:
+        return {TENSOR: self.tensor} if self.tensor > 1 else {}

@@ -173,15 +173,9 @@ def load_dataset(
     cache = Path(data.cache) if data.cache else None
 
     def material(source: DataSource) -> Material:
-        files = DataFiles(
-            source.paths,
-            source.kind,
-            source.text_key,
-            source.messages_key,
-            source.prompt_key,
-            source.completion_key,
-            source.key,
-        )
+        values = source._asdict()
+        weight = values.pop("weight")
+        files = DataFiles(**values)
         tokens = tokenised(
             files,
             tokenizer,
@@ -193,7 +187,7 @@ def load_dataset(
         )
         _check_completions(files, tokens, tokenizer)
         known = known_of(tokens, _identity(config, tokens))
-        return Material(", ".join(files.paths), source.weight, tokens, tuple(places(files)), known)
+        return Material(", ".join(files.paths), weight, tokens, tuple(places(files)), known)
 
     materials = [material(each) for each in data.training]
     validation = [material(each) for each in data.validating] if config.validation.every else []

@@ -11,8 +11,6 @@ from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
-from shardwright.train.config.conflicts.jobs import NEW
-from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
@@ -49,7 +47,6 @@ def prepare(plain: nn.Module, config: Config, base_file: Path, resume: bool, mes
         return
     settings = config.finetune
     if settings.adapters:
-        refuse(NEW, config)
         names = peft_names(plain, config)
         ranks.run_own(
             lambda: read_adapters(plain, settings.adapters, settings, key_map=names), others_raise=UserError

@@ -21,7 +21,8 @@ import torch
 import shardwright
 from shardwright.planner.accuracy import Residual, append
 from shardwright.train.config import Config
-from shardwright.train.config.plans.coverage import check_planned
+from shardwright.train.config.conflicts.jobs import PLANNED
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import path_to_ourselves
 from shardwright.train.run.folder import RunFolder
@@ -44,7 +45,7 @@ def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Fore
             f"run.plan: expected 'auto' or 'off' on the CPU, found {way!r}; or set run.plan_device"
         )
     try:
-        check_planned(config)
+        refuse(PLANNED, config)
     except UserError as error:
         if way == "refuse":
             raise UserError(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwright.train.config import Config
+from shardwright.train.config.conflicts.jobs import NEW
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.restarts import goes_on
@@ -63,7 +65,8 @@ def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None =
     With `CONTINUE` it is `run.dir`. The run there goes on from its newest checkpoint, or without one from the start.
 
     Raises:
-        UserError: the folder is in use, has the run of another job, or cannot be written, for example.
+        UserError: the folder is in use, has the run of another job, or cannot be written, for example; or a new run has
+            settings that only a resume takes.
         GivenUpError: the attempt would end as those before.
     """
     before = None if launch is None else attempt_before(config, resume, launch)
@@ -88,6 +91,9 @@ def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None =
             if attempt > 1:
                 check_same_job(folder, config, "a restart")
         resumes = goes_on(folder) if attempt > 1 else resume not in (None, CONTINUE)
+        if not resumes:
+            on_error.callback(discard_if_unused, folder, lock)
+            refuse(NEW, config)
         remove_exit(folder)
         if launch is not None:
             ends = () if before is None else before[1].ends

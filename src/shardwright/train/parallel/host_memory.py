@@ -64,7 +64,7 @@ def _cuts(config: Config, ranks: int) -> int:
     """Number of parts into which the stored weights are cut."""
     parallel = config.parallel
     dims = ParallelDims.near(parallel, ranks)
-    axes = (dims.replicate, dims.shard) if dims.replicate > 1 else (dims.shard,)
+    axes = dims.data_axes.values()
     # Stored are the weights that the optimizer updates; what computes is gathered from them.
     kinds = resolve(parallel.strategy, len(axes)).optimizer
     return dims.tensor * math.prod(size for size, kind in zip(axes, kinds, strict=True) if kind == "shard")

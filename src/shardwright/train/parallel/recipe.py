@@ -20,7 +20,7 @@ from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.catalog.kinds import tensor_plan
-from shardwright.train.config.dims import ParallelDims
+from shardwright.train.config.dims import EXPERT, TENSOR, ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import build_model
@@ -34,9 +34,9 @@ from shardwright.train.parallel.engines.base import Ranks
 from shardwright.train.parallel.host_memory import builds_deferred
 
 
-def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks in other dimensions: those that have the same experts, `edp`, then those that divide them."""
-    axes = ParallelDims.of(config, mesh.size()).expert_axes
+def make_expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks in other dimensions: those that have the same experts, then those that divide them."""
+    axes = dims.expert_axes
     return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -77,27 +77,24 @@ def _source(model: nn.Module) -> int | None:
     return None if _is_deferred(model) else 0
 
 
-def divide_experts(model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh) -> None:
-    """Spread the model's experts over an axis of `mesh`, and cut them over the tensor-parallel one."""
+def divide_experts(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Spread the model's experts over the first axis of `mesh`, and cut them over the second one, if any."""
     assert isinstance(model, Hybrid)
     source = _source(model)
     for name in expert_layers(model.config):
-        axes = mesh["expert"] if config.tensor == 1 else mesh["expert", "tensor"]
-        spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), axes, source)
+        spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), mesh, source)
 
 
-def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:
-    """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones.
+def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
+    """Cut the model's layers over `mesh`, which has one axis.
 
     Experts have been spread over the mesh `experts` before, if it is given.
     """
-    names = mesh.mesh_dim_names
-    assert names is not None and isinstance(model, Decoder)
+    assert isinstance(model, Decoder)
     plan = tensor_plan(model.config, experts)
-    parallelize_module(model, mesh[names[-1]], plan, src_data_rank=_source(model))
+    parallelize_module(model, mesh, plan, src_data_rank=_source(model))
     if model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight
-    return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
 
 
 def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
@@ -115,12 +112,15 @@ def parallelize(
     """
     engine, deferred = engine_of(config), _is_deferred(model)
     device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
-    experts = make_expert_mesh(config, mesh) if config.expert > 1 else None
+    dims = ParallelDims.of(config, mesh.size())
+    experts = make_expert_mesh(dims, mesh) if dims.expert > 1 else None
     if experts is not None:
-        divide_experts(model.to(device), config, experts)
-    if config.tensor > 1:
-        mesh = cut_layers(model.to(device), mesh, experts and experts["expert"])
-    spread = engine.spread(model, Ranks(mesh, device, experts))
+        divide_experts(model.to(device), experts[tuple(dims.spread_axes)])
+    if dims.tensor > 1:
+        cut_layers(model.to(device), mesh[TENSOR], experts and experts[EXPERT])
+        mesh = mesh[tuple(dims.data_axes)]
+    same_experts = None if experts is None else experts[tuple(dims.same_expert_axes)]
+    spread = engine.spread(model, Ranks(mesh, device, same_experts))
     engine.give_values(spread, device, reads_weights and deferred)
     return spread
 

@@ -24,7 +24,8 @@ from shardwright.tracing.saving import trace_save
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import Calls, watch_calls, watch_training
 from shardwright.train.config import Config
-from shardwright.train.config.plans.coverage import check_planned
+from shardwright.train.config.conflicts.jobs import PLANNED
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.plans.shorter_jobs import Layers, layers_of, series_of
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
@@ -37,7 +38,7 @@ from shardwright.train.parallel.world import World
 from shardwright.train.planning.absent_data import AbsentData
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import Hooks, hooks_of
-from shardwright.train.step.numerics.looking import fault_of_state
+from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.trainer import Trainer
 
 STEPS = 2  #: in the first one the optimizer makes its state
@@ -73,7 +74,7 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
         UserError: the configuration does not fit so many ranks, or has a setting that no plan covers.
     """
     check_division(config, ranks)
-    check_planned(config)
+    refuse(PLANNED, config)
     return composed_program(config, ranks, kind) or traced_program(config, ranks, kind)
 
 
@@ -142,7 +143,7 @@ def traced_program(
         shared: by this trace and others; None: nothing is.
     """
     _warm_up()
-    train = config.train.model_copy(update={"memory_snapshot": False})
+    train = config.train.model_copy(update={"memory_snapshot": ()})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
     try:

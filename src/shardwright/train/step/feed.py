@@ -34,6 +34,8 @@ class Feed:
 
     def __init__(self, config: Config, world: World, stream: Stream) -> None:
         self._config, self._world, self._stream = config, world, stream
+        train = config.train
+        self._share = Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size)
         self._loader: Loader | None = None  # from a position on, until `close`
 
     def next(self, position: Position) -> tuple[StepBatches, Untrained | None]:
@@ -42,14 +44,14 @@ class Feed:
         Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
         """
         if self._loader is None:
-            train, world = self._config.train, self._world
+            train = self._config.train
             self._loader = Loader(
                 self._stream,
-                Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size),
+                self._share,
                 first=position.samples,
                 stop=position.samples + (train.steps - position.step) * train.global_batch,
                 workers=self._config.data.workers,
-                pin=world.device.type == "cuda",
+                pin=self._world.device.type == "cuda",
             )
         batches = 0
         while not (data := next(self._loader)).trained:
@@ -57,21 +59,15 @@ class Feed:
             batches += 1
         return data, Untrained(batches, position.samples, data.first) if batches else None
 
-    def first_sample(self, position: Position, number: int) -> int:
-        """Number of the first sample of micro-batch `number` of this rank, in the step at `position`."""
-        train, world = self._config.train, self._world
-        share = train.global_batch // world.data_size
-        return position.samples + world.data_rank * share + number * train.micro_batch
-
     def samples(self, position: Position, number: int) -> Tensor:
         """Numbers of the samples of micro-batch `number`: int64 [B], on the rank's device."""
-        first = self.first_sample(position, number)
-        return torch.arange(first, first + self._config.train.micro_batch, device=self._world.device)
+        samples = self._share.samples(position.samples, number)
+        return torch.arange(samples.start, samples.stop, device=self._world.device)
 
     def seed(self, position: Position, number: int) -> int:
         """The seed of what forward draws for micro-batch `number`: a function of its first sample, so also after a
         resume."""
-        text = f"{self._config.run.seed} {self.first_sample(position, number)}"
+        text = f"{self._config.run.seed} {self._share.samples(position.samples, number).start}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     def close(self) -> None:

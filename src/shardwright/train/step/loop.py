@@ -14,7 +14,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.numerics.acting import answer
-from shardwright.train.step.numerics.looking import fault_of_state
+from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.reporting.step_reports import (
     report_not_finite,
     report_untrained,

@@ -21,6 +21,8 @@ from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook
+from shardwright.train.config.conflicts.configurations import LENGTH
+from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
@@ -39,7 +41,7 @@ from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
-from shardwright.train.step.numerics import looking, verifying
+from shardwright.train.step.numerics import detect, verifying
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
 from shardwright.train.step.saving import checkpoint
@@ -90,11 +92,11 @@ class Trainer:
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.world = world
+        config.train.accumulation_steps(world.data_size)
         self._set_data(config, dataset)
         config = self.config
         self.hooks = hooks or Hooks()
         self.engine = engine_of(config.parallel)
-        config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
@@ -137,9 +139,14 @@ class Trainer:
 
     def _set_data(self, config: Config, dataset: Dataset) -> None:
         """Set the data, the configuration with the steps that `train.epochs` makes of it, and the feed of these steps.
-        They change together, when a run that resumes has more data."""
+        They change together, when a run that resumes has more data.
+
+        Raises:
+            UserError: the settings need a longer run, on all ranks.
+        """
         train = config.train.with_steps_of(dataset.train.samples_of)
         self.dataset, self.config = dataset, config.model_copy(update={"train": train})
+        refuse(LENGTH, self.config)
         self.feed = Feed(self.config, self.world, dataset.train)
 
     def close(self) -> None:
@@ -147,8 +154,8 @@ class Trainer:
         self.feed.close()
 
     @property
-    def state(self) -> looking.TrainingState:
-        return looking.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
+    def state(self) -> detect.TrainingState:
+        return detect.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
 
     # -- one step
 
@@ -174,7 +181,7 @@ class Trainer:
         self.stops_after = step + 1
         part = OwnPart(
             shares=gradients.shares,
-            flag=looking.flag(gradients.norm, self.world.device),
+            flag=detect.flag(gradients.norm, self.world.device),
             norm=gradients.norm,
             data_seconds=data.seconds,
             signal=stop.signal_number,
@@ -230,8 +237,8 @@ class Trainer:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
         hooks."""
         with recipe.parallel_loss(self.config.parallel):
-            fault = looking.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
-        return fault or looking.fault_of_hooks(self.state, agreed, votes)
+            fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
+        return fault or detect.fault_of_hooks(self.state, agreed, votes)
 
     def _apply_gradients(self, result: StepResult) -> None:
         """Step the optimizer and move the position, unless the step has a fault. Gradients are freed."""

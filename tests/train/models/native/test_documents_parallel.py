@@ -79,7 +79,7 @@ def check_like_plain(model: Any, plain: Any) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_cut_layers_keep_documents_apart(rank: int, world_size: int, name: str) -> None:
     model = built(name)
-    cut_layers(model, init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "tensor")))
+    cut_layers(model, init_device_mesh("cpu", (world_size,)))
     check_like_plain(model, built(name))
 
 
@@ -88,7 +88,9 @@ def test_cut_layers_keep_documents_apart(rank: int, world_size: int, name: str) 
 def test_compiled_cut_layers_keep_documents_apart(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     model = built("llama")
-    mesh = cut_layers(model, init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "tensor")))
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "tensor"))
+    cut_layers(model, mesh["tensor"])
+    mesh = mesh["shard"]
     compile_blocks(model, "aot_eager")
     for block in model.blocks():
         sw.fully_shard(block, mesh=mesh)

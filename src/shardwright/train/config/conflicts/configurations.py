@@ -182,8 +182,8 @@ def _rewinds(key: str) -> tuple[Conflict[Sections], ...]:
             ("fault.rewind_steps", key, "checkpoint.every", "train.steps"),
             lambda c: (
                 c.value_at(key) == "rewind"
+                and c.train.knows_steps
                 and c.fault.rewind_steps + c.checkpoint.every > c.train.steps
-                and not c.train.epochs
             ),
             lambda c: (
                 f"expected rewind_steps + checkpoint.every <= train.steps = {c.train.steps} with {key} = 'rewind', "
@@ -370,3 +370,6 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
 )
 """Settings of several sections, in any configuration."""
+
+LENGTH = tuple(row for row in BETWEEN_SECTIONS if "train.steps" in row.settings)
+"""Those of them that depend on the length of the run. With `train.epochs` they apply once the data is read."""

@@ -95,7 +95,7 @@ NEW: tuple[Conflict[Sections], ...] = (
         "{parallel.engine!r}, into whose parameters no files of adapters are read; choose another engine",
     ),
 )
-"""Settings of a run that does not resume. It begins with adapters from files."""
+"""Settings of a run that does not resume, checked when its folder is opened. It begins with adapters from files."""
 
 PLANNED: tuple[Conflict[Sections], ...] = (
     Conflict(

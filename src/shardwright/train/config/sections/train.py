@@ -78,6 +78,11 @@ class TrainConfig(Section):
         """The number of tokens in a micro-batch."""
         return self.micro_batch * self.seq_len
 
+    @property
+    def knows_steps(self) -> bool:
+        """Whether `steps` is the length of the run. With `epochs` it is so after `with_steps_of`."""
+        return not self.epochs or "steps" in self.model_fields_set
+
     def with_steps_of(self, samples_of: Callable[[Fraction], Fraction]) -> TrainConfig:
         """The same with the steps that `epochs` asks for. `samples_of`: sequences of so many epochs of the data."""
         if not self.epochs:

@@ -37,9 +37,13 @@ class Share:
 
     def micro_batches(self, first: int) -> list[range]:
         """The samples of this rank in the step whose global batch starts at sample `first` of the run."""
-        share = self.global_batch // self.ranks
-        begin = first + self.rank * share
-        return [range(b, b + self.micro_batch) for b in range(begin, begin + share, self.micro_batch)]
+        count = self.global_batch // (self.ranks * self.micro_batch)
+        return [self.samples(first, number) for number in range(count)]
+
+    def samples(self, first: int, number: int) -> range:
+        """The samples of its micro-batch `number`, from 0."""
+        begin = first + self.rank * (self.global_batch // self.ranks) + number * self.micro_batch
+        return range(begin, begin + self.micro_batch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,12 +24,12 @@ class Ranks(NamedTuple):
     Attributes:
         data: those with data of their own, as a mesh.
         device: of this rank.
-        experts: the mesh over which experts have been spread, if they are.
+        same_experts: those that have the same experts, as a mesh; None if experts are not spread.
     """
 
     data: DeviceMesh
     device: torch.device
-    experts: DeviceMesh | None = None
+    same_experts: DeviceMesh | None = None
 
 
 class Engine(ABC):

@@ -12,6 +12,7 @@ import shardwright as sw
 from shardwright._torch import MissingCompilerError
 from shardwright.optim.clip import clip_finite_grad_norm_
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
+from shardwright.train.config.dims import EXPERT
 from shardwright.train.config.sections.optimizer import OptimizerConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.language_model import LanguageModel
@@ -36,10 +37,9 @@ class ShardwrightEngine(UnitEngine):
             "layout": layout,
             "check_module_states": True,
         }
-        if (experts := ranks.experts) is not None:
-            same = experts["replicate", "edp"] if config.replicas > 1 else experts["edp"]
+        if (same := ranks.same_experts) is not None:
             options["shard_placement_fn"] = lambda p: (
-                sw.ShardPlacementResult(None, same) if "expert" in _axes_of(p) else None
+                sw.ShardPlacementResult(None, same) if EXPERT in _axes_of(p) else None
             )
         if config.offload != "none":
             with_weights = config.offload == "cpu"

@@ -44,7 +44,7 @@ class UnitEngine(Engine):
         self.shard(last_block, reshard_last, options)
         if head := model.head():
             self.shard(head, reshard_last, options)
-        if ranks.experts is not None:
+        if ranks.same_experts is not None:
             for block in model.blocks():
                 # The gradient of an expert is the sum over the ranks whose tokens reach it before anything is reduced.
                 # So all units divide by the ranks that have data of their own.

@@ -1,4 +1,4 @@
-"""Whether the numbers of a step are wrong: pure decisions, from what all ranks know after the step's reduction.
+"""The error of a fault, and the rule for a spike, from what all ranks know after the step's reduction.
 
 Nothing here reads tensors or communicates, so all ranks decide alike.
 """

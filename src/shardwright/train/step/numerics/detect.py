@@ -1,4 +1,4 @@
-"""Looks at the numbers of each step: the flag that a rank adds to the step's reduction, and the fault that follows.
+"""Detects faults of each step: the flag that a rank adds to the step's reduction, and the fault that follows.
 
 A step without a fault has no collective and no wait for the device for this. The fault is named afterwards. These
 faults are no `TrainerHook`: hooks vote before the reduction of the step, and only after it a loss is known to be wrong.
