@@ -76,7 +76,7 @@ def cases(number: int, seed: int) -> list[tuple[str, int, str]]:
 
 
 @pytest.mark.extensive("random settings")
-@pytest.mark.parametrize("case", cases(60, seed=7), ids=str)
+@pytest.mark.parametrize("case", cases(24, seed=7), ids=str)
 def test_composed_plans_of_random_settings_are_the_traced_ones(case: tuple[str, int, str]) -> None:
     words, ranks, kind = case
     try:
