@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.config.catalog.records import RunEnd, StepRecord, scalars
 from shardwright.train.errors import UserError
 from shardwright.train.report import plots
 from shardwright.train.report.jsonl import JsonLines, drop_after, read_records
@@ -90,3 +91,22 @@ def test_a_damaged_line_is_one_error(content: Any, tmp_path: Path) -> None:
     file.write_text(json.dumps({**asdict(RECORD), "not_finite": content}) + "\n")
     with pytest.raises(UserError, match=f"expected figures of the step in not_finite in line 1 of {file}"):
         read_records(file)
+
+
+def test_metadata_of_the_fields_of_a_step_agrees_with_their_types() -> None:
+    hints = get_type_hints(StepRecord)
+    for each in fields(StepRecord):
+        parts = get_args(hints[each.name])
+        assert each.metadata.get("optional", False) is (type(None) in parts)
+        assert each.metadata.get("numbers", False) is (get_origin(hints[each.name]) is Mapping)
+
+
+def test_sinks_show_each_loss_once() -> None:
+    shown = scalars(RECORD, every=1)
+    assert {name for name in shown if not name.startswith("step/")} == {
+        "loss/train", "loss/validation", "loss/mtp", "loss/balance", "metrics/a", "metrics/b.c", "validation/rows",
+    }  # fmt: skip
+    assert {name for name in shown if name.startswith("step/")} == {
+        "step/grad_norm", "step/lr", "step/samples", "step/seconds", "step/data_seconds", "step/tokens_per_second",
+        "step/flops_per_second", "step/mfu", "step/memory_active", "step/memory_reserved", "step/memory_total",
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
 from shardwright.train.run.writing import writing
 
-MAPPINGS = ("extra_losses", "metrics", "validation_metrics")
+MAPPINGS = tuple(each.name for each in fields(StepRecord) if each.metadata.get("numbers"))
 """The keys of a step whose values are objects of numbers."""
 EVENTS = ({"step", SAVE_FAILURE}, {"step", INCIDENT})
 
@@ -148,7 +148,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     for column in fields(StepRecord):
         if column.name in MAPPINGS:
             continue
-        value, optional = record.get(column.name), str(column.type).endswith("| None")
+        value, optional = record.get(column.name), column.metadata.get("optional", False)
         finite = isinstance(value, int | float) and abs(value) < float("inf")
         if not finite and column.name not in wrong and not (optional and value is None):
             raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")

@@ -6,9 +6,16 @@ Nothing here imports torch, measures or writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+APART = {"apart": True}
+"""Metadata of a field of `StepRecord` that `scalars` shows under names of its own, or not at all."""
+OPTIONAL = {"optional": True}
+"""Metadata of a field that may be None."""
+NUMBERS = {"numbers": True}
+"""Metadata of a field that has numbers by name."""
 
 
 @dataclass(frozen=True)
@@ -19,29 +26,30 @@ class StepRecord:
     all other losses of the model, by the names in `LanguageModel.auxiliary`.
     """
 
-    step: int  # optimizer steps done, this one included
-    loss: float
-    grad_norm: float | None  # before clipping; None with an optimizer in backward
+    step: int = field(metadata=APART)  # optimizer steps done, this one included
+    loss: float = field(metadata=APART)
+    grad_norm: float | None = field(metadata=OPTIONAL)  # before clipping; None with an optimizer in backward
     lr: float
     samples: int  # seen since the start of the run
     seconds: float  # of the step, without validation and checkpoints
     data_seconds: float  # part of `seconds` in which the rank that waited longest waited for data
     tokens_per_second: float  # of all ranks
     flops_per_second: float  # of the model (not of the hardware), per device
-    mfu: float | None  # part of the device's bf16 peak; None in float32 or where the peak is not known
+    #: part of the device's bf16 peak; None in float32 or where the peak is not known
+    mfu: float | None = field(metadata=OPTIONAL)
     memory_active: int  # bytes of rank 0, as the two below: see Memory
     memory_reserved: int
     memory_total: int
-    validation_loss: float | None = None
-    balance_loss: float | None = (
-        None  # if the model has experts: their load; the model says what equal loads give
-    )
-    mtp_loss: float | None = None  # if the model has this head: cross-entropy of the token after the next
-    extra_losses: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, over all ranks
-    validation_metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # likewise, at steps with a validation
+    validation_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
+    #: if the model has experts: their load; the model says what equal loads give
+    balance_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
+    #: if the model has this head: cross-entropy of the token after the next
+    mtp_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
+    extra_losses: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
+    #: of hooks, over all ranks
+    metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
+    #: likewise, at steps with a validation
+    validation_metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -91,11 +99,8 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
     values["loss/train"] = record.loss
     values |= {f"loss/{name}": loss for name, loss in record.extra_losses.items()}
     values |= {f"metrics/{name}": value for name, value in record.metrics.items()}
-    others = {
-        name: value
-        for name, value in asdict(record).items()
-        if name not in ("step", "metrics", "validation_metrics") and "loss" not in name
-    }
+    names = [each.name for each in fields(record) if not each.metadata.get("apart")]
+    others = {name: getattr(record, name) for name in names}
     return values | {f"step/{name}": value for name, value in others.items() if value is not None}
 
 
