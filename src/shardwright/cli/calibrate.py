@@ -10,6 +10,7 @@ from shardwright.cli.parsing import Parser, integer, number
 from shardwright.train.errors import UserError
 
 RANKS = 2  #: that measure a CPU; collectives need two
+MOST = 0.15  #: by which repeated measurements may differ
 
 
 def _run(call: Call) -> int:
@@ -19,6 +20,14 @@ def _run(call: Call) -> int:
     out = None if options.out is None else Path(options.out).expanduser()
     if out is not None:
         calibrate.check_place(out, options.force)  # mistakes are reported before anything is measured
+
+    if options.system is not None:
+        if (options.device, options.nproc, options.most) != ("auto", None, MOST):
+            raise UserError("--import measures nothing; leave out --device, --nproc and --most")
+        if out is None:
+            out = calibrate.default_place(calibrate.CUDA, options.system)
+            calibrate.check_place(out, options.force)
+        return calibrate.import_system(options.system, out)
 
     import torch
 
@@ -40,12 +49,18 @@ def _run(call: Call) -> int:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright calibrate [--out FILE.toml] [--force] [--device auto|cpu|cuda] [--nproc N]\n"
-        "                             [--most PART] [--debug]"
+        "                             [--most PART] [--debug]\n"
+        "       shardwright calibrate --import SYSTEM [--out FILE.toml] [--force] [--debug]"
     )
     parser.add_argument(
-        "--out", metavar="FILE.toml",
+        "-o", "--out", metavar="FILE.toml",
         help="the file to write, for `shardwright plan JOB.toml --on 8x./FILE.toml`; default: the name of the device, "
         "in this folder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--import", dest="system", metavar="SYSTEM",
+        help="measure nothing, and take the tables of a system such as h100_sxm from the installed package "
+        "aiconfigurator-core",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
     parser.add_argument(
@@ -57,7 +72,7 @@ def _add_options(parser: Parser) -> None:
         help="ranks that measure at the same time; default: as many as GPUs, on the CPU 2 of one thread each",
     )  # fmt: skip
     parser.add_argument(
-        "--most", metavar="PART", type=number(0), default=0.15,
+        "--most", metavar="PART", type=number(0), default=MOST,
         help="the part by which repeated measurements may differ; if they do more, nothing is written (default: 0.15)",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Times that ``shardwright calibrate`` has measured on a machine: tables by operation, and their form in files.
+"""Times that ``shardwright calibrate`` has measured or imported: tables by operation, and their form in files.
 
 A table has points, each with the sizes of a kernel and its seconds. A time between points is interpolated. Nothing here
 imports torch.
@@ -41,6 +41,7 @@ class Measured:
         host: seconds of the host, by the names in ``HOST``.
         spread: by the names in ``SPREADS`` the relative range of the times: how far repeated measurements differ, and
             how far a time between measured sizes may be from the measured one.
+            Without times of operations that read and write memory, ``host`` and ``spread`` are empty.
         ranks: that have measured the collectives together; 0: none, then they follow the figures of links.
         on_host: whether kernels run on the host itself, one after another.
     """
@@ -52,6 +53,16 @@ class Measured:
     ranks: int = 0
     on_host: bool = False
     _found: dict[str, list[Point]] = field(default_factory=dict, repr=False, compare=False)
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether the tables are for all kernels. Else other kernels follow the figures of the device."""
+        return any(len(point) == 2 for rows in self.kernels.values() for point in rows)
+
+    def has(self, kernel: Kernel, work: Work) -> bool:
+        """Whether the tables are for a kernel. Tables that are not whole are for products and attention alone, in their
+        own dtypes and directions."""
+        return self.whole or (work.kind in ("products", "attention") and bool(self._same_dtype(kernel, work)))
 
     def seconds(self, kernel: Kernel, work: Work) -> float:
         """The time of a kernel that is no collective."""
@@ -95,20 +106,28 @@ class Measured:
 
     def _by_sizes(self, kernel: Kernel, work: Work) -> float:
         """From the rates of the nearest sizes: of the operation and dtype, else of the dtype, else of any."""
-        own = f"{kernel.name} {kernel.dtype}"
-        points = list(self.kernels.get(own, ()))
+        points = self._same_dtype(kernel, work)
         if not points:
-            like = [
-                (key, each)
-                for key, each in self.kernels.items()
-                if each and len(each[0]) == len(work.sizes) + 1 and ("attention" in key) == ("attention" in own)
-                and ("backward" in key) == ("backward" in own)
-            ]  # fmt: skip
-            same = [each for key, each in like if key.endswith(f" {kernel.dtype}")]
-            points = [point for each in same or [each for _, each in like] for point in each]
+            points = [point for rows in self._like(kernel, work).values() for point in rows]
         if not points:
             return interpolated(merged(self._of_all), work.nbytes)
         return work.flops / rate_of(points, work)
+
+    def _same_dtype(self, kernel: Kernel, work: Work) -> list[Point]:
+        """The points of the operation and dtype; else of operations like it in the dtype."""
+        if own := self.kernels.get(f"{kernel.name} {kernel.dtype}"):
+            return list(own)
+        like = self._like(kernel, work).items()
+        return [point for key, rows in like if key.endswith(f" {kernel.dtype}") for point in rows]
+
+    def _like(self, kernel: Kernel, work: Work) -> dict[str, Sequence[Point]]:
+        """The tables of operations like this one, in any dtype."""
+        return {
+            key: rows
+            for key, rows in self.kernels.items()
+            if rows and len(rows[0]) == len(work.sizes) + 1
+            and all((word in key) == (word in kernel.name) for word in ("attention", "backward"))
+        }  # fmt: skip
 
 
 def rate_of(points: Sequence[Point], work: Work) -> float:
@@ -259,8 +278,10 @@ def _sorted(points: Iterable[Point]) -> list[list[float]]:
     return [list(point) for point in sorted(points)]
 
 
-def read_measured(key: str, values: Any, on_host: bool) -> Measured:
+def read_measured(key: str, values: Any, on_host: bool, all_figures: bool = False) -> Measured:
     """The table ``[measured]`` of the device ``key``.
+
+    ``all_figures``: the file has figures for all kernels, so the tables need not be whole.
 
     Raises:
         MeasuredError: it is not as :func:`as_values` has made it.
@@ -292,13 +313,15 @@ def read_measured(key: str, values: Any, on_host: bool) -> Measured:
     if not isinstance(ranks, int) or ranks < 0:
         raise MeasuredError(f"device {key}: [measured] needs ranks, an integer, found {ranks!r}")
     kernels, collectives = points("kernels"), points("collectives")
-    if not any(len(point) == 2 for rows in kernels.values() for point in rows):
+    whole = any(len(point) == 2 for rows in kernels.values() for point in rows)
+    if not whole and not (all_figures and kernels):
         raise MeasuredError(f"device {key}: [measured.kernels] needs points of bytes and seconds, found none")
     if ranks and not all(collectives.get(kind) for kind in ("gather", "scatter", "reduce")):
         raise MeasuredError(
             f"device {key}: [measured.collectives] needs points of gather, scatter and reduce"
         )
-    return Measured(kernels, collectives, numbers("host", HOST), numbers("spread", SPREADS), ranks, on_host)
+    host, spread = (numbers("host", HOST), numbers("spread", SPREADS)) if whole else ({}, {})
+    return Measured(kernels, collectives, host, spread, ranks, on_host)
 
 
 def _listed(rows: Any) -> list[Any]:

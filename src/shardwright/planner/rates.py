@@ -111,9 +111,9 @@ class Rates:
         if kernel.stream == HOST:
             part = self.figures.host_memory / min(self.ranks, self.figures.node)
             return work.nbytes / (part * self.shares["host_memory"])
-        if (measured := self.figures.measured) is not None:
+        if (measured := self.figures.measured) is not None and measured.has(kernel, work):
             name = work.kind if work.kind in ("products", "attention") else "memory"
-            return measured.seconds(kernel, work) / self.shares[name]
+            return measured.seconds(kernel, work) / self._beside_likely(name)
         shares, launch = self.shares, self.shares["launch"] * work.launches
         moved = work.nbytes / (self.figures.bandwidth * shares["memory"])
         if work.kind == "products":
@@ -126,6 +126,10 @@ class Rates:
             share *= rows / (rows + ROWS_AT_HALF)
             return max(work.flops / (self.peak(kernel.dtype) * self.clock * share), moved) + launch
         return moved + launch
+
+    def _beside_likely(self, name: str) -> float:
+        """A share as a multiple of the likely one, by which measured times are divided."""
+        return self.shares[name] / spans_of(self.figures)[name].likely
 
     def ideal(self, kernel: Kernel, work: Work) -> float:
         """The time of its products at the device's peak."""
@@ -160,7 +164,7 @@ class Rates:
         whole, rounds = _traffic(kernel)
         measured = figures.measured
         if measured is not None and measured.ranks and nodes == 1:
-            return measured.collective(kernel.name, whole, ranks) / self.shares["links"]
+            return measured.collective(kernel.name, whole, ranks) / self._beside_likely("links")
         seconds = _latency(ranks, nodes) * rounds
         within = whole * (ranks - 1) / ranks / (figures.within * self.shares["links"])
         if nodes == 1:
@@ -171,7 +175,7 @@ class Rates:
 
 def spans_of(figures: Figures) -> dict[str, Span]:
     """The shares that programs reach on a device, by name."""
-    if figures.measured is not None:
+    if figures.measured is not None and figures.measured.whole:
         return _of_measured(figures.measured)
     names = "products", "attention", "attention_backward"
     return {**_OF_ALL, **dict(zip(names, _OF_GENERATION[figures.generation], strict=True))}

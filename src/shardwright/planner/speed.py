@@ -155,7 +155,7 @@ def speed_of(program: Program, device: Device, ranks: int, with_range: bool = Tr
     if with_range:
         seconds = _range(step, device.figures, rates, likely.seconds)
     peak = likely.flops / likely.ideal if likely.ideal else rates.peak("bfloat16")
-    is_measured = device.figures.measured is not None
+    is_measured = device.figures.measured is not None and device.figures.measured.whole
     return Speed(likely, seconds, program.tokens, program.model_flops, peak, ranks, is_measured)
 
 

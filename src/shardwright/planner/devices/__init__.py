@@ -35,7 +35,8 @@ class Figures:
         within: bytes a second that a device sends to the others of its node.
         across: bytes a second that a device sends to other nodes.
         source: the source of these figures.
-        measured: times of this device, in place of shares of its figures; None: there are none.
+        measured: times of this device, in place of shares of its figures; None: there are none. If they are not whole,
+            other kernels have shares of its figures.
         host_memory: bytes a second of the memory of a node's host; 0: unknown.
         pcie: bytes a second between the host and a device, in each direction; 0: unknown.
     """
@@ -140,7 +141,9 @@ def _read(key: str, text: str) -> Device:
         if figures is None:
             raise DeviceError(f"device {key}: expected a table [speed] beside [measured], found none")
         try:
-            figures = replace(figures, measured=read_measured(key, values["measured"], kind == "cpu"))
+            all_figures = figures.generation != MEASURED and kind == "cuda"
+            measured = read_measured(key, values["measured"], kind == "cpu", all_figures)
+            figures = replace(figures, measured=measured)
         except MeasuredError as error:
             raise DeviceError(str(error)) from error
     elif kind == "cpu" and figures is not None:

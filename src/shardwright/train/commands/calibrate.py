@@ -1,6 +1,7 @@
-"""`shardwright calibrate`: measures this machine, and writes a file of a device whose plans have its times.
+"""`shardwright calibrate`: measures this machine, or imports tables, and writes a file of a device whose plans have its
+times.
 
-Here are the checks of the file's place, the texts and the file. `train/planning` measures.
+Here are the checks of the file's place, the texts and the file. `train/planning` measures and imports.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardwright.durable import replace_file
 from shardwright.planner.devices import GIB, Kind
 from shardwright.planner.measured import as_toml, as_values
 from shardwright.train.errors import UserError
+from shardwright.train.planning.imported_device import imported_device
 from shardwright.train.planning.measured_device import Summary, summary
 from shardwright.train.planning.measuring import measured_by_ranks
 from shardwright.train.planning.small_jobs import ON_CPU, ON_GPU, Task
@@ -47,11 +49,7 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
             f"calibrate: repeated measurements ({unsteady}) differ by {difference:.0%}, and at most {most:.0%} may: "
             "other programs run on this machine. Stop them and repeat, or set --most to accept this"
         )
-    text = as_toml(_values(device, kind))
-    try:
-        replace_file(out, text.encode())
-    except OSError as error:
-        raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
+    _write(out, _values(device, kind))
     print(*_words(device), sep="\n")
     if without := sorted({name for rank in measurements for name in rank["without"]}):
         print(f"{'without':10} {', '.join(without)}: they do not run alone")
@@ -60,14 +58,37 @@ def calibrate(out: Path, ranks: int, kind: Kind, most: float = MOST, task: Task 
     return 0
 
 
+def import_system(system: str, out: Path) -> int:
+    """Write the file ``out`` with the tables of a system that the package aiconfigurator-core has measured; returns 0.
+
+    Raises:
+        UserError: the package or a table of the system is missing; the file cannot be written.
+    """
+    device = imported_device(system)
+    _write(out, device.values)
+    for head, text in device.lines:
+        print(f"{head:10} {text}")
+    print(f"{out} is written; for plans with these times:")
+    print(f"  shardwright plan JOB.toml --on {device.node}x{_named(out)}")
+    return 0
+
+
+def _write(out: Path, values: dict[str, Any]) -> None:
+    try:
+        replace_file(out, as_toml(values).encode())
+    except OSError as error:
+        raise UserError(f"calibrate: cannot write {out}: {error.strerror or error}") from error
+
+
 def _named(out: Path) -> str:
     text = str(out)
     return text if "/" in text else f"./{text}"
 
 
-def default_place(kind: Kind) -> Path:
-    """A file with the device's name in the working folder, where the user sees it and names it as ``./NAME.toml``."""
-    return Path(re.sub(r"[^a-z0-9]+", "-", _name(kind).lower()).strip("-") + ".toml")
+def default_place(kind: Kind, system: str | None = None) -> Path:
+    """A file with the name of the device, or of the imported system, in the working folder, where the user sees it and
+    names it as ``./NAME.toml``."""
+    return Path(re.sub(r"[^a-z0-9]+", "-", (system or _name(kind)).lower()).strip("-") + ".toml")
 
 
 def check_place(out: Path, force: bool) -> None:
