@@ -238,3 +238,22 @@ def test_measured_times_need_figures_and_a_cpu_needs_measured_times(tmp_path: Pa
         parse_devices(str(file), lambda: pytest.fail("not local"))
     with pytest.raises(MeasuredError, match="found none"):
         Measured({}, {}, HOST, SPREAD).seconds(ADD, work_of(ADD))
+
+
+def test_tables_of_products_alone_leave_the_rest_to_the_figures(tmp_path: Path) -> None:
+    speed = {
+        "generation": "hopper", "bandwidth": 3000, "units": 132, "node": 8, "within": 450, "across": 50,
+        "tflops": {"bfloat16": 900, "float32": 60},
+    }  # fmt: skip
+    tables = {"ranks": 0, "collectives": {}, "kernels": {"mm float32": KERNELS["mm float32"]}}
+    file = device_file(tmp_path, kind="cuda", speed=speed, measured=tables)
+    figures = parse_devices(str(file), lambda: pytest.fail("not local"))[1].figures
+    assert figures is not None and figures.measured is not None and not figures.measured.whole
+    rates, without = Rates.of(figures), Rates.of(Figures(**{**vars(figures), "measured": None}))
+    assert rates.seconds(PRODUCT, work_of(PRODUCT)) == pytest.approx(1e-5)
+    for other in (ADD, PRODUCT._replace(dtype="bfloat16")):
+        assert rates.seconds(other, work_of(other)) == without.seconds(other, work_of(other))
+    assert rates.shares == without.shares and rates.collective(GATHER) == without.collective(GATHER)
+    device_file(tmp_path, measured=tables)
+    with pytest.raises(DeviceError, match="needs points of bytes and seconds"):
+        parse_devices(str(file), lambda: pytest.fail("not local"))
