@@ -90,10 +90,9 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
 
     Experts have been spread over the mesh `experts` before, if it is given.
     """
-    assert isinstance(model, Decoder)
     plan = tensor_plan(model.config, experts)
     parallelize_module(model, mesh, plan, src_data_rank=_source(model))
-    if model.tied:  # which each became on its own
+    if isinstance(model, Decoder) and model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight
 
 
