@@ -241,7 +241,7 @@ def raise_for(
     if own is not None and not isinstance(own, Exception):
         raise own
     if shared is not None:
-        raise shared from own
+        raise shared from None if shared is own else own
     rank, kind, text = min(failures, key=lambda each: (each[1], each[0]))
     same = len(failures) == ranks and all(each[2] == text for each in failures)
     message = text if same or text.startswith("rank ") else f"rank {rank}: {text}"

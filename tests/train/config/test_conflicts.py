@@ -137,7 +137,7 @@ def test_a_job_is_refused_before_it_starts(row: Conflict[Sections], tmp_path: Pa
 @pytest.mark.parametrize("key", ["fault.on_non_finite", "fault.on_spike"])
 def test_rewinds_are_refused_if_no_checkpoint_can_be_old_enough(key: str) -> None:
     """A run of some steps goes back from each number of steps that it may have done."""
-    (row,) = (row for row in BETWEEN_SECTIONS if row.settings[:2] == ("fault.rewind_steps", key))
+    (row,) = (row for row in LENGTH if row.settings[:2] == ("fault.rewind_steps", key))
     for steps, every, back in itertools.product(range(1, 9), range(1, 9), range(9)):
         fault = {key.partition(".")[2]: "rewind", "rewind_steps": back}
         job = Sections.model_validate(

@@ -97,7 +97,7 @@ class ObjectStore(ObjectFiles):
         if INDEX in names:
             try:
                 check(self)
-            except Damaged as problem:
+            except (Damaged, FileNotFoundError) as problem:
                 left = f"a damaged checkpoint ({problem})"
             else:
                 raise FileExistsError(

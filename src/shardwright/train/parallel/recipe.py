@@ -7,7 +7,7 @@ that an engine does not have.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
 
     Experts have been spread over the mesh `experts` before, if it is given.
     """
-    plan = tensor_plan(model.config, experts)
+    plan = tensor_plan(cast(Any, model).config, experts)
     parallelize_module(model, mesh, plan, src_data_rank=_source(model))
     if isinstance(model, Decoder) and model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight

@@ -32,7 +32,7 @@ from shardwright.train.launch.environment import (
     collective_timeout,
     rank_and_size,
 )
-from shardwright.train.launch.forecast import forecast
+from shardwright.train.launch.forecast import forecast, note_out_of_memory
 from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
 from shardwright.train.launch.progress import START
@@ -254,6 +254,8 @@ class IndependentRank:
         # Without an answer the store has gone with the first rank.
         if first == own or (not first and not self.run.folder.exit_file.exists()):
             self._record(complaint.end)
+            for line in note_out_of_memory(self.run.folder) if complaint.out_of_memory else ():
+                print(line, file=sys.stderr, flush=True)
 
     def _record(self, end: Outcome) -> None:
         if self.run is not None:

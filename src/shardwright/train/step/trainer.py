@@ -146,7 +146,8 @@ class Trainer:
         """
         train = config.train.with_steps_of(dataset.train.samples_of)
         self.dataset, self.config = dataset, config.model_copy(update={"train": train})
-        refuse(LENGTH, self.config)
+        if train.epochs:  # else the launcher has known the steps
+            refuse(LENGTH, self.config)
         self.feed = Feed(self.config, self.world, dataset.train)
 
     def close(self) -> None:

@@ -179,22 +179,25 @@ def _rewinds(key: str) -> tuple[Conflict[Sections], ...]:
             "expected another value than 'rewind' with checkpoint.every = 0; there is no checkpoint to go back to",
         ),
         Conflict(
-            ("fault.rewind_steps", key, "checkpoint.every", "train.steps"),
-            lambda c: (
-                c.value_at(key) == "rewind"
-                and c.train.knows_steps
-                and c.fault.rewind_steps + c.checkpoint.every > c.train.steps
-            ),
-            lambda c: (
-                f"expected rewind_steps + checkpoint.every <= train.steps = {c.train.steps} with {key} = 'rewind', "
-                f"found {c.fault.rewind_steps} + {c.checkpoint.every}; no checkpoint would be old enough"
-            ),
-        ),
-        Conflict(
             (key, "optimizer.in_backward"),
             lambda c: c.value_at(key) == "skip" and c.optimizer.in_backward,
             "expected 'rewind' or the default with optimizer.in_backward, found 'skip'; the weights are already "
             "updated when the loss of all ranks is known",
+        ),
+    )
+
+
+def _too_short(key: str) -> Conflict[Sections]:
+    return Conflict(
+        ("fault.rewind_steps", key, "checkpoint.every", "train.steps"),
+        lambda c: (
+            c.value_at(key) == "rewind"
+            and c.train.knows_steps
+            and c.fault.rewind_steps + c.checkpoint.every > c.train.steps
+        ),
+        lambda c: (
+            f"expected rewind_steps + checkpoint.every <= train.steps = {c.train.steps} with {key} = 'rewind', "
+            f"found {c.fault.rewind_steps} + {c.checkpoint.every}; no checkpoint would be old enough"
         ),
     )
 
@@ -371,5 +374,5 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
 )
 """Settings of several sections, in any configuration."""
 
-LENGTH = tuple(row for row in BETWEEN_SECTIONS if "train.steps" in row.settings)
-"""Those of them that depend on the length of the run. With `train.epochs` they apply once the data is read."""
+LENGTH = (_too_short("fault.on_non_finite"), _too_short("fault.on_spike"))
+"""Settings that need a longer run, checked before the first step. With `train.epochs` that is once the data is read."""

@@ -6,6 +6,7 @@ import importlib.util
 
 from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import kinds_that
+from shardwright.train.config.conflicts.configurations import LENGTH
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.config.shapes.presets import HybridConfig
@@ -94,8 +95,10 @@ NEW: tuple[Conflict[Sections], ...] = (
         f"expected {engines_that(lambda engine: engine.reads_adapters, style=repr)} with finetune.adapters, found "
         "{parallel.engine!r}, into whose parameters no files of adapters are read; choose another engine",
     ),
+    *LENGTH,
 )
-"""Settings of a run that does not resume, checked when its folder is opened. It begins with adapters from files."""
+"""Settings of a run that does not resume, checked when its folder is opened. Such a run begins with adapters from
+files, and has no checkpoints of an earlier start. Commands that only read a run take them."""
 
 PLANNED: tuple[Conflict[Sections], ...] = (
     Conflict(
