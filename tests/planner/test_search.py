@@ -89,13 +89,17 @@ def test_one_wrong_neighbour_is_no_obstacle() -> None:
 class Wide:
     """A grid of two axes. ``t`` divides memory and takes time; ``o`` takes less memory and much time.
 
-    ``speed``: the time with each ``t``, as a multiple.
+    ``speed``: the time with each ``t``, as a multiple. ``slow``: the same of ``o`` 1.
     """
 
     def __init__(
-        self, limit: float, speed: dict[int, float] | None = None, without: tuple[int, ...] = ()
+        self,
+        limit: float,
+        speed: dict[int, float] | None = None,
+        without: tuple[int, ...] = (),
+        slow: float = 10,
     ) -> None:
-        self.limit, self.without = limit, without
+        self.limit, self.without, self.slow = limit, without, slow
         self.speed = {1: 1.0, 2: 1.3, 4: 1.5, 8: 2.0, **(speed or {})}
         self.planned: list[tuple[int, int, int]] = []
 
@@ -111,9 +115,9 @@ class Wide:
             int(values.get(name, default)) for name, default in zip("abto", (0, 0, 1, 0), strict=True)
         )
         assert t not in self.without
-        nbytes = (24 - 4 * a - 2 * b) / t - 2 * o
+        nbytes = (24 - 4 * a - 2 * b) / t - 7 * o
         return Found(
-            keys, nbytes <= self.limit, round(nbytes), (1 + 0.2 * a + 0.1 * b) * self.speed[t] * 10**o
+            keys, nbytes <= self.limit, round(nbytes), (1 + 0.2 * a + 0.1 * b) * self.speed[t] * self.slow**o
         )
 
     def plan(self, points: Sequence[Keys]) -> list[Found]:
@@ -147,21 +151,30 @@ def test_further_settings_are_not_tried_without_a_reason() -> None:
 
 
 def test_if_nothing_fits_the_first_further_setting_that_fits_is_searched() -> None:
-    job = Wide(limit=5)  # the smallest point needs 12, 6, 3 and 1.5
+    job = Wide(limit=4)  # the smallest point needs 12, 6, 3 and 1.5; with ``o`` 1 it needs 5
     best = job.search()
     assert best is not None and dict(best.keys)["t"] == "4"
-    assert best.nbytes <= 5 and best.seconds == pytest.approx(1.5 * 1.2)
-    assert job.tried == [(1, 0), (8, 0), (2, 0), (4, 0)] and len(job.planned) <= 10
-    refused = Wide(limit=5, without=(2, 8))
+    assert best.nbytes <= 4 and best.seconds == pytest.approx(1.5 * 1.4)
+    assert job.tried == [(1, 0), (8, 0), (2, 0), (4, 0), (1, 1), (1, 2)] and len(job.planned) <= 11
+    refused = Wide(limit=4, without=(2, 8))
     best = refused.search()
-    assert best is not None and dict(best.keys)["t"] == "4" and refused.tried == [(1, 0), (4, 0)]
+    assert best is not None and dict(best.keys)["t"] == "4"
+    assert refused.tried == [(1, 0), (4, 0), (1, 1), (1, 2)]
 
 
-def test_much_slower_settings_come_last() -> None:
-    job = Wide(limit=1)  # with ``t`` 8 and ``o`` 1 the smallest point needs nothing
+def test_settings_that_are_mostly_slower_win_where_they_are_not() -> None:
+    job = Wide(limit=5, slow=1.05)
     best = job.search()
-    assert best is not None and dict(best.keys) == {"a": "2", "b": "2", "t": "4", "o": "1"}
-    assert job.tried == [(1, 0), (8, 0), (1, 1), (8, 1), (2, 1), (4, 1)]
+    assert best is not None and dict(best.keys) == {"a": "2", "b": "2", "o": "1"}
+    assert best.seconds == pytest.approx(1.6 * 1.05) and job.tried == [(1, 0), (8, 0), (2, 0), (4, 0), (1, 1)]
+
+
+def test_all_together_come_last() -> None:
+    job = Wide(
+        limit=-6, speed={8: 1.6}
+    )  # with ``o`` 1 the smallest point needs 5, -1, -4 and -5.5, with 2 -2 and less
+    assert job.search() is not None
+    assert job.tried == [(1, 0), (8, 0), (1, 1), (8, 1), (1, 2), (8, 2), (2, 2)]
     nothing = Wide(limit=-100)
     assert nothing.search() is None and len(nothing.planned) == 7
 

@@ -55,14 +55,15 @@ def search_widely(
 ) -> list[Found]:
     """Plans of the job as it is, which is the first one, of grids, and of grids with further settings if needed.
 
-    If nothing fits, the first of the further settings with which the smallest point fits are searched. If something
-    fits, and ``helps`` says that they may be faster, they are searched as long as each is faster than the one before.
+    If nothing fits, the first of the further settings with which the smallest point fits are searched, and the first of
+    ``last``, each unless its smallest point is slower than what was found. If something fits, and ``helps`` says that
+    further settings may be faster, they are searched as long as each is faster than the one before.
 
     Args:
         grids: with these settings. The first one that has a point that fits counts. None: they do not go together.
         plan: as for :func:`search`.
         further: for each setting its values in order: each takes less memory than the one before.
-        last: settings that are much slower. They are tried if nothing else fits.
+        last: settings that are mostly slower. They are tried alone, and with further ones if nothing else fits.
         helps: whether further settings may be faster than this plan.
         width: points that are planned at a time.
         likeness: a value that is equal for keys that are the same settings.
@@ -78,11 +79,13 @@ def search_widely(
                 plans.append(found)
         return [planned[likeness(point)] for point in points]
 
+    def corner(keys: Keys) -> Found | None:
+        """The plan of the smallest point, of the first grid that has one."""
+        return next((each for axes in grids(keys) if (each := once([smallest(axes)])[0]) is not None), None)
+
     def fits(keys: Keys) -> bool:
         """Whether the smallest point fits, or may fit: no grid has a plan of it."""
-        of = grids(keys)
-        found = next((each for axes in of if (each := once([smallest(axes)])[0]) is not None), None)
-        return bool(of) and (found is None or found.fits)
+        return bool(grids(keys)) and ((found := corner(keys)) is None or found.fits)
 
     def look(keys: Keys) -> None:
         for axes in grids(keys):
@@ -99,13 +102,17 @@ def search_widely(
         look(())
     best = fastest(plans)
     if best is None:
+        ways: list[Keys] = []
         for keys in ((), *last):
-            found = keys if keys and fits(keys) else None
-            for values in further:
-                found = first(keys, values) if found is None else found
-            if found is not None:
-                look(found)
+            if keys and fits(keys):
+                ways.append(keys)
                 break
+            if not ways:
+                ways += filter(None, (first(keys, values) for values in further))
+        for _, keys in sorted((found.seconds if (found := corner(way)) else 0.0, way) for way in ways):
+            best = fastest(plans)
+            if best is None or (found := corner(keys)) is None or found.seconds <= NEAR * best.seconds:
+                look(keys)
     elif helps(best):
         settings: Keys = ()
         for values in further:

@@ -42,7 +42,8 @@ def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda")
     gathers = 1 if parallel.strategy == "zero2" else 2 if parallel.reshard_after_forward == "never" else 3
     whole = 20 * GIB if config.parallel.strategy == "zero2" else 5 * GIB
     whole = int(whole * {"none": 1, "optimizer": 0.5, "cpu": 0.25}[parallel.offload])
-    copies = [Kernel("pcie.copy_", "compute", 64 * GIB, (), "uint8")] * (parallel.offload != "none")
+    times = {"none": 0, "optimizer": 1, "cpu": 3}[parallel.offload]
+    copies = [Kernel("pcie.copy_", "compute", 64 * GIB, (), "uint8")] * times
     gathers *= 4 * SLOW["gathers"] if SLOW and parallel.tensor == 1 else parallel.tensor
     count = train.global_batch // ranks
     work = int(1e4 * {"none": 3, "ops": 3.4, "full": 4}[way] * (0.8 if train.compile != "none" else 1))
@@ -203,7 +204,8 @@ def test_tensor_parallelism_and_then_offload_if_nothing_fits_without(
 ) -> None:
     """The runtime takes 2.8 GiB. Without offload 5 GiB stay, with the optimizer on the host 2.5."""
     status, out = fit_on(capsys, tmp_path, 9.2)
-    assert status == 0 and "tensor = 2" in out and "offload" not in out
+    best = out.partition("smaller")[0]
+    assert status == 0 and "tensor = 2" in best and "offload" not in best
     status, out = fit_on(capsys, tmp_path, 9.2, "--parallel.tensor", "1")
     assert status == 0 and 'offload = "optimizer"' in out and "tensor" not in out
     status, out = fit_on(capsys, tmp_path, 6.8)

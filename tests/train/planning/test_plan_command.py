@@ -166,7 +166,7 @@ def test_an_edit_that_is_pasted_gives_its_figure(
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        pytest.param((), {"parallel.tensor": "2"}, id="tensor"),
+        pytest.param(("--parallel.offload", "none"), {"parallel.tensor": "2"}, id="tensor"),
         pytest.param(("--parallel.tensor", "1"), {"parallel.offload": "cpu"}, id="offload"),
     ],
 )
