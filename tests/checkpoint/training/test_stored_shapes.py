@@ -133,6 +133,29 @@ def test_gradient_hooks_go_on_whatever_their_state_holds(
     assert new.sum is None or hook.sum is None or torch.equal(new.sum, hook.sum)
 
 
+class LateHook(CountingHook):
+    """It has no state before the first gradient."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.count else {}
+
+
+@multirank(2)
+def test_a_hook_that_makes_its_state_later_does_not_lose_it_in_silence(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    hook = LateHook(False)
+    hook.count = 5
+    model, _ = made(0, "none", False, hook)
+    sw.save_checkpoint(tmp_path / "c", model)
+    other, _ = made(1, "none", False, LateHook(False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.load_checkpoint(tmp_path / "c", other)
+    texts = [str(each.message) for each in caught if "gradient hooks" in str(each.message)]
+    assert len(texts) == (rank == 0) and all("LateHook starts without" in text for text in texts), texts
+
+
 @multirank(1, 2)
 def test_a_state_is_read_as_it_was_saved(rank: int, world_size: int, tmp_path: Path) -> None:
     """Also into the tensors of a present state, and whether or not it or its neighbours have tensors."""

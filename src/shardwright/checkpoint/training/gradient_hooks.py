@@ -72,15 +72,16 @@ class HooksToLoad(SectionToLoad):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ranks: RankGroup, model: nn.Module) -> Self:
-        tensors, lost = {}, []
-        for number, own in gradient_hook_states(model).items():
-            place = f"{HOOKS}.{number}"
-            stored = [checkpoint.has(f"{place}.state.{name}") for name in own["state"]]
-            if all(stored) and checkpoint.leaves.get(f"{place}.place") == own["place"]:
+        hooks = [hook for hook, _ in _hooks(model)]
+        states, tensors, lost = gradient_hook_states(model), {}, []
+        for number, hook in ((str(i), hook) for i, hook in enumerate(hooks)):
+            place, own = f"{HOOKS}.{number}", states.get(number)
+            stored = [checkpoint.has(f"{place}.state.{name}") for name in own["state"]] if own else []
+            if own and all(stored) and checkpoint.leaves.get(f"{place}.place") == own["place"]:
                 tensors[number] = {"state": own["state"]}
-            elif checkpoint.has(HOOKS):
-                lost.append(own["hook"])
-        return cls(checkpoint, ranks, [hook for hook, _ in _hooks(model)], tensors, lost)
+            elif checkpoint.has(place) or (own and checkpoint.has(HOOKS)):
+                lost.append(type(hook).__name__)  # also if a hook makes its state later than here
+        return cls(checkpoint, ranks, hooks, tensors, lost)
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Give hooks the state that was read. Others start without state, and the first rank warns."""
