@@ -144,6 +144,13 @@ def test_a_terminal_shows_progress_while_plans_are_made(
     assert "\r" not in out and lines[-1] == "\033[K" and lines[0].startswith("1 plans, the last one ")
 
 
+def test_heads_name_another_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--no-edits"
+    assert "NVIDIA H100 80GB HBM3, zero3, bfloat16" in run(capsys, *job)[1].splitlines()[1]
+    lines = run(capsys, *job, "--parallel.engine", "fsdp2")[1].splitlines()
+    assert "NVIDIA H100 80GB HBM3, engine fsdp2, bfloat16" in lines[1]
+
+
 def test_a_model_alone_has_options_in_place_of_a_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
