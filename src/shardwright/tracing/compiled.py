@@ -168,7 +168,7 @@ class _HollowGraph:
                     made.zero_()  # somebody may read it
             what = f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
             events.know(made, what, _line(node), BY_LIFE)
-            events.note_without_values(made)
+            events.contents.note_unknown(made)
             values[node] = made
         read = [values[node] for node in kernel.reads if isinstance(values.get(node), Tensor)]
         written = [values[node] for node in kernel.stored]

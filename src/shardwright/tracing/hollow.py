@@ -284,7 +284,7 @@ class Hollow(TorchDispatchMode):
             else:
                 tensor = untouched(shape.size, shape.stride, shape.dtype)
             self._recorder.know(tensor, _in_words(form.name, shape), line, group)
-            self._recorder.note_without_values(tensor)
+            self._recorder.contents.note_unknown(tensor)
             made.append(tensor)
         if not isinstance(result.value, (list, tuple)):
             return made[0] if made[0] is not None else result.value
@@ -304,7 +304,7 @@ class Hollow(TorchDispatchMode):
         for each in tensors:
             if not each.is_meta and self._has_content(each):
                 each.zero_()  # its memory may hold anything, and somebody may read it
-                self._recorder.note_without_values(each)
+                self._recorder.contents.note_unknown(each)
         if not returns:
             return None
         if all(each.alias_info is not None for each in returns):
@@ -316,11 +316,11 @@ class Hollow(TorchDispatchMode):
         """Whether a tensor is computed, and so is all of its storage."""
         storage = tensor.untyped_storage().nbytes()
         return max(_size(tensor), storage) <= SMALL or (
-            storage <= NUMBERS and self._recorder.is_computed(tensor)
+            storage <= NUMBERS and self._recorder.contents.is_computed(tensor)
         )
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return self._has_content(tensor) and not self._recorder.is_without_values(tensor)
+        return self._has_content(tensor) and not self._recorder.contents.is_unknown(tensor)
 
     def _check_known(self, tensors: list[Tensor], operation: str) -> None:
         """Refuse a read of a value that was not computed, except by the trainer and the engine: they get zero."""
@@ -343,13 +343,13 @@ class Hollow(TorchDispatchMode):
             if not _is_plain(each):
                 continue
             if not is_known:
-                self._recorder.note_without_values(each)
+                self._recorder.contents.note_unknown(each)
             elif each.is_meta:
                 continue
             elif each.untyped_storage().nbytes() > SMALL:
-                self._recorder.note_computed(each)
+                self._recorder.contents.note_computed(each)
             elif each.dtype not in _OF_NUMBERS:
-                self._recorder.note_constant(each)
+                self._recorder.contents.note_constant(each)
 
     def _note(self, form: _Form, tensors: list[Tensor], out: Any, group: tuple[int, int] = (1, 1)) -> None:
         outs: list[Tensor] = []

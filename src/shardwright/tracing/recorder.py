@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,6 +37,49 @@ OF_ENGINE = "engine"
 OTHER = "other"  #: the group of blocks of which nothing else is known
 
 
+class Contents:
+    """The content of blocks, as far as a trace computes it.
+
+    Attributes:
+        constants: small blocks whose content was computed, also those that were freed.
+    """
+
+    def __init__(self, block_of: Callable[[torch.Tensor], int | None]) -> None:
+        """``block_of``: the block of a tensor; None: it has none."""
+        self.constants: set[int] = set()
+        self._unknown: set[int] = set()
+        self._computed: set[int] = set()
+        self._block_of = block_of
+
+    def note_unknown(self, tensor: torch.Tensor) -> None:
+        """The content of a tensor is not what the program would compute."""
+        _add(self._unknown, self._block_of(tensor))
+
+    def is_unknown(self, tensor: torch.Tensor) -> bool:
+        return self._block_of(tensor) in self._unknown
+
+    def note_computed(self, tensor: torch.Tensor) -> None:
+        """A large tensor has the content that the program would compute."""
+        _add(self._computed, self._block_of(tensor))
+
+    def is_computed(self, tensor: torch.Tensor) -> bool:
+        return self._block_of(tensor) in self._computed
+
+    def note_constant(self, tensor: torch.Tensor) -> None:
+        """A tensor has the content that the program would compute, because it is small."""
+        _add(self.constants, self._block_of(tensor))
+
+    def forget(self, block: int) -> None:
+        """Forget the content of a block that is freed."""
+        self._unknown.discard(block)
+        self._computed.discard(block)
+
+
+def _add(blocks: set[int], block: int | None) -> None:
+    if block is not None:
+        blocks.add(block)
+
+
 class Recorder:
     """The events so far.
 
@@ -46,6 +89,7 @@ class Recorder:
         current_phase: the phase.
         modules: the names of the modules whose forward runs, the innermost last.
         line: of the model's code that operations come from, inside a graph; None: the one that runs.
+        contents: of the blocks.
     """
 
     def __init__(self) -> None:
@@ -60,9 +104,7 @@ class Recorder:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}  #: of live blocks
         self._claims: dict[int, Owner] = {}
-        self._without_values: set[int] = set()  #: blocks whose content is not what the program would compute
-        self._computed: set[int] = set()  #: large blocks with content
-        self._constants: set[int] = set()  #: small blocks with content, also those that were freed
+        self.contents = Contents(self.block_of)
         self._on_host: set[int] = set()  #: blocks in the host's memory
         self._put: set[int] = set()  #: those of which this was known later
         self._lifts = False  #: whether results of tensors on the host are on the device
@@ -93,8 +135,7 @@ class Recorder:
         nbytes = self._sizes.pop(block, None)
         if nbytes is not None:
             self.now -= nbytes
-            self._without_values.discard(block)
-            self._computed.discard(block)
+            self.contents.forget(block)
             self._on_host.discard(block)
             self._events.append(Free(block))
 
@@ -132,30 +173,6 @@ class Recorder:
         if storage.nbytes():
             self._blocks[storage._cdata] = self.take(storage.nbytes(), "resized storage")
             self._watch(storage)
-
-    def note_without_values(self, tensor: torch.Tensor) -> None:
-        """The content of a tensor is not what the program would compute."""
-        block = self.block_of(tensor)
-        if block is not None:
-            self._without_values.add(block)
-
-    def is_without_values(self, tensor: torch.Tensor) -> bool:
-        return self.block_of(tensor) in self._without_values
-
-    def note_computed(self, tensor: torch.Tensor) -> None:
-        """A large tensor has the content that the program would compute."""
-        block = self.block_of(tensor)
-        if block is not None:
-            self._computed.add(block)
-
-    def note_constant(self, tensor: torch.Tensor) -> None:
-        """A tensor has the content that the program would compute, because it is small."""
-        block = self.block_of(tensor)
-        if block is not None:
-            self._constants.add(block)
-
-    def is_computed(self, tensor: torch.Tensor) -> bool:
-        return self.block_of(tensor) in self._computed
 
     @property
     def uses_host(self) -> bool:
@@ -325,7 +342,7 @@ class Recorder:
                 stream = HOST if block in self._put else stream
                 event = Alloc(block, nbytes, stream, used.setdefault(owner, len(used)))
             events.append(event)
-        return Program(events, list(used), constants=self._constants)
+        return Program(events, list(used), constants=self.contents.constants)
 
 
 def _ordered(events: list[Event]) -> list[Event]:

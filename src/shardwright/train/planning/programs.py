@@ -150,7 +150,7 @@ def traced_program(
         graphs, calls = shared or (None, None)
         with trace(ranks, kind, graphs=graphs) as recorder, even_routing(), watching(recorder):
             # A model that reads its tokens is refused.
-            dataset = AbsentData.of(config, ranks, recorder.note_without_values)
+            dataset = AbsentData.of(config, ranks, recorder.contents.note_unknown)
             return _traced(config, ranks, cast(Dataset, dataset), recorder, kind, calls)
     except (AbsentDeviceError, UnknownValueError) as error:
         raise UserError(str(error)) from error

@@ -46,7 +46,7 @@ class StepRecord:
     #: if the model has this head: cross-entropy of the token after the next
     mtp_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
     extra_losses: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
-    #: of hooks, over all ranks
+    #: metrics of hooks, over all ranks
     metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     #: likewise, at steps with a validation
     validation_metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
