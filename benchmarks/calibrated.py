@@ -18,42 +18,32 @@ clock:    on the clock, the median, with waits for the other rank, and for other
 from __future__ import annotations
 
 import argparse
-import atexit
 import functools
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.two_ranks import RANKS, Measure, of_both, trainer_of
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.program import Kernel
 from shardwright.planner.samples import steady
 from shardwright.planner.speed import speed_of
 from shardwright.planner.work import work_of
 from shardwright.tracing.timing import Operation, Timer, noting
-from shardwright.train.data.dataset import Dataset
-from shardwright.train.data.samples.batch import Batch
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.parallel.world import World
-from shardwright.train.planning.absent_data import AbsentData, AbsentStream
 from shardwright.train.planning.programs import program_of, traced_program
 from shardwright.train.planning.small_jobs import ON_CPU, configured
-from shardwright.train.step.trainer import Trainer
 
-RANKS = 2
 SECONDS = 9.0  #: of steps of a job
 LEAST, MOST = 9, 60  #: steps
 #: Operations beside steps: name, dtype, the job of `calibrate` that has them, and the kind of work that they stand for.
@@ -92,18 +82,6 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Random(AbsentStream):
-    """Samples of random tokens."""
-
-    vocab: int = 1
-
-    def batch(self, first: int, count: int) -> Batch:
-        draw = torch.Generator().manual_seed(first)
-        tokens = torch.randint(0, self.vocab, (count, self.seq_len + 1), generator=draw)
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None)
-
-
 def anchors() -> list[Operation]:
     """The largest operation of each name and dtype in a job of `calibrate`."""
     chosen = []
@@ -126,24 +104,16 @@ def factors(now: list[float], in_file: list[float], bfloat16: bool) -> dict[str,
     return {kind: math.exp(statistics.mean(each)) for kind, each in found.items()}
 
 
-def run(rank: int, folder: str, names: list[str]) -> None:
-    """Write the times of one rank: of steps and of anchors, by job."""
-    torch.set_num_threads(1)
-    beside = anchors()
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS,
-        timeout=timedelta(minutes=10),
-    )  # fmt: skip
-    atexit.register(dist.destroy_process_group)
+def measuring() -> Measure:
+    return functools.partial(measure, anchors())  # which a process with a group cannot trace
+
+
+def measure(beside: Sequence[Operation], rank: int, names: Sequence[str]) -> dict[str, Any]:
+    """The times of steps, and of the operations beside them, on one rank by job."""
     timer = Timer(torch.device("cpu"), samples=3)
     found: dict[str, Any] = {}
     for name in names:
-        config = configured(JOBS[name], RANKS)
-        world = World.of(config.parallel, rank, RANKS, torch.device("cpu"))
-        data = AbsentData.of(config, RANKS)
-        stream = Random(config.train.seq_len, False, vocab=data.vocab_size)
-        data = AbsentData(stream, data.vocab_size)
-        trainer = Trainer(config, world, cast(Dataset, data), reads_weights=False)
+        trainer = trainer_of(configured(JOBS[name], RANKS), rank)
         own, clock, anchored = [], [], []
         for _ in range(3):
             trainer.train_step(StopRequest())
@@ -162,33 +132,18 @@ def run(rank: int, folder: str, names: list[str]) -> None:
         found[name] = {"own": own, "clock": clock, "anchors": anchored}
         if rank == 0:
             print(f"{name}: {len(own)} steps", flush=True)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-
-
-def measured(names: list[str]) -> list[dict[str, Any]]:
-    """The times of both ranks."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=run, args=(rank, folder, names)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"a rank ended with status {process.exitcode}")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return found
 
 
 def rows(
     names: list[str], device: Device
 ) -> Iterator[tuple[str, float, float, float, float, tuple[float, ...]]]:
     """A row for each job: its name; real, planned, anchored and clock's seconds; and the planned range."""
-    of_ranks = measured(names)
+    beside = anchors()
+    of_ranks = of_both(measuring, names)
     figures = device.figures
     assert figures is not None and figures.measured is not None
-    in_file = [figures.measured.seconds(each.kernel, work_of(each.kernel)) for each in anchors()]
+    in_file = [figures.measured.seconds(each.kernel, work_of(each.kernel)) for each in beside]
     for name in names:
         real = max(steady(each[name]["own"]) for each in of_ranks)
         clock = max(statistics.median(each[name]["clock"]) for each in of_ranks)

@@ -16,7 +16,7 @@ from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.errors import Damaged
 from tools.faults.history import History, Place, read
-from tools.faults.jobs import Job, run_attempt
+from tools.faults.jobs import LONGEST_REFERENCE, Job, run_attempt
 from tools.faults.points import Fault
 
 FAULTS = 5  #: of a run, at most
@@ -110,7 +110,7 @@ class Campaign:
         if setting not in self._calls:
             name = f"reference: {setting.name}"
             job, history = self._job(setting, name, is_reference=True)
-            if not run_attempt(job, setting.ranks, None, history, self.port):
+            if not run_attempt(job, setting.ranks, None, history, self.port, LONGEST_REFERENCE):
                 raise RuntimeError(f"{name}: failed, see {job.log}")
             self._final(setting, job, history)
             self._calls[setting] = {

@@ -28,6 +28,8 @@ GRACE_SECONDS = 15.0
 """From the first rank that failed to the killing of the others: a rank that takes longer waits without end."""
 LONGEST_SECONDS = 90.0
 """The limit of an attempt. One that takes longer hangs."""
+LONGEST_REFERENCE = 600.0
+"""The limit of an attempt that nobody disturbs, on a machine that has other work."""
 ALONE_SECONDS = 20.0
 """The limit of an attempt in which the only rank stops: nobody waits for it."""
 
@@ -60,7 +62,9 @@ def store() -> Iterator[int]:
         os.waitpid(child, 0)
 
 
-def run_attempt(job: Job, ranks: int, fault: Fault | None, history: History, port: int) -> bool:
+def run_attempt(
+    job: Job, ranks: int, fault: Fault | None, history: History, port: int, longest: float = LONGEST_SECONDS
+) -> bool:
     """Run an attempt to its end and write to the history how it ended. Whether every rank was done."""
     began = time.monotonic()
     history.add("attempt", ranks=ranks, **({} if fault is None else {"planned": vars(fault)}))
@@ -68,7 +72,7 @@ def run_attempt(job: Job, ranks: int, fault: Fault | None, history: History, por
     for rank in range(ranks):
         running[_forked(job, rank, ranks, fault, history, port, next(iter(running), 0))] = rank
     statuses: dict[int, int] = {}
-    deadline = began + (ALONE_SECONDS if ranks == 1 and stalls(fault) else LONGEST_SECONDS)
+    deadline = began + (ALONE_SECONDS if ranks == 1 and stalls(fault) else longest)
     try:
         killed = _watch(running, statuses, deadline)
     finally:

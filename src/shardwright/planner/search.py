@@ -7,25 +7,36 @@ that are rarely of use are tried only if there is a reason. Nothing here knows t
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 Keys = tuple[tuple[str, str], ...]
 """Keys of a configuration, as SECTION.KEY, and the texts of their values."""
 Point = tuple[int, ...]
-Plan = Callable[[Sequence[Keys]], "Iterable[Found | None]"]
-"""Makes the plans of several settings; None where settings do not go together."""
+Later = Callable[[], "Found | None"]
+"""Waits for a plan; None: the settings do not go together."""
+Plan = Callable[[Keys], Later]
+"""Begins the plan of some settings."""
 NEAR = (
     1.1  #: times the time of the fastest settings, up to which others may become faster with the rest changed
 )
 
 
 class Axis(NamedTuple):
-    """A setting, with its values in order: each takes no more memory than the one before, and is hardly faster."""
+    """A setting, with its values in order: each takes no more memory than the one before, and is hardly faster.
+
+    Attributes:
+        name: of the setting.
+        values: in order.
+        lone: whether the first value may take less memory than others, too.
+    """
 
     name: str
     values: tuple[Keys, ...]
+    lone: bool = False
 
 
 class Found(NamedTuple):
@@ -61,7 +72,7 @@ def search_widely(
 
     Args:
         grids: with these settings. The first one that has a point that fits counts. None: they do not go together.
-        plan: as for :func:`search`.
+        plan: begins a plan, at most once of the same settings.
         further: for each setting its values in order: each takes less memory than the one before.
         last: settings that are mostly slower. They are tried alone, and with further ones if nothing else fits.
         helps: whether further settings may be faster than this plan.
@@ -69,19 +80,28 @@ def search_widely(
         likeness: a value that is equal for keys that are the same settings.
     """
     plans: list[Found] = []
-    planned: dict[Hashable, Found | None] = {}
+    planned: dict[Hashable, Later] = {}
 
-    def once(points: Sequence[Keys]) -> list[Found | None]:
-        new = {name: point for point in points if (name := likeness(point)) not in planned}
-        for name, found in zip(new, plan([*new.values()]) if new else (), strict=True):
-            planned[name] = found
-            if found is not None:
-                plans.append(found)
-        return [planned[likeness(point)] for point in points]
+    def begin(keys: Keys) -> Later:
+        name = likeness(keys)
+        if name not in planned:
+            planned[name] = _kept(plan(keys), plans)
+        return planned[name]
+
+    def made(keys: Keys) -> Found | None:
+        return begin(keys)()
 
     def corner(keys: Keys) -> Found | None:
-        """The plan of the smallest point, of the first grid that has one."""
-        return next((each for axes in grids(keys) if (each := once([smallest(axes)])[0]) is not None), None)
+        """The plan of the smallest point that fits, or of any, of the first grid that has one."""
+        for axes in grids(keys):
+            smallest: Found | None = None
+            for point in corners(axes):
+                if (found := made(point)) is not None and found.fits:
+                    return found
+                smallest = smallest or found
+            if smallest is not None:
+                return smallest
+        return None
 
     def fits(keys: Keys) -> bool:
         """Whether the smallest point fits, or may fit: no grid has a plan of it."""
@@ -89,7 +109,7 @@ def search_widely(
 
     def look(keys: Keys) -> None:
         for axes in grids(keys):
-            if fastest(search(axes, once, width)) is not None:
+            if fastest(search(axes, begin, width)) is not None:
                 return
 
     def first(keys: Keys, values: Sequence[Keys]) -> Keys | None:
@@ -97,7 +117,10 @@ def search_widely(
         settings = [each for value in values if grids(each := with_keys(keys, value))]
         return next(filter(fits, settings), None) if settings and fits(settings[-1]) else None
 
-    now = once([()])[0]
+    job = begin(())
+    if width > 1 and (first_grid := next(iter(grids(())), None)):
+        begin(next(corners(first_grid)))  # which is wanted next if the job does not fit
+    now = job()
     if (now is not None and now.fits) or fits(()):
         look(())
     best = fastest(plans)
@@ -117,7 +140,7 @@ def search_widely(
         settings: Keys = ()
         for values in further:
             for keys in values:
-                probe = once([with_keys(best.keys, keys)])[0]
+                probe = made(with_keys(best.keys, keys))
                 if probe is not None and probe.seconds > NEAR * best.seconds:
                     break
                 look(with_keys(settings, keys))
@@ -128,9 +151,11 @@ def search_widely(
     return plans
 
 
-def smallest(axes: Sequence[Axis]) -> Keys:
-    """The settings of the point that takes the least memory."""
-    return tuple(pair for axis in axes for pair in axis.values[-1])
+def corners(axes: Sequence[Axis]) -> Iterator[Keys]:
+    """The settings of the points that may take the least memory, the likely one first."""
+    ends = ((axis.values[-1], axis.values[0]) if axis.lone else (axis.values[-1],) for axis in axes)
+    for values in itertools.product(*ends):
+        yield tuple(pair for keys in values for pair in keys)
 
 
 def with_keys(keys: Keys, other: Keys) -> Keys:
@@ -138,35 +163,68 @@ def with_keys(keys: Keys, other: Keys) -> Keys:
     return tuple({**dict(keys), **dict(other)}.items())
 
 
+def _kept(later: Later, plans: list[Found]) -> Later:
+    """Waits for a plan once, and adds it to others."""
+
+    @functools.cache
+    def wait() -> Found | None:
+        found = later()
+        if found is not None:
+            plans.append(found)
+        return found
+
+    return wait
+
+
 def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
     """Plans of points, among them the fastest that fits if the order of the values holds; in the order of planning.
 
     The neighbours of the fastest point are planned too, so that it is not missed where an order does not hold by one
-    value.
+    value. Plans are read in the order in which they began, so that the same points are planned each time.
 
     Args:
         axes: the grid.
-        plan: makes the plans of several points.
+        plan: begins the plan of a point.
         width: points that are planned at a time.
     """
     sizes = [len(axis.values) for axis in axes]
     unknown = set(itertools.product(*map(range, sizes)))
+    begun: deque[tuple[Point, Later]] = deque()
     found: dict[Point, Found | None] = {}
 
-    def keys_of(point: Point) -> Keys:
-        return tuple(pair for axis, i in zip(axes, point, strict=True) for pair in axis.values[i])
+    lone = [i for i, axis in enumerate(axes) if axis.lone]
 
-    def visit(points: Sequence[Point]) -> None:
-        for point, result in zip(points, plan([*map(keys_of, points)]), strict=True):
-            found[point] = result
-            unknown.discard(point)
-            if result is not None:
-                unknown.difference_update(
-                    {p for p in unknown if (_after(p, point) if result.fits else _after(point, p))}
-                )
+    def slower(one: Point, other: Point) -> bool:
+        return all(a >= b for a, b in zip(one, other, strict=True))
 
-    while unknown:
-        visit(_dividing(unknown, width))
+    def larger(one: Point, other: Point) -> bool:
+        return slower(other, one) and all((one[i] == 0) == (other[i] == 0) for i in lone)
+
+    def decides(point: Point) -> tuple[bool, int, Point]:
+        """First the point whose plan decides most points in the worse case; if possible none that a plan decides which
+        has begun."""
+        is_open = not any(slower(point, each) or larger(point, each) for each, _ in begun)
+        after = sum(slower(each, point) for each in unknown)
+        before = sum(larger(each, point) for each in unknown)
+        return is_open, min(after, before), tuple(-i for i in point)
+
+    def begin(point: Point) -> None:
+        unknown.discard(point)
+        keys = tuple(pair for axis, i in zip(axes, point, strict=True) for pair in axis.values[i])
+        begun.append((point, plan(keys)))
+
+    def read() -> None:
+        point, later = begun.popleft()
+        found[point] = result = later()
+        if result is not None:
+            unknown.difference_update(
+                {p for p in unknown if (slower(p, point) if result.fits else larger(p, point))}
+            )
+
+    while unknown or begun:
+        while unknown and len(begun) < width:
+            begin(max(unknown, key=decides))
+        read()
     while (best := fastest(found.values())) is not None:
         at = next(point for point, each in found.items() if each is best)
         near = [
@@ -178,7 +236,10 @@ def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
         new = [point for point in near if point not in found]
         if not new:
             break
-        visit(new)
+        for point in new:
+            begin(point)
+        while begun:
+            read()
     return [each for each in found.values() if each is not None]
 
 
@@ -195,25 +256,3 @@ def frontier(plans: Sequence[Found]) -> list[Found]:
         if not kept or each.nbytes < kept[-1].nbytes:
             kept.append(each)
     return kept
-
-
-def _after(one: Point, other: Point) -> bool:
-    """Whether a point takes no more memory than the other one."""
-    return all(a >= b for a, b in zip(one, other, strict=True))
-
-
-def _dividing(unknown: set[Point], width: int) -> list[Point]:
-    """Points whose plans decide most points in the worse case. None of them decides another one."""
-
-    def decides(point: Point) -> tuple[int, Point]:
-        after = sum(_after(each, point) for each in unknown)
-        before = sum(_after(point, each) for each in unknown)
-        return min(after, before), tuple(-i for i in point)
-
-    chosen: list[Point] = []
-    for point in sorted(unknown, key=decides, reverse=True):
-        if not any(_after(point, each) or _after(each, point) for each in chosen):
-            chosen.append(point)
-            if len(chosen) == width:
-                break
-    return chosen

@@ -201,7 +201,7 @@ def test_a_plan_that_fails_ends_no_search(
 def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out = fit_on(capsys, tmp_path, 4.0)
     assert status == 3 and "best     none; the smallest one needs 1.50 GiB: " in out
-    assert "--parallel.offload cpu --parallel.tensor 8" in out and out.startswith("fit      7 plans ")
+    assert "--parallel.offload cpu --parallel.tensor 8" in out and out.startswith("fit      13 plans ")
     status, out = fit_on(capsys, tmp_path, 4.0, "--parallel.offload", "none", "--parallel.tensor", "1")
     assert status == 3 and "best     none; the smallest one needs 7.00 GiB: " in out
 

@@ -7,10 +7,11 @@ import multiprocessing
 import signal
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device, Figures
@@ -18,10 +19,11 @@ from shardwright.planner.search import (
     Axis,
     Found,
     Keys,
+    Later,
+    corners,
     fastest,
     frontier,
     search_widely,
-    smallest,
     with_keys,
 )
 from shardwright.planner.speed import Speed, in_time, speed_of
@@ -39,6 +41,22 @@ SIZES = (2, 4, 8)  #: of tensor and expert parallelism, up to a node
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
+class Search(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        plans: that were made.
+        speeds: of the plans, by their keys.
+        failed: errors of plans that should not fail, by their keys.
+        searched: keys of the configuration of which several values may be tried.
+    """
+
+    plans: list[Found]
+    speeds: dict[Keys, Speed]
+    failed: dict[Keys, str]
+    searched: set[str]
+
+
 def fit(
     job: PlannedJob,
     device: Device,
@@ -50,6 +68,45 @@ def fit(
 ) -> int:
     """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
 
+    Args:
+        job, device, rules, caches, processes: as for `search`.
+        json: print all plans as JSON.
+        assumed: keys whose values nobody gave, of a job that is a model alone.
+
+    Raises:
+        UserError: the device's speed is not known, or no plan covers the job.
+    """
+    started = time.monotonic()
+    try:
+        plans, speeds, failed, searched = search(job, device, rules, caches, processes)
+    finally:
+        say("")
+    config = job()
+    now = next((each for each in plans if not each.keys), None)
+    best = fastest(plans)
+    if json:
+        values = {
+            "now": None if now is None else _values(now, speeds),
+            "best": None if best is None else _values(best, speeds),
+            "plans": [_values(each, speeds) for each in plans],
+            "failed": [{"keys": dict(keys), "error": error} for keys, error in failed.items()],
+        }
+        print(strict_json(values, indent=2))
+    else:
+        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started, not job.assumes)
+        print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
+        for i, (keys, error) in enumerate([*failed.items()][:SHOWN]):
+            print(f"{'' if i else 'failed':8} {_options(config, keys)}: {error}")
+        for line in assumptions(config, [key for key in assumed if key not in searched]):
+            print(line)
+        if "train.global_batch" in assumed:
+            print(f"{'':8} A larger --train.global_batch allows larger micro-batches, which may be faster.")
+    return 0 if best is not None else 3
+
+
+def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, processes: int = 1) -> Search:
+    """Plan the job as it is, then settings with which it may be faster, or fit.
+
     The settings change no number of the run, except for the order of sums. Keys of the command line stay. Tensor and
     expert parallelism are tried if nothing fits without them, or if a step waits long for collectives; offload if
     nothing fits without it.
@@ -58,10 +115,8 @@ def fit(
         job: the job.
         device: of each rank.
         rules: of PyTorch's allocator.
-        json: print all plans as JSON.
         caches: take programs that were traced before, and keep new ones.
         processes: plans that are made at a time. With 1 they are made in this process.
-        assumed: keys whose values nobody gave, of a job that is a model alone.
 
     Raises:
         UserError: the device's speed is not known, or no plan covers the job.
@@ -76,44 +131,20 @@ def fit(
             f"--fit: expected a device of which host_memory and pcie are known with parallel.offload "
             f"{config.parallel.offload!r}, found {device.name!r}; its table [speed] needs both"
         )
-    started = time.monotonic()
 
     def likeness(keys: Keys) -> Hashable:
         return frozenset(_changed(config, keys))
 
     further, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
     grids = functools.partial(_grids, job, config, device.figures.node)
-    try:
-        with _pool(processes) as pool:
-            made = _Plans(functools.partial(_planned, job, device, rules, caches), pool)
-            plans = search_widely(grids, made.plan, further, last, made.waits_long, processes, likeness)
-    finally:
-        say("")
-    speeds = made.speeds
-    now = next((each for each in plans if not each.keys), None)
+    with _pool(processes) as pool:
+        made = _Plans(functools.partial(planned, job, device, rules, caches), pool)
+        plans = search_widely(grids, made.plan, further, last, made.waits_long, processes, likeness)
     if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
-    best = fastest(plans)
-    if json:
-        values = {
-            "now": None if now is None else _values(now, speeds),
-            "best": None if best is None else _values(best, speeds),
-            "plans": [_values(each, speeds) for each in plans],
-            "failed": [{"keys": dict(keys), "error": error} for keys, error in made.failed.items()],
-        }
-        print(strict_json(values, indent=2))
-    else:
-        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started, not job.assumes)
-        print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
-        for i, (keys, error) in enumerate([*made.failed.items()][:SHOWN]):
-            print(f"{'' if i else 'failed':8} {_options(config, keys)}: {error}")
-        searched = {key for axes in grids(()) for axis in axes for keys in axis.values for key, _ in keys}
-        for line in assumptions(config, [key for key in assumed if key not in searched]):
-            print(line)
-        if "train.global_batch" in assumed:
-            print(f"{'':8} A larger --train.global_batch allows larger micro-batches, which may be faster.")
-    return 0 if best is not None else 3
+    searched = {key for axes in grids(()) for axis in axes for keys in axis.values for key, _ in keys}
+    return Search(plans, made.speeds, made.failed, searched)
 
 
 class _Plans:
@@ -129,21 +160,23 @@ class _Plans:
         self.speeds: dict[Keys, Speed] = {}
         self.failed: dict[Keys, str] = {}
 
-    def plan(self, points: Sequence[Keys]) -> Iterator[Found | None]:
-        """The plans of several points, which the processes make at a time."""
+    def plan(self, keys: Keys) -> Later:
+        """Begin a plan. Without other processes it is made when it is asked for."""
         if self._pool is None:
-            results: Iterable[_Result] = map(self._planned, points)
-        else:
-            with _interrupts_held():
-                results = self._pool.map(self._planned, points)
-        for keys, result in zip(points, results, strict=True):
-            if isinstance(result, str):
-                self.failed[keys] = result
-            elif result is not None:
-                self.speeds[keys] = result[1]
-                words = f"{in_gib(result[0].nbytes)} GiB, {in_time(result[0].seconds)} a step"
-                say(f"{len(self.speeds)} plans, the last one {words}")
-            yield result[0] if isinstance(result, tuple) else None
+            return functools.partial(self._noted, keys, functools.partial(self._planned, keys))
+        with _interrupts_held():
+            future = self._pool.submit(self._planned, keys)
+        return functools.partial(self._noted, keys, future.result)
+
+    def _noted(self, keys: Keys, made: Callable[[], _Result]) -> Found | None:
+        result = made()
+        if isinstance(result, str):
+            self.failed[keys] = result
+        elif result is not None:
+            self.speeds[keys] = result[1]
+            words = f"{in_gib(result[0].nbytes)} GiB, {in_time(result[0].seconds)} a step"
+            say(f"{len(self.speeds)} plans, the last one {words}")
+        return result[0] if isinstance(result, tuple) else None
 
     def waits_long(self, found: Found) -> bool:
         """Whether the device waits for collectives for a large part of a step."""
@@ -151,7 +184,7 @@ class _Plans:
         return losses["waits"] > EXPOSED * found.seconds
 
 
-def _planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys) -> _Result:
+def planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys) -> _Result:
     """The plan of some settings. None: they do not go together. A text: an error, which ends no search."""
     try:
         config = job(keys)
@@ -246,7 +279,7 @@ def _grids(job: PlannedJob, config: Config, node: int, keys: Keys) -> list[list[
         settings = job(with_keys(least, fixed))
         grids = list(axes_of(settings, job.ranks, node, {**given, **dict(plain)}))
         grids = [[*axes, Axis("further", (fixed,))] for axes in grids] if fixed else grids
-        return [axes for axes in grids if not keys or _divides(job, smallest(axes))]
+        return [axes for axes in grids if not keys or _divides(job, next(corners(axes)))]
     except UserError:
         return []
 
@@ -273,7 +306,12 @@ def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> 
     data = ParallelDims.of(config.parallel, ranks).data
     axes = [
         Axis("strategy", tuple(_strategies(config, data, node))),
-        Axis("micro-batch", tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data))),
+        # A step of one micro-batch adds up no gradients, which takes memory, too.
+        Axis(
+            "micro-batch",
+            tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data)),
+            lone=True,
+        ),
         Axis("checkpoint", tuple((("activations.checkpoint", way),) for way in ("none", "ops", "full"))),
     ]
     axes = [axis for axis in axes if not any(key in given for keys in axis.values for key, _ in keys)]
