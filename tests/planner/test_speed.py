@@ -158,6 +158,10 @@ def test_collectives() -> None:
     assert seconds(gather._replace(group=(16, 1))) > 1.05 * seconds(gather)
     assert seconds(gather._replace(group=(8, 8))) > 5 * seconds(gather)
     assert seconds(gather._replace(group=(1, 1))) == 0
+    # A ring over two nodes of eight sends all but one part of the tensor over the network, on eight links at a time.
+    two_nodes = gather._replace(nbytes=gather.nbytes * 100, group=(16, 1))
+    sent = two_nodes.nbytes * 16 / 17 * 15 / 16
+    assert seconds(two_nodes) == pytest.approx(sent / (8 * 50e9 * RATES.shares["network"]), rel=0.02)
 
 
 def test_what_is_offloaded() -> None:

@@ -169,7 +169,8 @@ class Rates:
         within = whole * (ranks - 1) / ranks / (figures.within * self.shares["links"])
         if nodes == 1:
             return seconds + rounds * within
-        across = whole * (nodes - 1) / nodes / (figures.across * self.shares["network"] * members)
+        # A ring passes each node once, and all but one part of the tensor pass each of its edges.
+        across = whole * (ranks - 1) / ranks / (figures.across * self.shares["network"] * members)
         return seconds + rounds * max(across, within if members > 1 else 0.0)
 
 
