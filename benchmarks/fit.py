@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from shardwright.train.step.trainer import Trainer
 from tests.train.planning.kit import peak_of, tensors_in
 
 SETTINGS = 12
-ROUNDS, SECONDS = 7, 12.0  #: steps of each of the settings: at least so many, and of all together so long
+ROUNDS, SECONDS = 5, 6.0  #: steps of each of the settings: at least so many, and of all together so long
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,11 @@ def _kept(trainer: Trainer) -> int:
 
 def correlation(planned: Sequence[float], real: Sequence[float]) -> float:
     """The rank correlation of two rows."""
-    if len(real) < 2:
+    ranks = [[sorted(row).index(each) for each in row] for row in (planned, real)]
+    try:
+        return statistics.correlation(*ranks)
+    except statistics.StatisticsError:  # of one setting, or of settings that take equally long
         return 1.0
-    return statistics.correlation(planned, real, method="ranked")
 
 
 def main() -> None:
@@ -187,6 +190,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the number of the first problem")
     parser.add_argument("--plan-only", action="store_true", help="keep the plans, which later calls find")
+    parser.add_argument("--json", help="a file for the times of all steps")
     options = parser.parse_args()
     _, device = parse_devices(options.device, lambda: None)  # type: ignore[arg-type, return-value]
     numbers = range(options.first, options.first + options.problems)
@@ -195,6 +199,9 @@ def main() -> None:
     if options.plan_only:
         return
     of_ranks = of_both(measuring, choices)
+    if options.json:
+        settings = [[each._asdict() for each in one.settings] for one in choices]
+        Path(options.json).write_text(json.dumps({"settings": settings, "ranks": of_ranks}))
     print(f"{device.name}, {platform.machine()}, {device.source}; load {os.getloadavg()[0]:.1f}")
     heads = {"chosen": 7, "fastest": 7, "ratio": 6, "place": 8, "planned": 8, "memory": 7, "order": 6}
     print(f"{'problem':40}", *(f"{head:>{width}}" for head, width in heads.items()))
