@@ -29,6 +29,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.loop import run_steps
 from shardwright.train.step.reporting.step_reports import StepReports
+from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import tiny, trainer
@@ -72,13 +73,14 @@ class Run:
         self.folder, self.config = RunFolder(folder), config
         self.trainer = trainer(config, rank, world_size, dataset)
         self.is_first = rank == 0
+        self.loaded: LoadedRun | None = None
         self.lines: list[str] = []
         if plant is not None:
             plain = self.trainer.losses.sums
             self.trainer.losses.sums = lambda batch: plant(self.trainer, plain(batch))  # type: ignore[method-assign]
 
     def resume(self) -> Run:
-        self.trainer.load(self.folder, Reporter([]))
+        self.loaded = self.trainer.load(self.folder, Reporter([]))
         return self
 
     def go(self, before: Callable[[], None] = lambda: None) -> list[int]:
@@ -114,7 +116,7 @@ class Run:
                 ) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
-                self.trainer.open_hooks(reporter, [StepReports(reporter)])
+                self.trainer.open_hooks(reporter, [StepReports(reporter)], self.loaded)
                 run_steps(self.trainer, reporter, saves, stop)
         finally:
             self.trainer.close()
