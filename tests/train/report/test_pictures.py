@@ -23,8 +23,8 @@ from shardwright.train.commands import compare
 from shardwright.train.config.catalog import figures, records
 from shardwright.train.report import console, plots
 from shardwright.train.report.plan_picture import in_ranges, plan_figure, short_names
-from shardwright.train.step.reporting.conclusion import validation_lines
-from shardwright.train.step.reporting.notices import first_loss_in_words
+from shardwright.train.step.account.conclusion import validation_lines
+from shardwright.train.step.account.notices import first_loss_in_words
 from tests.train.kit.jobs import config_file, tiny, train_here
 
 RECORD = records.StepRecord(

@@ -148,7 +148,7 @@ def answered_signals(
 @contextmanager
 def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle signals so. After the context they are ignored, unless an error flies."""
-    before = {number: signal.signal(number, handler) for number in catchable()}
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in catchable()}
     ended_well = False
     try:
         yield

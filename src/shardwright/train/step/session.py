@@ -23,18 +23,18 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
-from shardwright.train.step.evaluation import check_model
-from shardwright.train.step.hooks import hooks_of
-from shardwright.train.step.loop import LoopEnd, run_steps
-from shardwright.train.step.reporting.conclusion import Reports, conclude
-from shardwright.train.step.reporting.introduction import introduction
-from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
-from shardwright.train.step.reporting.notices import FirstLoss
-from shardwright.train.step.reporting.step_reports import (
+from shardwright.train.step.account.conclusion import Reports, conclude
+from shardwright.train.step.account.introduction import introduction
+from shardwright.train.step.account.memory_report import MemoryReporter, MemorySnapshots
+from shardwright.train.step.account.notices import FirstLoss
+from shardwright.train.step.account.step_reports import (
     StepReports,
     open_record,
     open_reporter,
 )
+from shardwright.train.step.evaluation import check_model
+from shardwright.train.step.hooks import hooks_of
+from shardwright.train.step.loop import LoopEnd, run_steps
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves

@@ -21,14 +21,15 @@ from torch import Tensor
 from shardwright._torch import local_of
 from shardwright.engine.base.names import plain_name
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.records import RunSink
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.account.step_reports import StepReports
 from shardwright.train.step.loop import run_steps
-from shardwright.train.step.reporting.step_reports import StepReports
 from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
@@ -123,7 +124,7 @@ class Run:
         return tried
 
 
-class Said:
+class Said(RunSink):
     """Keeps the lines that a run prints."""
 
     def __init__(self, lines: list[str]) -> None:

@@ -86,6 +86,20 @@ class Sink(Protocol):
         """Write how the run ended, and release everything."""
 
 
+class RunSink(Sink):
+    """A place of the run's own, which also gets what other sinks learn as lines. Methods that it has no use for stay
+    empty."""
+
+    def save_failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written, and the run goes on."""
+
+    def incident(self, incident: Incident) -> None:
+        """Samples were left out, and the run goes on."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after `step`, so later steps come again."""
+
+
 def scalars(record: StepRecord, every: int) -> dict[str, float]:
     """The figures of a step, by the names that TensorBoard and services show.
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from shardwright.strict_json import not_finite
 from shardwright.train.config.catalog.figures import COMMON_LOSSES
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.records import Incident, Sink, StepRecord
+from shardwright.train.config.catalog.records import Incident, RunSink, StepRecord
 from shardwright.train.config.catalog.sinks import RunSite
 from shardwright.train.config.catalog.sinks import sinks as named_sinks
 from shardwright.train.data.run_documents import write_data_record
@@ -41,7 +41,7 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
     site = RunSite(folder.path.absolute(), config, steps_done, record.facts, attempt)
-    sinks: list[Sink] = [
+    sinks: list[RunSink] = [
         JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file, past.left_out)
     ]
     added: dict[str, SinkThread] = {}
