@@ -20,9 +20,9 @@ from shardwright.memory import Plan
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.keys import keys
-from shardwright.train.launch import progress
-from shardwright.train.launch.progress import Start
+from shardwright.train.report import progress
 from shardwright.train.report.plan_picture import outside_in_words, plan_figure
+from shardwright.train.report.progress import Start
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.memory_report import REPORTED, MemoryReporter

@@ -27,14 +27,14 @@ from shardwright.train.launch.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
     SPEAKING,
-    choose_device,
     path_to_ourselves,
 )
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.judgement import Evidence, announce, complaints_in, judge, log_of, say_in_logs
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import StopRequest, noted_signals
+from shardwright.train.parallel.rank_facts import choose_device
+from shardwright.train.report.progress import START
 from shardwright.train.run.deadlines import GRACE_SECONDS
 from shardwright.train.run.exits import DONE, STOPPED
 from shardwright.train.run.folder import RunFolder, now

@@ -1,6 +1,6 @@
 """Checks before any rank starts: numbers of ranks, devices and batches that a job cannot have.
 
-Nothing here needs a process group. Importing this file imports no engine, see `launch/environment.py`.
+Nothing here needs a process group. Importing this file imports no engine, see `rank_facts.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import choose_device, under_launcher
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
+from shardwright.train.parallel.rank_facts import choose_device, under_launcher
 
 EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""

@@ -29,14 +29,12 @@ from shardwright.train.launch.environment import (
     LAUNCHER_VARIABLE,
     SPEAKING,
     attempt_of_launcher,
-    collective_timeout,
-    rank_and_size,
 )
 from shardwright.train.launch.forecast import forecast, note_out_of_memory
 from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.relay import note_mistake
+from shardwright.train.parallel.rank_facts import collective_timeout, rank_and_size
 from shardwright.train.parallel.world import World, join_world
 from shardwright.train.rank.complaints import complaint_of
 from shardwright.train.rank.hang_watch import watched, write_board
@@ -45,6 +43,7 @@ from shardwright.train.rank.shared_folder import open_together
 from shardwright.train.rank.siblings import watch_start
 from shardwright.train.rank.start import read_data, start_together
 from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report
+from shardwright.train.report.progress import START
 from shardwright.train.run.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST, SECONDS_TO_ASK
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder

@@ -14,8 +14,7 @@ from shardwright.train.config import Config
 from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import collective_timeout
-from shardwright.train.launch.progress import START
+from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.parallel.world import pick_device
 from shardwright.train.rank.hosts import use_one_network
 from shardwright.train.rank.startup_check import (
@@ -26,6 +25,7 @@ from shardwright.train.rank.startup_check import (
     first_of_host,
     signs_of_progress,
 )
+from shardwright.train.report.progress import START
 
 
 def start_together(

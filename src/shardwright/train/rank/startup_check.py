@@ -27,9 +27,8 @@ import shardwright
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint import Damaged
 from shardwright.train.config import Config
-from shardwright.train.config.schema import toml_value
+from shardwright.train.config.schema import flat, toml_value
 from shardwright.train.errors import UserError
-from shardwright.train.launch.resume import flat
 from shardwright.train.rank.hosts import host_key
 
 PATIENCE = timedelta(minutes=1)

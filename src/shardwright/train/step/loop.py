@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.train.launch.job_end import stopped_by
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
 from shardwright.train.step.account.step_reports import (

@@ -14,11 +14,11 @@ from shardwright.train.data.run_documents import resumed_data
 from shardwright.train.errors import UserError, as_user_errors, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.opening import OpenedRun
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
+from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of

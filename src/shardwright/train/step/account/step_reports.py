@@ -17,11 +17,11 @@ from shardwright.train.data.run_documents import write_data_record
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.data.tokens.tokenizers import pinned_name
 from shardwright.train.errors import counted
-from shardwright.train.launch.progress import START
 from shardwright.train.report.console import Bar, Lines
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.memory import device_name, measure_memory
+from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from shardwright.train.run.folder import RunFolder, Session, now, versions
