@@ -6,12 +6,11 @@ Nothing here needs a process group. Importing this file imports no engine, see `
 from __future__ import annotations
 
 from shardwright.train.config import Config, TrainConfig
-from shardwright.train.config.catalog.kinds import offers_of, uneven
+from shardwright.train.config.catalog.kinds import experts_of, offers_of, uneven
 from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
-from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.parallel.rank_facts import choose_device, under_launcher
@@ -93,11 +92,11 @@ def _check_tensor_parallel(config: Config) -> None:
 
 def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
     """Refuse numbers that expert parallelism does not divide."""
-    parallel, shape = config.parallel, config.model.shape()
-    assert isinstance(shape, HybridConfig)  # others have no experts
+    parallel, experts = config.parallel, experts_of(config.model.shape())
+    assert experts is not None  # STARTED has refused others
     for what, size in (
         ("the number of ranks that share a replica", dims.shard),
-        ("model.n_experts", shape.n_experts),
+        ("model.n_experts", experts.number),
     ):
         if size % parallel.expert:
             raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")

@@ -28,6 +28,7 @@ from shardwright.board import ranks_in_words
 from shardwright.checkpoint import Damaged
 from shardwright.train.config import Config
 from shardwright.train.config.schema import flat, toml_value
+from shardwright.train.config.shapes.foreign import FILES_OF_PATH
 from shardwright.train.errors import UserError
 from shardwright.train.rank.hosts import host_key
 
@@ -56,8 +57,6 @@ VARIABLES = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Environment variables that change collectives or results."""
-MODEL = "the model of model.path"
-"""The model in messages, and the key of its fingerprint."""
 
 Result = TypeVar("Result")
 
@@ -73,10 +72,10 @@ class Statement:
 def facts_of(
     config: Config, fingerprints: Mapping[str, str], resume: str | None, device: str
 ) -> dict[str, str]:
-    """The facts that must be equal on all ranks. Paths of data, and of a `MODEL`, may differ by host: the
+    """The facts that must be equal on all ranks. Paths of data, and of a model with files, may differ by host: the
     `fingerprints` of their content count, each under its name in messages."""
     values = config.model_dump()
-    if MODEL in fingerprints:
+    if FILES_OF_PATH in fingerprints:
         del values["model"]["path"]
     data = values["data"]
     for key in PATHS:
