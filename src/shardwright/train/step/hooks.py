@@ -20,10 +20,10 @@ from shardwright._torch import hook_count
 from shardwright.collective import RankGroup
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.figures import COMMON_LOSSES, is_reserved
+from shardwright.train.config.catalog.figures import is_reserved
 from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
-from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.config.catalog.records import COMMON_LOSSES, RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.models.outputs import called
 

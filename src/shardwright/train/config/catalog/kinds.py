@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Plan = dict[str, ParallelStyle]
 
-    from shardwright.checkpoint.pretrained.names import TensorSource
+    from shardwright.checkpoint.pretrained.key_maps import TensorSource
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:

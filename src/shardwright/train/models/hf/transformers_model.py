@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.pretrained.conversions import transformers_key_map
 from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, open_stored
+from shardwright.checkpoint.pretrained.key_maps import TensorSource
 from shardwright.checkpoint.pretrained.model import mesh_of
-from shardwright.checkpoint.pretrained.names import TensorSource
 from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.shapes.foreign import CONFIG, FILES_OF_PATH, HuggingFaceShape, is_folder

@@ -8,9 +8,8 @@ import torch
 from rich.console import Console
 
 from shardwright.strict_json import not_finite
-from shardwright.train.config.catalog.figures import COMMON_LOSSES
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.records import Incident, RunSink, StepRecord
+from shardwright.train.config.catalog.records import COMMON_LOSSES, Incident, RunSink, StepRecord
 from shardwright.train.config.catalog.sinks import RunSite
 from shardwright.train.config.catalog.sinks import sinks as named_sinks
 from shardwright.train.data.run_documents import write_data_record
@@ -115,7 +114,6 @@ def step_record(
         memory_reserved=memory.reserved,
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
-        **{field: result.auxiliary.get(name) for name, field in COMMON_LOSSES.items()},
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
