@@ -163,10 +163,8 @@ class OptimizersToLoad(SectionToLoad):
         before = []
         if not having <= state[_STATE].keys():
             before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
-            try:
-                state = _fresh_state(
-                    model, optimizers
-                )  # last, so that an error before it has changed nothing
+            try:  # last, so that an error before it has changed nothing
+                state = _fresh_state(model, optimizers)
             except BaseException:
                 _put_back(optimizers, before)
                 raise
