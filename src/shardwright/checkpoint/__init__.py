@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.format.index import UnknownVersion
     from shardwright.checkpoint.format.nested import nested
     from shardwright.checkpoint.load.checkpoints import StoredForm
+    from shardwright.checkpoint.pretrained.key_maps import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.load_pretrained import Loaded, load_pretrained
-    from shardwright.checkpoint.pretrained.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained
     from shardwright.checkpoint.storage.housekeeping import (
         check_writable,
@@ -95,7 +95,7 @@ _HOMES = {
         "format.nested": "nested",
         "load.checkpoints": "StoredForm",
         "pretrained.load_pretrained": "Loaded load_pretrained",
-        "pretrained.names": "Joined KeyMap Slice Stacked Transposed",
+        "pretrained.key_maps": "Joined KeyMap Slice Stacked Transposed",
         "pretrained.save_pretrained": "save_pretrained",
         "storage.housekeeping": (
             "check_writable is_checkpoint list_checkpoints remove_checkpoint remove_unfinished"

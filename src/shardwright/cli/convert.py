@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, wants_traceback
-from shardwright.train.launch.progress import to_stderr
+from shardwright.train.report.progress import to_stderr
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.pretrained.renaming import Rule

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
-from shardwright.train.launch.progress import to_stderr
+from shardwright.train.report.progress import to_stderr
 
 
 def _run(call: Call) -> int:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.launch.progress import START
     from shardwright.train.launch.slurm import variables_of_task
+    from shardwright.train.report.progress import START
 
     os.environ.update(variables_of_task(os.environ))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ

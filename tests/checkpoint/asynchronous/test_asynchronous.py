@@ -21,6 +21,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.asynchronous import background, notes
+from shardwright.checkpoint.asynchronous.messages import Report
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.format.nested import CHUNK_BYTES
@@ -322,8 +323,9 @@ def test_the_first_rank_gives_up_at_the_end_if_others_are_silent(
     send(its_commands, {"do": "save", "at": at, "bytes": nbytes})
     send(its_commands, {"do": "leave"})
     background.BackgroundWriter(JsonLines(commands), its_results, memory.descriptor).run()
-    lines = JsonLines(results)
-    assert [(lines.next() or {})["is"] for _ in range(2)] == ["written", "failed"]
+    lines: JsonLines[Report] = JsonLines(results)
+    reports = [lines.next(), lines.next()]
+    assert [each and each["is"] for each in reports] == ["written", "failed"]
     assert not (tmp_path / "c").exists()
     for descriptor in (commands, its_commands, results, its_results):
         os.close(descriptor)

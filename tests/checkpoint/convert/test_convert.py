@@ -23,7 +23,7 @@ import shardwright as sw
 from shardwright.checkpoint.convert.convert import FORMS, convert
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
-from shardwright.checkpoint.pretrained.names import Joined, Transposed
+from shardwright.checkpoint.pretrained.key_maps import Joined, Transposed
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.states import load_state

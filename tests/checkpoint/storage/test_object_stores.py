@@ -116,8 +116,12 @@ def test_any_store_of_the_protocol_is_a_place(tmp_path: Path, monkeypatch: pytes
     def passed_on(name: str) -> Any:
         return lambda self, *args, **kwargs: getattr(inner, name)(*args, **kwargs)
 
-    names = [name for name in dir(Store) if not name.startswith("_") and name != "path"]
-    kind = type("Own", (), {"path": None, **{name: passed_on(name) for name in (*names, "__str__")}})
+    names = [name for name in dir(Store) if not name.startswith("_") and name not in ("path", "is_local")]
+    kind = type(
+        "Own",
+        (),
+        {"path": None, "is_local": False, **{name: passed_on(name) for name in (*names, "__str__")}},
+    )
     own: Any = kind()
     assert store_of(own) is own
     known_to_children(tmp_path)

@@ -367,3 +367,38 @@ def test_errors_of_hooks_of_another_layout_are_forgotten(
         step(other, its, 1)
         results.append(whole(other, its))
     assert_equal(results[1], results[0])
+
+
+class NoMemory(torch.optim.AdamW):
+    """Its step fails on one rank, after it has made some state."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.fails:
+            raise MemoryError("no memory for the state")
+
+
+@multirank(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_without_memory_for_the_state_stops_all_before_anything_has_changed(
+    rank: int, world_size: int, failing: int, tmp_path: Path
+) -> None:
+    model = sharded(0)
+    optimizer = NoMemory(model.parameters())
+    step(model, optimizer, 1)
+    sw.save_checkpoint(tmp_path / "c", model, optimizer)
+    other = sharded(1)
+    fresh = NoMemory(other.parameters(), lr=0.5)
+    before = [p.to_local().clone() for p in other.parameters()]
+    fresh.fails = rank == failing
+    with pytest.raises(RuntimeError, match=f"^rank {failing}: MemoryError: no memory for the state$"):
+        sw.load_checkpoint(tmp_path / "c", other, fresh)
+    assert not fresh.state and [group["lr"] for group in fresh.param_groups] == [0.5]
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(other.parameters(), before, strict=True))
+    fresh.fails = False
+    sw.load_checkpoint(tmp_path / "c", other, fresh)
+    for mine, saved in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), saved.to_local())
+        assert fresh.state[mine].keys() == optimizer.state[saved].keys()

@@ -20,14 +20,14 @@ from shardwright.memory import Plan
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.keys import keys
-from shardwright.train.launch import progress
-from shardwright.train.launch.progress import Start
+from shardwright.train.report import progress
 from shardwright.train.report.plan_picture import outside_in_words, plan_figure
+from shardwright.train.report.progress import Start
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.account.memory_report import REPORTED, MemoryReporter
+from shardwright.train.step.account.notices import first_loss_in_words
 from shardwright.train.step.evaluation import validate
-from shardwright.train.step.reporting.memory_report import REPORTED, MemoryReporter
-from shardwright.train.step.reporting.notices import first_loss_in_words
 from tests.support import multirank
 from tests.train.data.samples import save_tokenizer, write_jsonl
 from tests.train.kit.jobs import config_file, tiny, train_here, trainer

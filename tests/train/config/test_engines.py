@@ -43,8 +43,23 @@ def test_no_file_compares_the_name_of_a_kind_of_model() -> None:
     assert [*_questions_of_kinds(tree)] == [1]
 
 
+def test_no_file_asks_for_the_class_of_a_shape() -> None:
+    """But those of the shapes, of the kinds and of their models."""
+    shapes = {kind.shape.__name__ for kind in kinds.known()}
+    asked = [
+        str(path.relative_to(TRAIN))
+        for path in sorted(TRAIN.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance")
+        or (isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("))
+        if shapes & {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    ]
+    own = ("config/shapes/", "config/catalog/kinds.py", "models/native/", "models/hf/", "models/foreign/")
+    assert [name for name in asked if not name.startswith(own)] == []
+
+
 def test_facts_of_kinds() -> None:
-    for fact in ("divides_layers", "no_cuda_graph", "is_users_code"):
+    for fact in ("divides_layers", "no_cuda_graph", "is_users_code", "experts", "predicts_further", "base"):
         assert len({getattr(kind, fact) for kind in kinds.known()}) > 1, fact
     assert kinds_that(lambda kind: kind.divides_layers) == "llama and hybrid"
 

@@ -11,8 +11,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,13 @@ from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
 from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.judgement import Evidence, announce, judge
-from shardwright.train.launch.signals import SIGNALS, StopRequest, restore_handlers, status_of_signal
+from shardwright.train.launch.signals import (
+    SIGNALS,
+    StopRequest,
+    answered_signals,
+    restore_handlers,
+    status_of_signal,
+)
 from shardwright.train.rank import process
 from shardwright.train.rank.complaints import complaint_of
 from shardwright.train.run.exits import Outcome, is_saved, remove_exit
@@ -95,6 +101,14 @@ def test_each_signal_saves_and_is_answered_at_once(
     assert (content["step"], content["saved"], content["attempt"]) == (2, 2, 1)
     assert record["status"] == "interrupted"
     assert signal.getsignal(number) is before
+
+
+def answered(
+    request: StopRequest,
+    noted: Callable[[int], None] = lambda number: None,
+    leave: Callable[[], None] = lambda: None,
+) -> AbstractContextManager[None]:
+    return answered_signals(request, noted, leave)
 
 
 def ends_in_thread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -166,8 +180,9 @@ def test_a_rank_leaves_also_if_its_terminal_has_gone(tmp_path: Path, monkeypatch
     terminal = io.StringIO()
     terminal.close()
     monkeypatch.setattr("sys.stderr", terminal)
+    answering._request.note(signal.SIGTERM)
     with pytest.raises(Left):
-        answering._leave(None)
+        answering._leave()
     assert statuses == [75]
 
 
@@ -190,24 +205,45 @@ def test_ignored_signals_stay_ignored() -> None:
     """nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
+        with answered(stop := StopRequest()):
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.05)
             assert stop.signal_number is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
+        restore_handlers()
         signal.signal(signal.SIGHUP, before)
 
 
 def test_one_keypress_that_arrives_twice_is_one_signal() -> None:
     """The terminal sends one signal, and the launcher another."""
     noted: list[int] = []
-    left: list[int | None] = []
-    with StopRequest(noted.append, left.append) as stop:
+    left: list[str] = []
+    stop = StopRequest()
+    with answered(stop, noted.append, lambda: left.append(stop.hurry)):
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
         assert stop.signal_number == signal.SIGINT
+    restore_handlers()
     assert noted == [signal.SIGINT] and left == []
+
+
+def test_a_request_has_one_reason_to_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("shardwright.train.launch.signals.time", SimpleNamespace(monotonic=lambda: now))
+    unlimited, limited = StopRequest(), StopRequest(save_seconds=5)
+    for stop in (unlimited, limited):
+        assert (stop.signal_number, stop.seconds_left, stop.hurry) == (None, None, "")
+        stop.note(signal.SIGUSR1)
+    now += 0.5
+    limited.note(signal.SIGTERM)  # the same keypress
+    assert (limited.signal_number, limited.seconds_left, limited.hurry) == (signal.SIGUSR1, 4.5, "")
+    now += 1
+    limited.note(signal.SIGTERM)
+    assert (limited.hurry, limited.is_late) == ("a second signal", False)
+    now += 99
+    assert limited.is_late and limited.hurry.endswith("longer than fault.save_seconds = 5")
+    assert (unlimited.seconds_left, unlimited.hurry) == (None, "")
 
 
 def evidence(folder: Path, statuses: dict[int, int], **known: Any) -> Evidence:
@@ -309,17 +345,17 @@ def test_a_signal_after_all_is_done_changes_nothing(tmp_path: Path, torchrun: tu
 def test_handlers_are_those_of_before_in_a_process_that_goes_on() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with StopRequest(ignores_later=True):
+        with answered(StopRequest()):
             pass
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        with StopRequest() as stop:  # of another run in this process
+        with answered(stop := StopRequest()):  # of another run in this process
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
             assert stop.signal_number == signal.SIGTERM
     finally:
         restore_handlers()
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(Left), StopRequest(ignores_later=True):
+    with pytest.raises(Left), answered(StopRequest()):
         raise Left
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -12,7 +12,7 @@ from shardwright.comm import use_streams
 from shardwright.train.commands import train
 from shardwright.train.parallel import world
 from shardwright.train.report import jsonl
-from shardwright.train.step.reporting import memory_report
+from shardwright.train.step.account import memory_report
 from shardwright.train.step.trainer import Trainer
 from tests.support.replay import CpuGraphs
 from tests.train.kit.jobs import config_file, train_here

@@ -13,7 +13,6 @@ from shardwright.train.config import Config
 from shardwright.train.config.plans.job_of_model import assumed_job
 from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.models.hf.layers import described, shape_with_layers
-from shardwright.train.planning import programs
 from shardwright.train.planning.programs import composed_program, program_of, traced_program
 from tests.train.models.kit.architectures import ARCHITECTURES
 from tests.train.models.kit.hub import hub
@@ -80,7 +79,7 @@ LONG: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_composed_plan_is_the_traced_one(kind: str, words: str, tmp_path: Path) -> None:
     changes, parts = LONG[kind]
     config = config_of(folder_of(kind, tmp_path, **changes), f"train.seq_len=256 {words}")
-    *_, layers = series_of(config, 2, programs._layers_of)
+    *_, layers = series_of(config, 2)
     assert (layers.parts, layers.saves(layers.least)) == (parts, True)
     composed, traced = composed_program(config, 2), traced_program(config, 2)
     assert composed is not None

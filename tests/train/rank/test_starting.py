@@ -22,11 +22,9 @@ from shardwright import cli
 from shardwright.cli import program
 from shardwright.errors import Damaged
 from shardwright.train.errors import UserError
-from shardwright.train.launch import progress
-from shardwright.train.launch.environment import collective_timeout
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import Evidence, announce, judge
-from shardwright.train.launch.progress import Start
+from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.rank import startup_check
 from shardwright.train.rank.startup_check import (
     Statement,
@@ -35,6 +33,8 @@ from shardwright.train.rank.startup_check import (
     first_of_host,
     is_to_report,
 )
+from shardwright.train.report import progress
+from shardwright.train.report.progress import Start
 from shardwright.train.run import lock
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.jobs import TINY, config_file, losses, ranks, run, tiny, train_here

@@ -23,14 +23,14 @@ from shardwright.train.commands import compare
 from shardwright.train.config.catalog import figures, records
 from shardwright.train.report import console, plots
 from shardwright.train.report.plan_picture import in_ranges, plan_figure, short_names
-from shardwright.train.step.reporting.conclusion import validation_lines
-from shardwright.train.step.reporting.notices import first_loss_in_words
+from shardwright.train.step.account.conclusion import validation_lines
+from shardwright.train.step.account.notices import first_loss_in_words
 from tests.train.kit.jobs import config_file, tiny, train_here
 
 RECORD = records.StepRecord(
     step=1, loss=5.9, grad_norm=1.25, lr=1e-3, samples=8, seconds=0.5, data_seconds=0.01, tokens_per_second=4096.0,
     flops_per_second=2e12, mfu=0.25, memory_active=2**30, memory_reserved=2**31, memory_total=2**34,
-    validation_loss=3.5, balance_loss=1.0, mtp_loss=6.0,
+    validation_loss=3.5, extra_losses={"balance": 1.0, "mtp": 6.0},
 )  # fmt: skip
 
 KIB = 1024
@@ -206,7 +206,7 @@ def test_every_figure_of_a_step_is_explained() -> None:
         assert all(name in shown for name in names) and len(names) == len(figures.texts_of(RECORD))
         assert max(map(len, key.splitlines())) <= 80
         assert "2: all equal" in key and "1: all equal" not in key
-    bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, balance_loss=None, mtp_loss=None)
+    bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, extra_losses={})
     key = console.explain_figures(figures.RunFacts(False, False, False, False, {}, {}, {}))
     assert len(key.splitlines()) - 1 == len(figures.texts_of(bare)) == 5
     assert "n/a" not in "".join(figures.texts_of(bare))

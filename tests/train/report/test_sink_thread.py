@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.train.config.catalog.records import RunSink
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
 from shardwright.train.extend import NamedSink, RunEnd
@@ -101,7 +102,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = path
 
 
-class Scripted:
+class Scripted(RunSink):
     """A sink whose calls do what a test says."""
 
     def __init__(self, step: Any = None, close: Any = None) -> None:

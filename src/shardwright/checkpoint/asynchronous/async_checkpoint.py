@@ -25,13 +25,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright import board as boards
+from shardwright.checkpoint.asynchronous.messages import Report
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
 from shardwright.checkpoint.load.checkpoints import check_whole, checkpoint_at
 from shardwright.checkpoint.save.plan import SavePlan
+from shardwright.checkpoint.storage.locations import folder_or_url
 from shardwright.checkpoint.storage.publishing import begun
 from shardwright.checkpoint.storage.save_names import files_of_save, note_of_rank
-from shardwright.checkpoint.storage.stores import UnfinishedSave
+from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.collective import RankGroup, described, raise_for
@@ -74,7 +76,7 @@ _MOVES: dict[_State, set[_State]] = {
 class _Save:
     """A save under way."""
 
-    unfinished: UnfinishedSave
+    store: Store
     attempt: str
     ranks: RankGroup
     state: _State = _State.WRITING
@@ -88,8 +90,7 @@ class _Save:
 
     @property
     def path(self) -> Path | str:
-        store = self.unfinished.store
-        return store.path or str(store)
+        return folder_or_url(self.store)
 
     @property
     def is_committed(self) -> bool:
@@ -107,7 +108,7 @@ class _Save:
         self.failure = failure
         self.move(_State.NOT_WRITTEN if self.state is _State.WRITING else _State.NOT_COMMITTED)
 
-    def note(self, message: Mapping[str, Any]) -> None:
+    def note(self, message: Report) -> None:
         """Take a message of the writer."""
         if message["attempt"] != self.attempt:
             return
@@ -120,7 +121,7 @@ class _Save:
     def abandon(self) -> None:
         """Remove what was written, as far as that is possible."""
         names = [*files_of_save(self.ranks.size), *map(note_of_rank, range(self.ranks.size))]
-        self.unfinished.abandon(names)
+        self.store.unfinished(self.attempt).abandon(names)
 
     def outcome(self) -> Outcome:
         error = None if self.failure is None else self.failure[1]
@@ -207,7 +208,7 @@ class AsyncCheckpoint:
             ranges = ranks.run_on_all(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
-            self._save = _Save(job.unfinished, plan.contents.attempt, ranks)
+            self._save = _Save(store, plan.contents.attempt, ranks)
             _under_way.add(self)
             assert self._writer is not None
             self._writer.send({"do": "save", "at": at, "bytes": nbytes})
@@ -368,7 +369,7 @@ class AsyncCheckpoint:
 def _is_committed(save: _Save) -> bool:
     """Whether a save is at its place, although its writer did not live to say so."""
     try:
-        return checkpoint_at(save.unfinished.store).attempt == save.attempt
+        return checkpoint_at(save.store).attempt == save.attempt
     except (OSError, Damaged):
         return False
 

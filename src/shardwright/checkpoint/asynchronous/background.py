@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
 
 from shardwright.checkpoint.asynchronous import notes
+from shardwright.checkpoint.asynchronous.messages import Command, Report
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
 from shardwright.checkpoint.save.collective_save import describe, write_own_file
@@ -32,13 +32,12 @@ class BackgroundWriter:
     """Runs the jobs of one trainer.
 
     Args:
-        commands: the trainer's: {"do": "save", "at": first byte of the description, "bytes": its length},
-            {"do": "abandon", "attempt": ...} and {"do": "leave"}.
-        results: for the trainer: {"attempt": ..., "is": "written" | "committed" | "failed", ...}.
+        commands: the trainer's.
+        results: for reports to the trainer.
         memory: where jobs are.
     """
 
-    def __init__(self, commands: JsonLines, results: int, memory: int) -> None:
+    def __init__(self, commands: JsonLines[Command], results: int, memory: int) -> None:
         self._commands = commands
         self._results = results
         self._memory = memory
@@ -62,19 +61,22 @@ class BackgroundWriter:
                 written = write_own_file(save, job.rank, job.boxes, job.verified)
                 notes.leave(save, job.rank, attempt, written)
             seconds = time.monotonic() - start
-            self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
+            self._report({"attempt": attempt, "is": "written", "nbytes": written.nbytes, "seconds": seconds})
             if job.is_first:
                 self._commit(job)
-                self._report(attempt, "committed", nbytes=written.nbytes, seconds=time.monotonic() - start)
+                seconds = time.monotonic() - start
+                self._report(
+                    {"attempt": attempt, "is": "committed", "nbytes": written.nbytes, "seconds": seconds}
+                )
         except Exception as error:
             kind, text = described(error)
             with contextlib.suppress(OSError):  # the disk may be full; then the trainer says it
                 notes.leave_failure(job.unfinished, job.rank, attempt, kind, text)
-            self._report(attempt, "failed", kind=kind, text=text)
+            self._report({"attempt": attempt, "is": "failed", "kind": kind, "text": text})
 
-    def _report(self, attempt: str, outcome: str, **more: Any) -> None:
+    def _report(self, report: Report) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone, and so is this process soon
-            send(self._results, {"attempt": attempt, "is": outcome, **more})
+            send(self._results, report)
 
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
@@ -91,9 +93,8 @@ class BackgroundWriter:
             OSError and others: a rank has failed, or the trainer wants the save to end.
         """
         ranks, attempt, save = job.contents.ranks, job.contents.attempt, job.unfinished
-        is_local = save.path is not None
-        patience = PATIENCE if is_local else PATIENCE_BEHIND_URLS
-        longest_pause = _LONGEST_PAUSE if is_local else _LONGEST_PAUSE_BEHIND_URLS
+        patience = PATIENCE if save.is_local else PATIENCE_BEHIND_URLS
+        longest_pause = _LONGEST_PAUSE if save.is_local else _LONGEST_PAUSE_BEHIND_URLS
         names = {rank: save.stored_name(note_of_rank(rank)) for rank in range(ranks)}
         writes: dict[int, WrittenFile] = {}
         seen: dict[str, int] = {}
@@ -120,8 +121,8 @@ class BackgroundWriter:
                     f"{patience:.0f} seconds"
                 )
             command = self._commands.next(pause)
-            self._is_leaving |= self._commands.ended or (command or {}).get("do") == "leave"
-            if command is not None and (command["do"], command.get("attempt")) == ("abandon", attempt):
+            self._is_leaving |= self._commands.ended or (command is not None and command["do"] == "leave")
+            if command is not None and command["do"] == "abandon" and command["attempt"] == attempt:
                 raise RuntimeError(f"rank {missing} has not written its part of {job.store}")
             if self._commands.ended:
                 time.sleep(pause)

@@ -6,8 +6,9 @@ complete, so half a note is none.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
+from shardwright.checkpoint.asynchronous.messages import Note
 from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import decoded_chunk, encoded_chunk
 from shardwright.checkpoint.save.writing import WrittenFile
@@ -27,8 +28,8 @@ def leave_failure(save: UnfinishedSave, rank: int, attempt: str, kind: int, text
     _leave(save, rank, {"attempt": attempt, "kind": kind, "text": text})
 
 
-def _leave(save: UnfinishedSave, rank: int, content: dict[str, Any]) -> None:
-    save.write(save.stored_name(note_of_rank(rank)), sealed(content).encode())
+def _leave(save: UnfinishedSave, rank: int, note: Note) -> None:
+    save.write(save.stored_name(note_of_rank(rank)), sealed(dict(note)).encode())
 
 
 def read(save: UnfinishedSave, rank: int, attempt: str) -> WrittenFile | tuple[int, str]:
@@ -39,13 +40,13 @@ def read(save: UnfinishedSave, rank: int, attempt: str) -> WrittenFile | tuple[i
     """
     name = note_of_rank(rank)
     try:
-        content = unsealed(save.read(save.stored_name(name)), name)
-        if content["attempt"] != attempt:
+        note = cast(Note, unsealed(save.read(save.stored_name(name)), name))
+        if note["attempt"] != attempt:
             raise Damaged(f"{name} is of another save")
-        if "text" in content:
-            return content["kind"], content["text"]
-        file = content["file"]
-        return WrittenFile(file, [(name, decoded_chunk(entry, [file])) for name, entry in content["chunks"]])
+        if "text" in note:
+            return note["kind"], note["text"]
+        file = note["file"]
+        return WrittenFile(file, [(name, decoded_chunk(entry, [file])) for name, entry in note["chunks"]])
     except (Damaged, LookupError, TypeError, ValueError) as error:
         raise RuntimeError(f"{save}: the note of rank {rank} cannot be read: {error}") from None
 

@@ -6,19 +6,22 @@ import json
 import os
 import select
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import Generic, TypeVar
+
+from shardwright.checkpoint.asynchronous.messages import Command, Report
+
+M = TypeVar("M", Command, Report)
 
 
-class JsonLines:
-    """JSON objects, one a line, through a pipe."""
+class JsonLines(Generic[M]):
+    """JSON objects of one kind, one a line, through a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._rest = b""
         self.ended = False
 
-    def next(self, seconds: float | None = None) -> dict[str, Any] | None:
+    def next(self, seconds: float | None = None) -> M | None:
         """The next object; None after so many seconds, or if the other end is closed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._rest:
@@ -31,11 +34,11 @@ class JsonLines:
             self.ended = not data
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        content: dict[str, Any] = json.loads(line)
+        content: M = json.loads(line)
         return content
 
 
-def send(descriptor: int, message: Mapping[str, Any]) -> None:
+def send(descriptor: int, message: Command | Report) -> None:
     """Write an object for :class:`JsonLines` at the other end. Raises OSError if that is closed."""
     data = json.dumps(message).encode() + b"\n"
     while data:

@@ -13,8 +13,8 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
+from shardwright.checkpoint.asynchronous.messages import Command, Report
 from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
 
 PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
@@ -33,7 +33,7 @@ class WriterProcess:
         self.trainer = os.getpid()
         commands, self._commands = os.pipe()
         results, its_results = os.pipe()
-        self._results = JsonLines(results)
+        self._results: JsonLines[Report] = JsonLines(results)
         theirs = [commands, its_results]
         pidfd = -1
         with contextlib.suppress(OSError):  # an older system; the writer then looks twice a second
@@ -69,12 +69,12 @@ class WriterProcess:
     def lives(self) -> bool:
         return self._end.alive and self._process.poll() is None
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Command) -> None:
         """Give the process a command. If it is dead, nothing happens: :meth:`receive` notices."""
         with contextlib.suppress(OSError):
             send(self._commands, message)
 
-    def receive(self, wait: bool) -> dict[str, Any] | None:
+    def receive(self, wait: bool) -> Report | None:
         """Its next message. None if there is none yet and ``wait`` is false, or if the process is dead.
 
         A wait ends when the process does: it looks for that twice a second.

@@ -35,7 +35,6 @@ from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.reading import check_lengths, check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
-from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, Store, UnfinishedSave
 from shardwright.errors import Damaged
@@ -363,8 +362,7 @@ def checkpoint_at(path: Location, *, links: bool = False) -> Checkpoint:
     name = store.description_name()
     if name != METADATA:
         return _own_checkpoint(store, name)
-    files: Files = store if store.path is None else LocalFiles(store.path, links)
-    content, file = _read_description(files, name, b".")
+    content, file = _read_description(store.files(links), name, b".")
     return TorchCheckpoint(file, parse_metadata(content))
 
 

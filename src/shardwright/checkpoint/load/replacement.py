@@ -9,7 +9,6 @@ Behind a URL the names of objects tell saves apart, so a load cannot mix two; it
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -25,19 +24,17 @@ class DescriptionFile(NamedTuple):
 
     files: Files
     name: str
-    identity: (
-        Hashable | None
-    )  #: changes when another file gets its name; None where two saves never use the same
+    identity: Hashable | None  #: see :meth:`Files.identity`
     fingerprint: str | None = None  #: SHA-256 of its content, once that is read
 
     @classmethod
     def of(cls, files: Files, name: str) -> DescriptionFile:
-        return cls(files, name, _identity(files, name))
+        return cls(files, name, files.identity(name))
 
     def is_replaced(self) -> bool:
         """Whether another file has its name now. Without a fingerprint the identity decides."""
         try:
-            if self.identity is not None and _identity(self.files, self.name) == self.identity:
+            if self.identity is not None and self.files.identity(self.name) == self.identity:
                 return False
             # Some file systems of other machines give a file another number whenever it is looked up.
             content = None if self.fingerprint is None else self.files.read(self.name)
@@ -50,13 +47,6 @@ class DescriptionFile(NamedTuple):
         if content is None:
             return self.identity is not None
         return hashlib.sha256(content).hexdigest() != self.fingerprint
-
-
-def _identity(files: Files, name: str) -> Hashable | None:
-    if files.path is None:
-        return None  # no save writes an object of another one, except for what the digests in index.json tell apart
-    found = os.stat(files.path / name)
-    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 @contextmanager

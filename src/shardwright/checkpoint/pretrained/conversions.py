@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.pretrained.files import FileTensor
-from shardwright.checkpoint.pretrained.names import (
+from shardwright.checkpoint.pretrained.key_maps import (
     Joined,
     Slice,
     Stacked,

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Self
 
 from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, abbreviated, open_stored
-from shardwright.checkpoint.storage.local_store import LocalStore
+from shardwright.checkpoint.storage.local_store import LocalPlace, LocalSave
 from shardwright.checkpoint.storage.locations import store_of
+from shardwright.checkpoint.storage.stores import new_attempt
 
 
-class ModelFolder(LocalStore):
+class ModelFolder(LocalPlace):
     """A folder with safetensors, an index and a ``config.json``."""
 
     @classmethod
@@ -22,6 +23,9 @@ class ModelFolder(LocalStore):
         if place.path is None:
             raise ValueError(f"{place}: models are written to folders of this machine, and read from them")
         return cls(place.path.resolve())
+
+    def unfinished(self) -> LocalSave:
+        return LocalSave(self, new_attempt())
 
     def check_free(self, overwrite: bool) -> None:
         if not self.path.exists():

@@ -23,6 +23,7 @@ from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
 from shardwright.checkpoint.pretrained.folder import open_model
+from shardwright.checkpoint.pretrained.key_maps import KeyMap, TensorSource, keys_of, source_of, views_of
 from shardwright.checkpoint.pretrained.model import (
     ModelTensor,
     aliases_of,
@@ -34,7 +35,6 @@ from shardwright.checkpoint.pretrained.model import (
     same_bits,
     tensors_of,
 )
-from shardwright.checkpoint.pretrained.names import KeyMap, TensorSource, keys_of, source_of, views_of
 from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.assembly.states import hash_of
 from shardwright.engine.tensors.parameter import refuse_while_deferring

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from shardwright import board as boards
 from shardwright.checkpoint.pretrained.files import INDEX, SafetensorsFile, shard_names, write_json
 from shardwright.checkpoint.pretrained.folder import ModelFolder
+from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
-from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.collective import OtherRankFailed, RankGroup

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.pretrained.conversions import stored_key_map
 from shardwright.checkpoint.pretrained.files import abbreviated, dtype_name
+from shardwright.checkpoint.pretrained.key_maps import KeyMap, Piece, pieces_of, source_of
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
-from shardwright.checkpoint.pretrained.names import KeyMap, Piece, pieces_of, source_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -6,7 +6,6 @@ A failure on any rank removes the unfinished files and is raised on every rank.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -110,20 +109,9 @@ def read_back(save: UnfinishedSave, written: WrittenFile, progress: Progress = i
     Raises:
         OSError: it holds other bytes.
     """
-    drop_from_cache(save, written.file)
+    save.drop_from_cache(written.file)
     with _other_bytes(save):
         check_ranges(save, written.file, [chunk.range for _, chunk in written.chunks], progress)
-
-
-def drop_from_cache(files: Files, name: str) -> None:
-    """Let the next read of a file come from the disk, as far as that is possible. Objects have no such cache."""
-    if files.path is None or not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(files.path / name, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Hashable
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def read_regular(file: Path, links: bool = False) -> bytes:
 class LocalFiles:
     """Files in a folder, to read. Links are not followed, unless ``links``."""
 
+    is_local = True
+
     def __init__(self, path: Path, links: bool = False) -> None:
         self.path, self._links = path, links
 
@@ -77,6 +80,19 @@ class LocalFiles:
 
     def open(self, name: str) -> LocalReader:
         return LocalReader(self.path / name, self._links)
+
+    def identity(self, name: str) -> Hashable:
+        found = os.stat(self.path / name)
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def drop_from_cache(self, name: str) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 class LocalWriter:

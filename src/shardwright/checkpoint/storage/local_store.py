@@ -2,7 +2,7 @@
 
 A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. What is replaced exchanges names with the
 new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
-:meth:`LocalStore.recover` gives it its name back after a crash in between. Nothing here communicates.
+:meth:`LocalPlace.recover` gives it its name back after a crash in between. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,8 +28,44 @@ from shardwright.errors import Damaged
 _AT_FDCWD, _EXCHANGE = -100, 2
 
 
-class LocalStore(LocalFiles):
-    """The folder of a checkpoint. A subclass is a place of something else: it decides what may be replaced there."""
+class LocalPlace(LocalFiles, ABC):
+    """A name in a folder under which a save puts what it has written. A subclass says what it is a place of."""
+
+    @abstractmethod
+    def check_free(self, overwrite: bool) -> None:
+        """Raise FileExistsError if something is here that is not to be overwritten."""
+
+    def may_be_replaced(self, path: Path) -> bool:
+        """Whether a checkpoint is at a path: a folder, or a file of ``torch.save``. A link is none."""
+        return not path.is_symlink() and (
+            has_description(path) or (path.is_file() and zipfile.is_zipfile(path))
+        )
+
+    def recover(self) -> None:
+        """Finish what a crash has interrupted: what was being replaced gets its name back."""
+        old = _old(self.path)
+        if os.path.lexists(self.path) or not self.may_be_replaced(old):
+            return
+        try:
+            os.rename(old, self.path)
+        except OSError:
+            if not os.path.lexists(self.path):  # another rank was not faster
+                raise
+        sync_folder(self.path.parent)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed saves to this place have left."""
+        # Exactly such names: a save to ``NAME.more`` may be under way.
+        name = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.partial")
+        for left in self.path.parent.iterdir():
+            if name.fullmatch(left.name):
+                _discard(left, self.path)
+        if os.path.lexists(self.path):
+            _discard(_old(self.path), self.path)
+
+
+class LocalStore(LocalPlace):
+    """The folder of a checkpoint."""
 
     # -- the checkpoint at this place ----------------------------------------------------------------------------------
 
@@ -72,18 +109,6 @@ class LocalStore(LocalFiles):
             f"{self.path}: the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint{hint}"
         )
 
-    def recover(self) -> None:
-        """Finish what a crash has interrupted: what was being replaced gets its name back."""
-        old = _old(self.path)
-        if os.path.lexists(self.path) or not self.may_be_replaced(old):
-            return
-        try:
-            os.rename(old, self.path)
-        except OSError:
-            if not os.path.lexists(self.path):  # another rank was not faster
-                raise
-        sync_folder(self.path.parent)
-
     def clear(self) -> None:
         """Also remove a link or a file, and nothing if nothing is there."""
         doomed = self.path
@@ -96,11 +121,13 @@ class LocalStore(LocalFiles):
 
     # -- a save to this place ------------------------------------------------------------------------------------------
 
+    def files(self, links: bool) -> LocalFiles:
+        return LocalFiles(self.path, links)
+
     def unfinished(self, attempt: str | None = None) -> LocalSave:
         return LocalSave(self, attempt or new_attempt())
 
     def check_free(self, overwrite: bool) -> None:
-        """Raise FileExistsError if something is here that is not to be overwritten."""
         path = self.path
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
             if not overwrite:
@@ -108,22 +135,6 @@ class LocalStore(LocalFiles):
             if not self.may_be_replaced(path):
                 kind = "a link" if path.is_symlink() else "no checkpoint"
                 raise FileExistsError(f"{path} is {kind}, so it is not overwritten. Choose another path")
-
-    def may_be_replaced(self, path: Path) -> bool:
-        """Whether a checkpoint is at a path: a folder, or a file of ``torch.save``. A link is none."""
-        return not path.is_symlink() and (
-            has_description(path) or (path.is_file() and zipfile.is_zipfile(path))
-        )
-
-    def remove_leftovers(self) -> None:
-        """Remove what killed saves to this place have left."""
-        # Exactly such names: a save to ``NAME.more`` may be under way.
-        name = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.partial")
-        for left in self.path.parent.iterdir():
-            if name.fullmatch(left.name):
-                _discard(left, self.path)
-        if os.path.lexists(self.path):
-            _discard(_old(self.path), self.path)
 
     # -- the parent of such places -------------------------------------------------------------------------------------
 
@@ -145,9 +156,9 @@ class LocalStore(LocalFiles):
 
 
 class LocalSave(LocalFiles):
-    """The folder in which a save to a local store writes."""
+    """The folder in which a save to a local place writes."""
 
-    def __init__(self, store: LocalStore, attempt: str) -> None:
+    def __init__(self, store: LocalPlace, attempt: str) -> None:
         super().__init__(partial_folder(store.path, attempt))
         self.store = store
 
@@ -286,11 +297,11 @@ class LocalSave(LocalFiles):
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
-class SingleFile(LocalStore):
+class SingleFile(LocalPlace):
     """The place of one file. The caller decides what it may replace."""
 
-    def unfinished(self, attempt: str | None = None) -> SingleFileSave:
-        return SingleFileSave(self, attempt or new_attempt())
+    def unfinished(self) -> SingleFileSave:
+        return SingleFileSave(self, new_attempt())
 
     def check_free(self, overwrite: bool) -> None:
         if not overwrite and os.path.lexists(self.path):

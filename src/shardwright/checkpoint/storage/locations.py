@@ -45,7 +45,7 @@ def store_of(location: Location) -> Store:
     return ObjectStore(text)
 
 
-def folder_or_url(location: str | os.PathLike[str]) -> Path | str:
+def folder_or_url(location: Location) -> Path | str:
     """The folder of a location as a path, or its URL. A URL of a folder here, such as ``file:///runs``, is a folder.
 
     Raises:

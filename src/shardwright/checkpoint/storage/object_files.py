@@ -19,6 +19,7 @@ class ObjectFiles:
     """The objects below a URL, to read and to remove."""
 
     path = None  #: no folder of this machine
+    is_local = False
 
     def __init__(self, objects: ObjectsBelow) -> None:
         self.objects = objects
@@ -46,6 +47,12 @@ class ObjectFiles:
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self.objects, name)
+
+    def identity(self, name: str) -> None:
+        """None: no save writes an object of another one, except for what the digests in index.json tell apart."""
+
+    def drop_from_cache(self, name: str) -> None:
+        """Nothing: objects have no such cache."""
 
     def remove(self, name: str) -> None:
         with self.objects.reported(name, "removed"):

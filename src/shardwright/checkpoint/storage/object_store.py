@@ -81,6 +81,9 @@ class ObjectStore(ObjectFiles):
                     raise _busy(self)
             self.remove(name)
 
+    def files(self, links: bool) -> ObjectFiles:
+        return self
+
     # -- a save to this place ------------------------------------------------------------------------------------------
 
     def unfinished(self, attempt: str | None = None) -> ObjectSave:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -57,6 +57,10 @@ class Files(Protocol):
     def path(self) -> Path | None:
         """The folder, in a file system of this machine; None if the files are in no such folder."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a look at them costs nothing, and shows at once what another process writes: they are in a folder."""
+
     def size(self, name: str) -> int:
         """Bytes of a file. Raises Damaged if it is missing or no file; OSError if the store does not answer."""
 
@@ -65,6 +69,15 @@ class Files(Protocol):
 
     def open(self, name: str) -> Reader:
         """Open a file for reading. Raises as :meth:`size`."""
+
+    def identity(self, name: str) -> Hashable | None:
+        """A value that changes when another file gets this name; None where two saves never use the same name.
+
+        Raises OSError if the file is missing.
+        """
+
+    def drop_from_cache(self, name: str) -> None:
+        """Let the next read of a file come from where it is stored, as far as that is possible."""
 
 
 #: Raises Damaged if the checkpoint of a store is not whole.
@@ -90,6 +103,9 @@ class Store(Files, Protocol):
             OSError: the store does not answer.
         """
 
+    def files(self, links: bool) -> Files:
+        """Its files, to read. In a local folder `links` are followed."""
+
     def unfinished(self, attempt: str | None = None) -> UnfinishedSave:
         """The save to this place that has this identity; by default a new one. Nothing is written yet."""
 
@@ -111,8 +127,8 @@ class UnfinishedSave(Files, Protocol):
     """A save to a store: begun by one process, written by several, and then committed or abandoned by one."""
 
     @property
-    def store(self) -> Store:
-        """The place whose checkpoint it becomes."""
+    def store(self) -> Files:
+        """The place whose content it becomes."""
 
     def begin(self, nbytes: int, overwrite: bool, check: Check = trust) -> None:
         """Prepare for files of ``nbytes``. Behind a URL a checkpoint is overwritten only if ``check`` finds it damaged.

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import in_backward, local_of, storage_key
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint.pretrained.files import abbreviated
+from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
-from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
 from shardwright.collective import OtherRankFailed, RankGroup

@@ -129,8 +129,11 @@ def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[
 
     If it fails, the sections that are not restored yet are undone.
     """
-    sections = _sections(examined, arguments, ranks)
+    sections = [examined.model, *ranks.run_own(lambda: _other_sections(examined, arguments, ranks))]
     try:
+        if examined.optimizers:
+            # All or none go on: on a rank where it succeeds, the optimizers have changed.
+            ranks.run_own(lambda: sections.insert(1, _optimizer_section(examined, arguments)))
         content = _read(sections, examined, arguments, ranks)
         while sections:
             sections[0].restore(content[sections[0].key])
@@ -142,19 +145,12 @@ def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[
     return content[EXTRA]
 
 
-def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
-    """All sections, as they are restored: generators last, since objects may draw."""
-    others = ranks.run_own(lambda: _other_sections(examined, arguments, ranks))
-    if not examined.optimizers:
-        return [examined.model, *others]
-    optimizers = OptimizersToLoad.of(
-        examined.checkpoint, arguments.model, examined.optimizers, arguments.settings
-    )
-    return [examined.model, optimizers, *others]
+def _optimizer_section(examined: _Examined, arguments: _Arguments) -> OptimizersToLoad:
+    return OptimizersToLoad.of(examined.checkpoint, arguments.model, examined.optimizers, arguments.settings)
 
 
 def _other_sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
-    """The sections beside model and optimizers."""
+    """The sections beside model and optimizers, as they are restored: generators last, since objects may draw."""
     checkpoint = examined.checkpoint
     if examined.optimizers and not checkpoint.has(OPTIMIZER):
         keys = ", ".join(sorted({name.partition(".")[0] for name in checkpoint.leaves}))

@@ -163,7 +163,11 @@ class OptimizersToLoad(SectionToLoad):
         before = []
         if not having <= state[_STATE].keys():
             before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
-            state = _fresh_state(model, optimizers)  # last, so that an error before it has changed nothing
+            try:  # last, so that an error before it has changed nothing
+                state = _fresh_state(model, optimizers)
+            except BaseException:
+                _put_back(optimizers, before)
+                raise
         state[_STATE] = {name: each for name, each in state[_STATE].items() if name in having}
         tensors = {_STATE: state[_STATE], _GROUPS: of_groups}
         return cls(model, optimizers, checkpoint, settings, state, tensors, before)
@@ -251,12 +255,19 @@ class OptimizersToLoad(SectionToLoad):
                 )
 
     def undo(self) -> None:
-        for optimizer, (state, groups) in zip(self.optimizers, self.before, strict=False):
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(settings)
+        _put_back(self.optimizers, self.before)
+
+
+def _put_back(
+    optimizers: Iterable[Optimizer], before: Iterable[tuple[dict[Any, Any], list[dict[str, Any]]]]
+) -> None:
+    """Give optimizers their earlier state and groups, as far as ``before`` has some."""
+    for optimizer, (state, groups) in zip(optimizers, before, strict=False):
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(settings)
 
 
 # -- what a checkpoint has ---------------------------------------------------------------------------------------------

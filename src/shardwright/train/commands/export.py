@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.pretrained.files import open_stored, write_json
+from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
-from shardwright.checkpoint.pretrained.names import KeyMap
 from shardwright.checkpoint.pretrained.save_pretrained import write_stored_model
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
 from shardwright.train.commands import byte_tokenizer

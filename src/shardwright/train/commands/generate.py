@@ -17,9 +17,9 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import source_of
-from shardwright.train.launch.progress import to_stderr
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
+from shardwright.train.report.progress import to_stderr
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer
 from shardwright.train.step.saving import checkpoint

@@ -18,7 +18,7 @@ from shardwright.checkpoint import (
     open_checkpoint,
 )
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
-from shardwright.train.launch.progress import patience_about_bytes
+from shardwright.train.report.progress import patience_about_bytes
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import RunCheckpoint, position_in

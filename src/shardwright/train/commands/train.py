@@ -18,22 +18,19 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.data.sources.places import locate
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import (
-    check_environment,
-    choose_device,
-    under_launcher,
-)
+from shardwright.train.launch.environment import check_environment
 from shardwright.train.launch.forecast import forecast, is_out_of_memory, note_out_of_memory
 from shardwright.train.launch.launcher import launch_until_done
 from shardwright.train.launch.opening import open_run, refuse_resume
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt
 from shardwright.train.parallel.checks import (
     check_device,
     check_least_ranks,
     check_ranks,
 )
+from shardwright.train.parallel.rank_facts import choose_device, under_launcher
 from shardwright.train.rank.hosts import INTERFACE_VARIABLE, loopback
+from shardwright.train.report.progress import START
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.finding import CONTINUE
 from shardwright.train.run.steps_left import check_steps

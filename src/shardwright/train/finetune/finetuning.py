@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.checkpoint.pretrained.names import KeyMap
+from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of

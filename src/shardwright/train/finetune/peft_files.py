@@ -19,8 +19,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, write_json
+from shardwright.checkpoint.pretrained.key_maps import KeyMap, source_of
 from shardwright.checkpoint.pretrained.model import mesh_of, same_bits
-from shardwright.checkpoint.pretrained.names import KeyMap, source_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_model
 from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of

@@ -1,25 +1,18 @@
-"""Facts about the job that a process has before it meets the others: launcher, rank, ranks, device, timeout.
+"""The variables by which a launcher and its ranks know of each other: torchrun's and ours.
 
-The launcher imports this file and `parallel/checks.py` before it starts the ranks. Neither imports an engine, which
-takes seconds.
+The facts that a rank reads from them are in `parallel/rank_facts.py`. Nothing here starts a process.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 import shardwright
-from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.parallel.rank_facts import collective_timeout, under_launcher
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Time that a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
 SPEAKING = "first rank speaks"
 """Key in the launcher's store: from then on the first rank says what is being done at the start."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -28,11 +21,6 @@ FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 ATTEMPT_VARIABLE = "SHARDWRIGHT_ATTEMPT"
 """1 for the first start of the ranks by our launcher, one more after each restart."""
-
-
-def under_launcher() -> bool:
-    """Return whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def under_torchrun() -> bool:
@@ -74,34 +62,6 @@ def _whole_number(name: str, least: int, most: int | None = None) -> int:
             f"{name}: expected an integer {limits}, found {text!r}; unset it to train without a launcher"
         )
     return value
-
-
-def collective_timeout() -> timedelta:
-    """The time to wait for other ranks. Raises UserError if SHARDWRIGHT_TIMEOUT is no valid time."""
-    text = os.environ.get("SHARDWRIGHT_TIMEOUT")
-    if not text:
-        return COLLECTIVE_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1e-3 <= seconds <= 1e9:  # The backends can count no others.
-        raise UserError(f"SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found {text!r}")
-    return timedelta(seconds=seconds)
-
-
-def choose_device(config: Config) -> str:
-    """cpu or cuda. Raises UserError if the configuration has cuda and there is none."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device: expected a CUDA device, found none; set run.device to cpu or auto")
-    return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def rank_and_size() -> tuple[int, int]:
-    # One variable without the other proves nothing: some systems leave RANK behind.
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
 
 
 def path_to_ourselves() -> dict[str, str]:

@@ -77,10 +77,11 @@ class Complaint:
         return Outcome(STATUSES.get(self.kind, FAILED), self.in_line, rank, done=self.done)
 
 
-def stopped_by(number: int, unsaved: str | None = None) -> Outcome:
-    """The end by a signal. `unsaved`: why the state is not saved."""
+def stopped_by(number: int, unsaved: str | None = None, late: bool = False) -> Outcome:
+    """The end by a signal. `unsaved`: why the state is not saved; `late`: because the time to save has passed."""
     outcome = "; the state is saved" if unsaved is None else f" without saving{unsaved and ': '}{unsaved}"
-    return Outcome(status_of_signal(number), f"stopped by {signal.Signals(number).name}{outcome}")
+    status = TRY_AGAIN if late else status_of_signal(number)
+    return Outcome(status, f"stopped by {signal.Signals(number).name}{outcome}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Evidence:
     logs: Path
     statuses: Mapping[int, int]
     killed: set[int]
-    """Ranks the launcher killed because they did not end with the others."""
+    """Ranks that the launcher killed, for one of the reasons below or because they did not end with the others."""
     complaints: list[Complaint]
     first_signal: int | None
     """The signal that the launcher got first, or None."""
@@ -140,8 +140,7 @@ def _stopped_early(evidence: Evidence, number: int) -> Outcome:
     """The end of a job that a signal ended before the ranks have said that they saved."""
     if evidence.folder.exists() and is_saved(evidence.folder):
         return stopped_by(number)
-    end = stopped_by(number, unsaved=evidence.hurried)
-    return replace(end, status=TRY_AGAIN) if evidence.late else end
+    return stopped_by(number, unsaved=evidence.hurried, late=evidence.late)
 
 
 def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> int:

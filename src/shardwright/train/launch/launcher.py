@@ -27,14 +27,14 @@ from shardwright.train.launch.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
     SPEAKING,
-    choose_device,
     path_to_ourselves,
 )
 from shardwright.train.launch.job_end import JobEnd
 from shardwright.train.launch.judgement import Evidence, announce, complaints_in, judge, log_of, say_in_logs
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
-from shardwright.train.launch.signals import Signals
+from shardwright.train.launch.signals import StopRequest, noted_signals
+from shardwright.train.parallel.rank_facts import choose_device
+from shardwright.train.report.progress import START
 from shardwright.train.run.deadlines import GRACE_SECONDS
 from shardwright.train.run.exits import DONE, STOPPED
 from shardwright.train.run.folder import RunFolder, now
@@ -75,13 +75,14 @@ def launch_until_done(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     restarts = Restarts(config.fault, lambda fewer: can_run(config, fewer))
     sessions_before = sessions_of(folder)
-    with Signals() as signals:
+    request = StopRequest(config.fault.save_seconds)
+    with noted_signals(request):
         while True:
             sessions = sessions_of(folder)
-            evidence = _launch(config, folder, attempt, signals, sessions)
+            evidence = _launch(config, folder, attempt, request, sessions)
             end = judge(evidence)
             next_ranks, note = 0, ""
-            if signals.first is None:
+            if request.signal_number is None:
                 step = recorded_step(folder.metrics_file) if end.done is None else end.done
                 next_ranks, note = restarts.after(end, step, attempt.ranks)
             speaks = not next_ranks
@@ -97,7 +98,7 @@ def launch_until_done(
 
 
 def _launch(
-    config: Config, folder: RunFolder, attempt: Attempt, signals: Signals, sessions_before: int
+    config: Config, folder: RunFolder, attempt: Attempt, request: StopRequest, sessions_before: int
 ) -> Evidence:
     """Start the ranks and wait for their end. `sessions_before`: in run.json."""
     ranks = attempt.ranks
@@ -123,7 +124,7 @@ def _launch(
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
-    watch = RankWatch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
+    watch = RankWatch(processes, lambda: store.check([SPEAKING]), request)
     with _eyes(config, processes, folder) as watch.eyes:
         statuses = watch.until_all_ended()
         steps = {} if watch.eyes is None else watch.eyes.steps_done()
@@ -136,7 +137,7 @@ def _launch(
         statuses,
         watch.killed,
         complaints_in(store, ranks),
-        signals.first,
+        request.signal_number,
         watch.hurried,
         watch.late,
         watch.hang,
@@ -177,20 +178,19 @@ def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, devic
 
 
 class RankWatch:
-    """Waits for the ranks, passes signals on, and ends the rest soon after one has failed."""
+    """Waits for the ranks, passes signals on, and kills ranks that shall not go on: those that do not end soon after
+    one has failed, that hang, or that a signal has asked to end and that have no more time to save."""
 
     def __init__(
         self,
         processes: SubprocessContext,
         first_rank_speaks: Callable[[], bool],
-        signals: Signals,
-        save_seconds: float = 0.0,
+        request: StopRequest,
     ) -> None:
-        self.processes, self.first_rank_speaks = processes, first_rank_speaks
-        self.signals, self.save_seconds = signals, save_seconds
+        self.processes, self.first_rank_speaks, self.request = processes, first_rank_speaks, request
         self.killed: set[int] = set()
         self.hurried = ""  #: why ranks were killed after a signal, in words
-        self.late = False  #: because `save_seconds` had passed
+        self.late = False  #: because the time to save had passed
         self._passed_on = 0  #: signals
         self.eyes: Eyes | None = None
         self.hang: Hang | None = None
@@ -228,18 +228,12 @@ class RankWatch:
             self.processes.subprocess_handlers[rank].proc.kill()
 
     def _pass_on(self, running: list[int]) -> None:
-        """Pass the first signal on. After the second one, or too late after the first one, end the ranks at once."""
-        late = 0 < self.save_seconds < self.signals.seconds_since_first()
-        if not self.hurried and (late or self.signals.asked_twice):
-            self.late = late
-            self.hurried = (
-                f"the checkpoint took longer than fault.save_seconds = {self.save_seconds:g}"
-                if late
-                else "a second signal"
-            )
+        """Pass signals on. If there is no more time to save, kill the ranks before that."""
+        if not self.hurried and (hurry := self.request.hurry):
+            self.hurried, self.late = hurry, self.request.is_late
             self._kill(running)
-        while self._passed_on < len(self.signals.received):
-            number, _ = self.signals.received[self._passed_on]
+        while self._passed_on < len(self.request.received):
+            number, _ = self.request.received[self._passed_on]
             self._passed_on += 1
             for rank in running:
                 self.processes.subprocess_handlers[rank].proc.send_signal(number)

@@ -11,11 +11,9 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from shardwright.train.config import Config
-from shardwright.train.config.schema import toml_value
+from shardwright.train.config.schema import flat, toml_value
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import LAUNCHER_VARIABLE, under_torchrun
 from shardwright.train.launch.slurm import started_by_slurm
@@ -75,15 +73,6 @@ def changed_settings(saved: Config, current: Config) -> list[tuple[str, object, 
         for key in keys
         if key != "run.dir" and before.get(key) != after.get(key)
     ]
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables, each with its dotted key."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def changes_in_words(saved: Config, current: Config) -> str | None:

@@ -1,7 +1,8 @@
-"""Signals that ask a job to save and end. They are stored until the loop reads them.
+"""Signals that ask a job to save and end. `StopRequest` alone knows who asks, and how long the process may save.
 
-This file does not decide after which step the ranks end; the loop does. A handler does nothing: a thread reads the
-numbers of signals, so that a rank answers at once, also while its main thread waits in a collective.
+A rank's loop reads the request between steps; its thread answers at once, also while the main thread waits in a
+collective. The launcher passes signals on. Which ranks it kills for other reasons, such as a hang, is in `launcher`.
+This file does not decide after which step the ranks end; the loop does.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -58,121 +60,120 @@ def restore_handlers() -> None:
         signal.signal(number, handler)
 
 
-def _exit(number: int | None) -> None:
-    os._exit(status_of_signal(number or signal.SIGTERM))
+class StopRequest:
+    """A request to save and end, by signals: the first of them, and the reason to end without saving.
 
+    Args:
+        save_seconds: for a save, from the first signal; 0 for no limit.
 
-class Signals:
-    """The signals that a launcher gets, over all attempts of its job. A handler only stores them.
-
-    After the context they are ignored, unless an error flies.
+    Attributes:
+        received: number and time of each signal.
     """
 
-    def __init__(self) -> None:
-        self.received: list[tuple[int, float]] = []  #: number and time of each
-        self._before: dict[int, Any] = {}
+    def __init__(self, save_seconds: float = 0.0) -> None:
+        self.save_seconds = save_seconds
+        self.received: list[tuple[int, float]] = []
+
+    def note(self, number: int) -> None:
+        self.received.append((number, time.monotonic()))
 
     @property
-    def first(self) -> int | None:
+    def signal_number(self) -> int | None:
+        """The first signal; None if nothing asks the process to end."""
         return self.received[0][0] if self.received else None
 
     @property
-    def asked_twice(self) -> bool:
-        return bool(self.received) and self.received[-1][1] - self.received[0][1] > TWICE
+    def seconds_left(self) -> float | None:
+        """Seconds in which the process may still save; None without a signal or a limit."""
+        if not self.received or not self.save_seconds:
+            return None
+        return max(0.0, self.received[0][1] + self.save_seconds - time.monotonic())
 
-    def seconds_since_first(self) -> float:
-        return time.monotonic() - self.received[0][1] if self.received else 0.0
+    @property
+    def is_late(self) -> bool:
+        """Whether the time to save has passed."""
+        return self.seconds_left == 0
 
-    def _store(self, number: int, frame: FrameType | None) -> None:
-        self.received.append((number, time.monotonic()))
-
-    def __enter__(self) -> Signals:
-        restore_handlers()
-        for number in catchable():
-            self._before[number] = signal.signal(number, self._store)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _leave_to_rest(self._before, kind is None)
+    @property
+    def hurry(self) -> str:
+        """The reason to end without saving, in words. Empty while the process may save."""
+        if self.is_late:
+            return f"the checkpoint took longer than fault.save_seconds = {self.save_seconds:g}"
+        asked_twice = bool(self.received) and self.received[-1][1] - self.received[0][1] > TWICE
+        return "a second signal" if asked_twice else ""
 
 
-class StopRequest:
-    """Stores the first signal, which the loop reads between steps.
+@contextmanager
+def noted_signals(request: StopRequest) -> Iterator[None]:
+    """Store signals in `request`, and do nothing else: for the launcher, which looks at it.
+
+    After the context signals are ignored, unless an error flies.
+    """
+    restore_handlers()
+    with _handlers(lambda number, frame: request.note(number)):
+        yield
+
+
+@contextmanager
+def answered_signals(
+    request: StopRequest, noted: Callable[[int], None], leave: Callable[[], None]
+) -> Iterator[None]:
+    """Store signals in `request`, and answer them in a thread: for a rank. After the context signals are ignored,
+    unless an error flies.
+
+    Only the main thread may have handlers. In another one nothing happens: the framework that runs it has its own.
 
     Args:
-        noted: gets the first signal, at once, in a thread of its own.
-        leave: gets a second signal, or None when `save_seconds` have passed since the first one. It ends the process.
-        save_seconds: 0 for no limit.
-        ignores_later: ignore signals after the context, unless an error flies. `restore_handlers` is for a process that
-            goes on.
+        request: the request.
+        noted: gets the first signal, at once.
+        leave: called when there is a reason to end without saving. It ends the process.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    restore_handlers()
+    numbers, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    wakeup_before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    arguments = numbers, request, noted, leave
+    try:
+        with _handlers(_nothing):
+            threading.Thread(target=_answer, args=arguments, daemon=True, name="signals").start()
+            yield
+    finally:
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(wakeup)  # ends the thread
 
-    def __init__(
-        self,
-        noted: Callable[[int], None] | None = None,
-        leave: Callable[[int | None], None] = _exit,
-        save_seconds: float = 0.0,
-        ignores_later: bool = False,
-    ) -> None:
-        self._ignores_later = ignores_later
-        self.signal_number: int | None = None
-        self._noted, self._leave, self._save_seconds = noted, leave, save_seconds
-        self._first = 0.0
-        self._before: dict[int, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-        self._wakeup_before = -1
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is not threading.main_thread():
-            return (
-                self  # only the main thread may have handlers; the framework that runs this one has its own
-            )
-        restore_handlers()
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in catchable():
-            self._before[number] = signal.signal(number, _nothing)
-        threading.Thread(target=self._listen, args=(self._pipe[0],), daemon=True, name="signals").start()
-        return self
+@contextmanager
+def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle signals so. After the context they are ignored, unless an error flies."""
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in catchable()}
+    ended_well = False
+    try:
+        yield
+        ended_well = True
+    finally:
+        _leave_to_rest(before, ended_well)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pipe is None:
-            return
-        _leave_to_rest(self._before, self._ignores_later and kind is None)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._pipe[1])  # ends the thread
-        self._pipe = None
 
-    def _listen(self, numbers: int) -> None:
-        waits = select.poll()  # select.select takes no file number above 1023
-        waits.register(numbers, select.POLLIN)
-        try:
-            while True:
-                if not waits.poll(self._patience()):
-                    self._leave(None)
-                elif not (byte := os.read(numbers, 1)):
+def _answer(
+    numbers: int, request: StopRequest, noted: Callable[[int], None], leave: Callable[[], None]
+) -> None:
+    """The thread: read the numbers of signals from the file `numbers`, until it is closed."""
+    waits = select.poll()  # select.select takes no file number above 1023
+    waits.register(numbers, select.POLLIN)
+    try:
+        while True:
+            seconds = request.seconds_left
+            if waits.poll(None if seconds is None else 1000 * seconds):
+                if not (byte := os.read(numbers, 1)):
                     return
-                elif byte[0] in SIGNALS:
-                    self._note(byte[0])
-        finally:
-            os.close(numbers)
-
-    def _patience(self) -> float | None:
-        """Milliseconds until the process leaves without having saved; None if nothing asks it to."""
-        if self.signal_number is None or not self._save_seconds:
-            return None
-        return 1000 * max(0.0, self._first + self._save_seconds - time.monotonic())
-
-    def _note(self, number: int) -> None:
-        if self.signal_number is None:
-            self._first = time.monotonic()
-            self.signal_number = number
-            if self._noted is not None:
-                self._noted(number)
-        elif time.monotonic() - self._first > TWICE:
-            self._leave(number)
+                if byte[0] in SIGNALS:
+                    request.note(byte[0])
+                    if len(request.received) == 1:
+                        noted(byte[0])
+            if request.hurry:
+                leave()
+    finally:
+        os.close(numbers)

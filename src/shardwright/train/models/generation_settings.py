@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.shapes.foreign import HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import MissingFile, Unreachable, fetch_file
 from shardwright.train.data.tokens.tokenizers import FILE, GENERATION, FromFile, Tokenizer
@@ -33,12 +34,12 @@ def generation_settings(
     Raises:
         UserError: the file of the base is damaged.
     """
-    shape = config.model.shape()
-    base = _settings_of(shape, say) if isinstance(shape, HuggingFaceShape) else None
-    if base is not None:
+    base = base_of(config.model.shape())
+    stored = None if base is None else _settings_of(base, say)
+    if stored is not None:
         # With this key transformers may take the values of config.json in place of those of the file.
-        base.pop("_from_model_config", None)
-        return with_ids(base, config, tokenizer)
+        stored.pop("_from_model_config", None)
+        return with_ids(stored, config, tokenizer)
     settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
     # A number of new tokens, since `generate` raises an error for a prompt that is longer than a `max_length`.
     settings |= {"max_new_tokens": NEW_TOKENS, **special_ids(tokenizer)}
@@ -59,8 +60,8 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Values of a base's config.json or generation_config.json with the ids that the run's tokenizer changes: all, or
     with the base's own tokenizer only further ends."""
-    shape = config.model.shape()
-    if not isinstance(shape, HuggingFaceShape) or not _is_of(shape, tokenizer):
+    base = base_of(config.model.shape())
+    if base is None or not _is_of(base, tokenizer):
         return {**values, **special_ids(tokenizer)}
     ends = _listed(values.get("eos_token_id"))
     further = [each for each in tokenizer.ends if each not in ends]
@@ -69,14 +70,14 @@ def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Tokenizer) ->
 
 def ends_of_export(config: Config, tokenizer: Tokenizer) -> list[int]:
     """Ids at which a text of the exported model ends, as far as the files here say."""
-    shape = config.model.shape()
-    if not isinstance(shape, HuggingFaceShape) or not _is_of(shape, tokenizer):
+    base = base_of(config.model.shape())
+    if base is None or not _is_of(base, tokenizer):
         return list(tokenizer.ends)
     try:
-        base = _read(shape.folder / GENERATION)
+        stored = _read(base.folder / GENERATION)
     except UserError:
-        base = None  # `export` raises the error
-    return _listed(with_ids(base or {}, config, tokenizer).get("eos_token_id"))
+        stored = None  # `export` raises the error
+    return _listed(with_ids(stored or {}, config, tokenizer).get("eos_token_id"))
 
 
 def tokenizer_beside(shape: HuggingFaceShape) -> FromFile | None:

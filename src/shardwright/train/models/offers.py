@@ -15,6 +15,7 @@ def llama() -> Offers:
         key_map=hugging_face_tables.llama_keys,
         config_json=hugging_face_tables.llama_config,
         shapes={"llama": hugging_face_tables.llama_shape},
+        layers=plans.llama_layers,
     )
 
 
@@ -31,21 +32,25 @@ def hybrid() -> Offers:
             "nemotron_h": hugging_face_tables.hybrid_shape,
             "shardwright_hybrid": hugging_face_tables.hybrid_shape,
         },
+        expert_layers=plans.expert_layers,
+        layers=plans.hybrid_layers,
     )
 
 
 def hf() -> Offers:
-    from shardwright.train.models.hf import checks, transformers_model
+    from shardwright.train.models.hf import checks, layers, transformers_model
 
     return Offers(
         model=transformers_model.HuggingFaceModel,
         key_map=transformers_model.key_map,
         config_json=transformers_model.config_json,
         check=checks.check,
+        layers=layers.layers_of,
+        fingerprints=transformers_model.fingerprints,
     )
 
 
 def python() -> Offers:
     from shardwright.train.models.foreign import python
 
-    return Offers(model=python.PythonModel, check=python.check)
+    return Offers(model=python.PythonModel, check=python.check, fingerprints=python.fingerprints)

@@ -1,20 +1,19 @@
 """Checks before any rank starts: numbers of ranks, devices and batches that a job cannot have.
 
-Nothing here needs a process group. Importing this file imports no engine, see `launch/environment.py`.
+Nothing here needs a process group. Importing this file imports no engine, see `rank_facts.py`.
 """
 
 from __future__ import annotations
 
 from shardwright.train.config import Config, TrainConfig
-from shardwright.train.config.catalog.kinds import offers_of, uneven
+from shardwright.train.config.catalog.kinds import experts_of, offers_of, uneven
 from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import toml_value
-from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import choose_device, under_launcher
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
+from shardwright.train.parallel.rank_facts import choose_device, under_launcher
 
 EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""
@@ -93,11 +92,11 @@ def _check_tensor_parallel(config: Config) -> None:
 
 def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
     """Refuse numbers that expert parallelism does not divide."""
-    parallel, shape = config.parallel, config.model.shape()
-    assert isinstance(shape, HybridConfig)  # others have no experts
+    parallel, experts = config.parallel, experts_of(config.model.shape())
+    assert experts is not None  # STARTED has refused others
     for what, size in (
         ("the number of ranks that share a replica", dims.shard),
-        ("model.n_experts", shape.n_experts),
+        ("model.n_experts", experts.number),
     ):
         if size % parallel.expert:
             raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")

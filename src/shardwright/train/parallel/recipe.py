@@ -19,15 +19,14 @@ from shardwright.collective import RankGroup
 from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train.config import Config, ParallelConfig
-from shardwright.train.config.catalog.kinds import tensor_plan
+from shardwright.train.config.catalog.kinds import offer, tensor_plan
 from shardwright.train.config.dims import EXPERT, TENSOR, ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import build_model
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.native.decoder import Decoder
-from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.native.plans import expert_layers
+from shardwright.train.models.native.hybrid import MixtureOfExperts
 from shardwright.train.models.native.styles import spread_experts
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.engines.base import Ranks
@@ -79,9 +78,8 @@ def _source(model: nn.Module) -> int | None:
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Spread the model's experts over the first axis of `mesh`, and cut them over the second one, if any."""
-    assert isinstance(model, Hybrid)
-    source = _source(model)
-    for name in expert_layers(model.config):
+    source, shape = _source(model), cast(Any, model).config
+    for name in offer(shape, "expert_layers", "parallel.expert")(shape):
         spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), mesh, source)
 
 

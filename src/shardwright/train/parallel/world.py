@@ -18,13 +18,13 @@ from shardwright.comm.noted import noted
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import (
+from shardwright.train.parallel.checks import check_device, check_ranks
+from shardwright.train.parallel.rank_facts import (
     choose_device,
     collective_timeout,
     rank_and_size,
     under_launcher,
 )
-from shardwright.train.parallel.checks import check_device, check_ranks
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ and the optimizer of the run, and no second description of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,12 +26,10 @@ from shardwright.tracing.training import Calls, watch_calls, watch_training
 from shardwright.train.config import Config
 from shardwright.train.config.conflicts.jobs import PLANNED
 from shardwright.train.config.conflicts.table import refuse
-from shardwright.train.config.plans.shorter_jobs import Layers, layers_of, series_of
-from shardwright.train.config.shapes.foreign import HuggingFaceShape
+from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.models.hf.layers import described, shape_with_layers
 from shardwright.train.models.native.styles import even_routing
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
@@ -95,7 +93,7 @@ def composed_program(
     if shared is None:
         with hollow_graphs(kind == "cpu") as graphs, watch_calls() as calls:
             return composed_program(config, ranks, kind, Shared(graphs, calls))
-    for series in series_of(config, ranks, _layers_of):
+    for series in series_of(config, ranks):
         programs: dict[int, Program] = {}
         for least in (series.least, series.least + 1):  # with one part more the ends may differ no longer
             if not series.saves(least):
@@ -114,18 +112,6 @@ def composed_program(
                 program.model_flops = first.model_flops + more * (second.model_flops - first.model_flops)
                 return program
     return None
-
-
-def _layers_of(shape: Any) -> Layers | None:
-    """The layers of a model of this package or of transformers."""
-    if not isinstance(shape, HuggingFaceShape):
-        return layers_of(shape)
-
-    def keys(kept: Sequence[int]) -> dict[str, Any] | None:
-        shorter = shape_with_layers(shape, kept)
-        return None if shorter is None else {"path": shorter.path}
-
-    return Layers(described(shape).layers, keys)
 
 
 def traced_program(

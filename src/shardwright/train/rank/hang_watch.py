@@ -15,9 +15,9 @@ from shardwright import board as boards
 from shardwright._torch import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.environment import rank_and_size
 from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.resume import to_continue
+from shardwright.train.parallel.rank_facts import rank_and_size
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder
 from shardwright.watching.api import start

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.launch.environment import (
@@ -29,14 +28,12 @@ from shardwright.train.launch.environment import (
     LAUNCHER_VARIABLE,
     SPEAKING,
     attempt_of_launcher,
-    collective_timeout,
-    rank_and_size,
 )
 from shardwright.train.launch.forecast import forecast, note_out_of_memory
 from shardwright.train.launch.job_end import Complaint, JobEnd
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.relay import note_mistake
+from shardwright.train.parallel.rank_facts import collective_timeout, rank_and_size
 from shardwright.train.parallel.world import World, join_world
 from shardwright.train.rank.complaints import complaint_of
 from shardwright.train.rank.hang_watch import watched, write_board
@@ -44,7 +41,8 @@ from shardwright.train.rank.rendezvous import fresh_store
 from shardwright.train.rank.shared_folder import open_together
 from shardwright.train.rank.siblings import watch_start
 from shardwright.train.rank.start import read_data, start_together
-from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report
+from shardwright.train.rank.startup_check import PATIENCE, asked, is_to_report, run_on_first
+from shardwright.train.report.progress import START
 from shardwright.train.run.deadlines import SECONDS_FOR_CAUSE, SECONDS_FOR_FIRST, SECONDS_TO_ASK
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
@@ -114,7 +112,7 @@ def train_together(
 
 
 @contextmanager
-def _planned(config: Config, run: OpenedRun, world: World) -> Iterator[None]:
+def _planned(config: Config, run: OpenedRun, world: World, store: dist.Store) -> Iterator[None]:
     """Inside the context the first rank plans the job, as our launcher does. What it refuses all ranks raise."""
     if run.attempt > 1:
         yield
@@ -128,7 +126,7 @@ def _planned(config: Config, run: OpenedRun, world: World) -> Iterator[None]:
                 planned.check()
 
         try:
-            RankGroup().run_on_first(plan)
+            run_on_first(store, "start/planned", plan)  # a plan that may refuse the job takes minutes
         except UserError:
             run.discard_if_unused()
             raise
@@ -215,9 +213,10 @@ class IndependentRank:
 
     @contextmanager
     def watch(self, config: Config, run: OpenedRun, world: World) -> Iterator[None]:
+        assert self.store is not None
         with watched(config, run.folder.path, run.job_end.write):
             self._begun.set()
-            with _planned(config, run, world):
+            with _planned(config, run, world, self.store):
                 yield
 
     def failed(self, complaint: Complaint) -> int:

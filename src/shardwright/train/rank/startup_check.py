@@ -26,11 +26,14 @@ import torch.distributed as dist
 import shardwright
 from shardwright.board import ranks_in_words
 from shardwright.checkpoint import Damaged
+from shardwright.collective import RankGroup
 from shardwright.train.config import Config
-from shardwright.train.config.schema import toml_value
+from shardwright.train.config.schema import flat, toml_value
+from shardwright.train.config.shapes.foreign import FILES_OF_PATH
 from shardwright.train.errors import UserError
-from shardwright.train.launch.resume import flat
+from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.rank.hosts import host_key
+from shardwright.train.report.progress import patience
 
 PATIENCE = timedelta(minutes=1)
 """At least so long ranks wait for each other at the start, whatever SHARDWRIGHT_TIMEOUT says of later waits: hosts take
@@ -57,8 +60,6 @@ VARIABLES = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Environment variables that change collectives or results."""
-MODEL = "the model of model.path"
-"""The model in messages, and the key of its fingerprint."""
 
 Result = TypeVar("Result")
 
@@ -74,10 +75,10 @@ class Statement:
 def facts_of(
     config: Config, fingerprints: Mapping[str, str], resume: str | None, device: str
 ) -> dict[str, str]:
-    """The facts that must be equal on all ranks. Paths of data, and of a `MODEL`, may differ by host: the
+    """The facts that must be equal on all ranks. Paths of data, and of a model with files, may differ by host: the
     `fingerprints` of their content count, each under its name in messages."""
     values = config.model_dump()
-    if MODEL in fingerprints:
+    if FILES_OF_PATH in fingerprints:
         del values["model"]["path"]
     data = values["data"]
     for key in PATHS:
@@ -156,6 +157,27 @@ def _wait_for_first(store: dist.Store, host: str) -> str:
     return store.get(host).decode()
 
 
+def run_on_first(store: dist.Store, key: str, work: Callable[[], None]) -> None:
+    """Run long `work` on the first rank, and return on all when it is done. Called by every rank of the process group.
+
+    If it raises, all ranks raise. The others wait at `store`, where no rank has set `key` before: as long as there are
+    signs of progress, and then a while. A collective would end the wait by its timeout, however well the work goes.
+    """
+    ranks, timeout = RankGroup(), max(collective_timeout(), PATIENCE)
+
+    def act() -> None:
+        if not ranks.is_first:
+            return _wait_for(store, key, timeout)
+        sign = signs_of_progress(store)
+        with patience(lambda text: sign(), str):
+            try:
+                work()
+            finally:
+                store.set(key, "")
+
+    ranks.run_on_all(act)
+
+
 def agree_on_start(store: dist.Store, rank: int, size: int, statement: Statement, timeout: timedelta) -> None:
     """Return if all ranks state the same. Called by every rank. The wait for a rank that does not answer ends after
     `timeout` without a sign of progress of any rank.
@@ -172,20 +194,19 @@ def agree_on_start(store: dist.Store, rank: int, size: int, statement: Statement
         if None in statements and not any(each and each.mistake is not None for each in statements):
             store.set("start/passes", "")
         store.set("start/verdict", _verdict(statements))
-    _wait_for_verdict(
-        store, timeout + PATIENCE
-    )  # The first rank gives up after `timeout`; its answer needs a moment.
+    # The first rank gives up after `timeout`; its answer needs a moment.
+    _wait_for(store, "start/verdict", timeout + PATIENCE)
     verdict = store.get("start/verdict").decode()
     if verdict:
         raise UserError(verdict, passes=store.check(["start/passes"]))
 
 
-def _wait_for_verdict(store: dist.Store, timeout: timedelta) -> None:
-    """Return when there is a verdict. Raises DistStoreError after `timeout` without one and without progress."""
+def _wait_for(store: dist.Store, key: str, timeout: timedelta) -> None:
+    """Return when a key is set. Raises DistStoreError after `timeout` without it and without progress."""
     while True:
         signs = store.add(SIGNS, 0)
         try:
-            store.wait(["start/verdict"], timeout)
+            store.wait([key], timeout)
             return
         except dist.DistStoreError:
             if store.add(SIGNS, 0) == signs:

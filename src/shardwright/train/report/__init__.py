@@ -1,4 +1,5 @@
-"""Figures of a run: on the terminal, in metrics.jsonl, in services, and in pictures.
+"""Places for the figures of a run: the terminal, metrics.jsonl, services, and pictures.
 
-Each gets the records of `config.catalog.records`. Nothing here computes losses or communicates.
+Each place gets the records of `config.catalog.records`. `progress` prints what a job that is busy does. Nothing here
+computes losses or communicates.
 """

@@ -23,10 +23,10 @@ from rich.progress import (
 from rich.text import Text
 
 from shardwright.train.config.catalog.figures import RunFacts, meanings_of, texts_of
-from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.config.catalog.records import RunEnd, RunSink, StepRecord
 
 
-class Lines:
+class Lines(RunSink):
     """Plain lines for logs and pipes. Steps up to `printed` were printed before a restart, into the same log."""
 
     def __init__(self, steps: int, every: int, printed: int = 0) -> None:
@@ -79,7 +79,7 @@ class BarOverFigures(Progress):
         yield self.figures
 
 
-class Bar:
+class Bar(RunSink):
     """A progress bar on a terminal, the newest figures below it."""
 
     def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from shardwright.durable import replace_file, sync
 from shardwright.strict_json import not_finite, strict_json
-from shardwright.train.config.catalog.records import Incident, RunEnd, StepRecord
+from shardwright.train.config.catalog.records import Incident, RunEnd, RunSink, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
 from shardwright.train.run.writing import writing
@@ -28,7 +28,7 @@ NOT_FINITE = "not_finite"
 """The key of a step with figures that are nan or infinite: these as text, by their names. Their values are null."""
 
 
-class JsonLines:
+class JsonLines(RunSink):
     """metrics.jsonl: every step, floats in full precision, every checkpoint that could not be written, incidents."""
 
     def __init__(

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from shardwright.extend.registry import in_words
-from shardwright.train.config.catalog.records import Incident, RunEnd, Sink, StepRecord
+from shardwright.train.config.catalog.records import Incident, RunEnd, RunSink, StepRecord
 from shardwright.train.report import sink_thread
-from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from shardwright.train.run import deadlines
 
@@ -29,7 +28,7 @@ class Reporter:
     """
 
     def __init__(
-        self, sinks: Sequence[Sink], added: Mapping[str, SinkThread] | None = None, steps_done: int = 0
+        self, sinks: Sequence[RunSink], added: Mapping[str, SinkThread] | None = None, steps_done: int = 0
     ) -> None:
         self.sinks = list(sinks)
         self.added = dict(added or {})
@@ -57,8 +56,8 @@ class Reporter:
     def save_failed(self, step: int, reason: str) -> None:
         """Record that a checkpoint could not be written and that the run goes on."""
         self.failed_saves.append(f"checkpoint of step {step}: {reason}")
-        for file in self._files():
-            file.save_failed(step, reason)
+        for sink in self.sinks:
+            sink.save_failed(step, reason)
         self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
 
     def not_finite(self, figure: str, text: str) -> None:
@@ -70,21 +69,17 @@ class Reporter:
 
     def incident(self, incident: Incident, quiet: bool = False) -> None:
         """Record that samples were left out, and that the run goes on. `quiet`: only in metrics.jsonl."""
-        for file in self._files():
-            file.incident(incident)
+        for sink in self.sinks:
+            sink.incident(incident)
         if not quiet:
             self.say(f"warning: {incident.in_words}")
 
     def rewind(self, step: int) -> None:
         """The run goes on after `step`, so later steps come again."""
         self.last_step = step
-        for file in self._files():
-            file.rewind(step)
+        for sink in self.sinks:
+            sink.rewind(step)
         self._call_added(lambda sink: sink.rewind(step))
-
-    def _files(self) -> list[JsonLines]:
-        """metrics.jsonl, on the first rank."""
-        return [sink for sink in self.sinks if isinstance(sink, JsonLines)]
 
     def _call_added(self, call: Callable[[SinkThread], None]) -> None:
         """Call the sinks of `[log] sinks`; those that raise an error are stopped."""

@@ -20,10 +20,10 @@ from shardwright._torch import hook_count
 from shardwright.collective import RankGroup
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.figures import COMMON_LOSSES, is_reserved
+from shardwright.train.config.catalog.figures import is_reserved
 from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook
 from shardwright.train.config.catalog.hooks import hooks as named_hooks
-from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.config.catalog.records import COMMON_LOSSES, RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.models.outputs import called
 
@@ -52,7 +52,7 @@ class Hooks:
         """`users`: the hooks of `[run] hooks`. Their errors are ExtensionErrors."""
         self.users = list(users)
         self.trainer_hooks: Sequence[TrainerHook] = ()
-        self._job: JobOfHooks | None = None  # until `setup`
+        self._end_reason = ""  # of the hook of this rank that has ended the run
         self._has_ended = False
         for hook, key in itertools.product(self.users, ("step_metrics", "validation_metrics")):
             if isinstance(name := getattr(hook, key), str):
@@ -109,7 +109,7 @@ class Hooks:
 
     def setup(self, job: JobOfHooks, trainer_hooks: Sequence[TrainerHook] = ()) -> None:
         """`trainer_hooks`: hooks of the trainer. They come before those of `[run] hooks`."""
-        self.trainer_hooks, self._job = trainer_hooks, job
+        self.trainer_hooks = trainer_hooks
         for hook in (*self.trainer_hooks, *self.users):
             before = hook_count(job.model)
             self._call(hook, "setup", job)
@@ -119,15 +119,19 @@ class Hooks:
                     "parameters, found true; a graph calls no such hook. Read p.grad in the method metrics"
                 )
 
+    def end_run(self, reason: str) -> None:
+        """End the run early. The first reason stays."""
+        self._end_reason = self._end_reason or reason
+
     @property
     def stops_early(self) -> bool:
         """Whether a hook of this rank has ended the run."""
-        return self._job is not None and bool(self._job.stop_reason)
+        return bool(self._end_reason)
 
     def stop_reason(self) -> str:
         """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
-        reason = "" if self._job is None else self._job.stop_reason
-        return next((" ".join(reason.split()) for reason in RankGroup().all_gather(reason) if reason), "")
+        reasons = RankGroup().all_gather(self._end_reason)
+        return next((" ".join(reason.split()) for reason in reasons if reason), "")
 
     def before_step(self, step: int) -> None:
         self._all("before_step", step)
@@ -265,7 +269,7 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 
 @dataclass
 class JobOfHooks:
-    """The job as hooks see it: `config.catalog.hooks.Job`. Without a `stop_reason` no hook here ends the run."""
+    """The job as hooks see it: `config.catalog.hooks.Job`."""
 
     config: Config
     model: nn.Module
@@ -275,11 +279,8 @@ class JobOfHooks:
     ranks: int
     say: Callable[[str], None]
     step: Callable[[], int]
-    stop_reason: str = ""
+    stop: Callable[[str], None]
 
     @property
     def steps_done(self) -> int:
         return self.step()
-
-    def stop(self, reason: str) -> None:
-        self.stop_reason = self.stop_reason or reason

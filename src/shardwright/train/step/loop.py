@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.train.launch.job_end import stopped_by
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
-from shardwright.train.step.evaluation import validate
-from shardwright.train.step.numerics.acting import answer
-from shardwright.train.step.numerics.detect import fault_of_state
-from shardwright.train.step.reporting.step_reports import (
+from shardwright.train.step.account.step_reports import (
     report_not_finite,
     report_untrained,
     step_record,
 )
+from shardwright.train.step.evaluation import validate
+from shardwright.train.step.numerics.acting import answer
+from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 

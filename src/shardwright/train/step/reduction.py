@@ -7,7 +7,7 @@ step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from shardwright.train.step.hooks import ACTIONS, means
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 
 T = TypeVar("T")
+Row = TypeVar("Row", Tensor, list[float])
 
 
 @dataclass(frozen=True)
@@ -114,29 +115,21 @@ def agree(world: World, part: OwnPart, metric_names: Sequence[str]) -> Agreed:
         "waits": waits,
         "sums": part.sums,
     }
-    on_device = world.figures([*itertools.chain(*numbers.values())])  # one copy from the host
-    parts = [part.shares, part.flag, on_device]
-    if metric_names:
-        sums = on_device[-len(part.sums) :].view(len(metric_names), 2)
-        parts.append(marks(sums, world.rank))
-    row = torch.cat(parts)
+    # One copy from the host.
+    parts = split(world.figures([*itertools.chain(*numbers.values())]), numbers)
+    parts |= {"losses": part.shares, "flags": part.flag}
+    parts["marks"] = marks(parts["sums"].view(len(metric_names), 2), world.rank)
+    row = torch.cat([*parts.values()])
     with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
         if part.norm is not None:
-            norm = part.norm.to(row.device, row.dtype, non_blocking=True)
-            row = torch.cat([row, norm[None]])
-        figures = iter(row.tolist())
-    lengths = {  # of the parts of the row, in their order; the norm is after them
-        "losses": len(part.shares),
-        "flags": 1,
-        **{name: len(values) for name, values in numbers.items()},
-        "marks": 2 * len(metric_names),
-    }
-    totals = {name: list(itertools.islice(figures, length)) for name, length in lengths.items()}
+            parts["norm"] = part.norm.to(row.device, row.dtype, non_blocking=True)[None]
+            row = torch.cat([row, parts["norm"]])
+        totals = split(row.tolist(), parts)
     return Agreed(
         losses=[loss / world.dims.with_same_loss for loss in totals["losses"]],
         flags=totals["flags"][0],
-        norm=next(figures, None),
+        norm=totals["norm"][0] if part.norm is not None else None,
         data_seconds=max(totals["waits"]),
         signal=int(_first_chosen(SIGNALS, totals["signals"]) or 0),
         save_ended=totals["save_ended"][0] > 0,
@@ -145,6 +138,12 @@ def agree(world: World, part: OwnPart, metric_names: Sequence[str]) -> Agreed:
         metrics=means(metric_names, totals["sums"]),
         not_finite=wrong_ranks(metric_names, totals["marks"], world.size),
     )
+
+
+def split(row: Row, parts: Mapping[str, Sized]) -> dict[str, Row]:
+    """The parts of a row by their names. It has values for all of `parts`, one after another, in their order."""
+    stops = itertools.accumulate(map(len, parts.values()))
+    return {name: row[stop - len(parts[name]) : stop] for name, stop in zip(parts, stops, strict=True)}
 
 
 def _first_chosen(options: Sequence[T], counts: Sequence[float]) -> T | None:

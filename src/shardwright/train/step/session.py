@@ -14,28 +14,29 @@ from shardwright.train.data.run_documents import resumed_data
 from shardwright.train.errors import UserError, as_user_errors, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.opening import OpenedRun
-from shardwright.train.launch.progress import START
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
+from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
-from shardwright.train.step.evaluation import check_model
-from shardwright.train.step.hooks import hooks_of
-from shardwright.train.step.loop import LoopEnd, run_steps
-from shardwright.train.step.reporting.conclusion import Reports, conclude
-from shardwright.train.step.reporting.introduction import introduction
-from shardwright.train.step.reporting.memory_report import MemoryReporter, MemorySnapshots
-from shardwright.train.step.reporting.notices import FirstLoss
-from shardwright.train.step.reporting.step_reports import (
+from shardwright.train.step.account.conclusion import Reports, conclude
+from shardwright.train.step.account.introduction import introduction
+from shardwright.train.step.account.memory_report import MemoryReporter, MemorySnapshots
+from shardwright.train.step.account.notices import FirstLoss
+from shardwright.train.step.account.step_reports import (
     StepReports,
     open_record,
     open_reporter,
 )
+from shardwright.train.step.evaluation import check_model
+from shardwright.train.step.hooks import hooks_of
+from shardwright.train.step.loop import LoopEnd, run_steps
 from shardwright.train.step.saving.best import BestCheckpoint
+from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
@@ -65,19 +66,17 @@ def _train(
     world: World,
     saved: Callable[[int], None] | None,
 ) -> Outcome:
-    trainer = _built(config, run, dataset, world)
+    trainer, loaded = _built(config, run, dataset, world)
     check_model(trainer)
-    config, done = (
-        trainer.config,
-        trainer.position.step,
-    )  # with the steps that `train.epochs` makes of the data
+    config = trainer.config  # with the steps that `train.epochs` makes of the data
+    done = trainer.position.step
     if done >= config.train.steps and run.attempt == 1 and not only_end_is_missing(config, run.folder, done):
         raise UserError(no_more_steps(config, run.folder, done))
     START.doing("running the first step")
     answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         try:
-            reports = _opened_reports(trainer, run, stack)
+            reports = _opened_reports(trainer, loaded, run, stack)
             answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
             ended = _run_steps(trainer, run.folder, reports, stop, saved)
             answers.reach_end()
@@ -88,9 +87,13 @@ def _train(
             raise
 
 
-def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Trainer:
-    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint."""
+def _built(
+    config: Config, run: OpenedRun, dataset: Dataset, world: World
+) -> tuple[Trainer, LoadedRun | None]:
+    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is returned,
+    too."""
     folder, resumes = run.folder, run.resumes
+    loaded = None
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
     if resumes:
@@ -105,15 +108,15 @@ def _built(config: Config, run: OpenedRun, dataset: Dataset, world: World) -> Tr
         if resumes:
             notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
-                trainer.load(folder, notices)
+                loaded = trainer.load(folder, notices)
         if config.finetune.method != "full":
             plain = trainer.engine.unwrapped(trainer.model)
             finetuning.prepare(plain, config, folder.base_file, resumes, world.mesh)
             notices.say(adapters.statement(trainer.model))
-    return trainer
+    return trainer, loaded
 
 
-def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Reports:
+def _opened_reports(trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, stack: ExitStack) -> Reports:
     """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them."""
     folder, config = run.folder, trainer.config
     record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
@@ -127,7 +130,7 @@ def _opened_reports(trainer: Trainer, run: OpenedRun, stack: ExitStack) -> Repor
     if config.checkpoint.keep_best:
         best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
     hooks = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
-    trainer.open_hooks(reporter, [*hooks, *([best] if best else [])])
+    trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
     return Reports(record, reporter, memory, best)
 
 

@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shardwright.train.config import Config
 from shardwright.train.launch.job_end import JobEnd, stopped_by
 from shardwright.train.launch.resume import to_continue
-from shardwright.train.launch.signals import StopRequest
+from shardwright.train.launch.signals import StopRequest, answered_signals
 from shardwright.train.parallel.world import World
 from shardwright.train.run.deadlines import SECONDS_FOR_FIRST
 from shardwright.train.run.exits import DONE, TRY_AGAIN, Outcome, is_saved
@@ -31,8 +31,7 @@ class SignalAnswers:
         self._saves = True  # False once the run is at its end
         self._step: Callable[[], int] = lambda: 0
         # Our launcher knows the time and ends the ranks itself, also one that does not answer.
-        self._seconds = config.fault.save_seconds if job_end.speaks else 0.0
-        self._number = signal.SIGTERM
+        self._request = StopRequest(config.fault.save_seconds if job_end.speaks else 0.0)
 
     def follow(self, say: Callable[[str], None], step: Callable[[], int]) -> None:
         """Answer through `say` from here on. A signal ends the run after the step that `step()` is by then."""
@@ -42,25 +41,27 @@ class SignalAnswers:
         """Say from here on that the run is at its end: nothing is left to save."""
         self._saves = False
 
-    def request(self) -> StopRequest:
-        return StopRequest(self._noted, self._leave, self._seconds, ignores_later=True)
+    @contextmanager
+    def request(self) -> Iterator[StopRequest]:
+        """The signals that come in this context."""
+        with answered_signals(self._request, self._noted, self._leave):
+            yield self._request
 
     def _noted(self, number: int) -> None:
-        self._number = signal.Signals(number)
         if self.world.is_first:
             doing = f"saving after step {self._step()}" if self._saves else "the run is at its end"
             try:
-                self._say(f"{self._number.name} received; {doing}")
+                self._say(f"{signal.Signals(number).name} received; {doing}")
             except (OSError, ValueError):
                 pass  # nobody reads the output any more
 
-    def _leave(self, number: int | None) -> None:
-        """End the process: `number` is a second signal, None if the time to save has passed."""
-        status = TRY_AGAIN
+    def _leave(self) -> None:
+        """End the process, because there is no more time to save."""
+        status, hurry, late = TRY_AGAIN, self._request.hurry, self._request.is_late
         try:
             if self.job_end.speaks and not self.world.is_first:
                 time.sleep(SECONDS_FOR_FIRST)
-            end = self._end(number)
+            end = self._end(hurry, late)
             if self.world.is_first:
                 self._report(end)
             status = end.status
@@ -73,13 +74,12 @@ class SignalAnswers:
             lines = [end.reason, *to_continue(self.job_end.folder, self.world.size)]
             print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def _end(self, number: int | None) -> Outcome:
+    def _end(self, hurry: str, late: bool) -> Outcome:
+        number = self._request.signal_number
+        assert number is not None
         folder = self.job_end.folder
         if not self._saves and is_finished(folder):
             return Outcome(DONE, "done")
         if is_saved(folder):
-            return stopped_by(self._number)
-        if number is not None:
-            return stopped_by(self._number, unsaved="a second signal")
-        why = f"the checkpoint took longer than fault.save_seconds = {self._seconds:g}"
-        return replace(stopped_by(self._number, unsaved=why), status=TRY_AGAIN)
+            return stopped_by(number)
+        return stopped_by(number, unsaved=hurry, late=late)

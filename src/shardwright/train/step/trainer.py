@@ -117,10 +117,11 @@ class Trainer:
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.stops_after = 0  # the step after which a signal that comes now ends the run
-        self._loaded: LoadedRun | None = None  # by `load`, until `open_hooks`
 
-    def open_hooks(self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = ()) -> None:
-        """Set the hooks up, after `trainer_hooks`. They and random generators go on from what `load` has read."""
+    def open_hooks(
+        self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
+    ) -> None:
+        """Set the hooks up, after `trainer_hooks`. They and random generators go on from the `loaded` checkpoint."""
         world = self.world
         job = JobOfHooks(
             self.config,
@@ -131,11 +132,11 @@ class Trainer:
             world.size,
             reporter.say,
             lambda: self.position.step,
+            self.hooks.end_run,
         )
         self.hooks.setup(job, trainer_hooks)
-        if self._loaded is not None:
-            self._load_rest(self._loaded, reporter)
-            self._loaded = None
+        if loaded is not None:
+            self._load_rest(loaded, reporter)
 
     def _set_data(self, config: Config, dataset: Dataset) -> None:
         """Set the data, the configuration with the steps that `train.epochs` makes of it, and the feed of these steps.
@@ -294,15 +295,15 @@ class Trainer:
         saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
 
     @boards.during(boards.LOAD)
-    def load(self, folder: RunFolder, reporter: Reporter) -> None:
+    def load(self, folder: RunFolder, reporter: Reporter) -> LoadedRun:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since.
 
-        Hooks and random generators follow in `open_hooks`.
+        Returns the checkpoint, from which hooks and random generators go on in `open_hooks`.
         """
         self.close()
         checkpoints = checkpoints_of(folder, self.config)
-        self._loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
-        self.position = self._loaded.position
+        loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
+        self.position = loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
         self._set_data(self.config, dataset)
@@ -312,6 +313,7 @@ class Trainer:
             )
         for line in lines:
             reporter.say(line)
+        return loaded
 
     def skip(self) -> None:
         """Leave the samples of the next step out."""

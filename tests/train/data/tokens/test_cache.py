@@ -25,7 +25,7 @@ from shardwright.train.data.tokens.cache import content_digest, tokenised
 from shardwright.train.data.tokens.tokenizers import Bytes, FromFile
 from shardwright.train.data.tokens.tokens import IDS, Tokens
 from shardwright.train.errors import UserError
-from shardwright.train.launch import progress
+from shardwright.train.report import progress
 from tests.train.data.samples import CHATML, chat, save_tokenizer, texts, write_jsonl
 from tests.train.kit.text import joined, pydoc
 

@@ -99,7 +99,7 @@ def _rank(arguments: list[str], variables: dict[str, str], out: IO[str] | None, 
     os.environ.clear()
     os.environ.update(variables)
     from shardwright.cli import main
-    from shardwright.train.launch import progress
+    from shardwright.train.report import progress
 
     progress.START.__init__()  # type: ignore[misc]  # the launcher's has begun
     sys.argv = ["shardwright", *arguments]

@@ -21,14 +21,16 @@ from torch import Tensor
 from shardwright._torch import local_of
 from shardwright.engine.base.names import plain_name
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.records import RunSink
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.account.step_reports import StepReports
 from shardwright.train.step.loop import run_steps
-from shardwright.train.step.reporting.step_reports import StepReports
+from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import tiny, trainer
@@ -72,13 +74,14 @@ class Run:
         self.folder, self.config = RunFolder(folder), config
         self.trainer = trainer(config, rank, world_size, dataset)
         self.is_first = rank == 0
+        self.loaded: LoadedRun | None = None
         self.lines: list[str] = []
         if plant is not None:
             plain = self.trainer.losses.sums
             self.trainer.losses.sums = lambda batch: plant(self.trainer, plain(batch))  # type: ignore[method-assign]
 
     def resume(self) -> Run:
-        self.trainer.load(self.folder, Reporter([]))
+        self.loaded = self.trainer.load(self.folder, Reporter([]))
         return self
 
     def go(self, before: Callable[[], None] = lambda: None) -> list[int]:
@@ -114,14 +117,14 @@ class Run:
                 ) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
-                self.trainer.open_hooks(reporter, [StepReports(reporter)])
+                self.trainer.open_hooks(reporter, [StepReports(reporter)], self.loaded)
                 run_steps(self.trainer, reporter, saves, stop)
         finally:
             self.trainer.close()
         return tried
 
 
-class Said:
+class Said(RunSink):
     """Keeps the lines that a run prints."""
 
     def __init__(self, lines: list[str]) -> None:

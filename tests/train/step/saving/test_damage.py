@@ -27,7 +27,7 @@ from shardwright.checkpoint.training import load_checkpoint
 from shardwright.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
-from shardwright.train.launch import progress
+from shardwright.train.report import progress
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.run.stored_checkpoint import examine

@@ -32,6 +32,7 @@ from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import local_store
+from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -138,7 +139,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     before = (tmp_path / "step-1" / "index.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(
-            collective_save,
+            LocalFiles,
             "drop_from_cache",
             lambda folder, file: flipped(folder.path / file, folder.path),
         )

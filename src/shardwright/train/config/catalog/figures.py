@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from shardwright.train.config.catalog.records import StepRecord
-
-COMMON_LOSSES: Mapping[str, str] = {"mtp": "mtp_loss", "balance": "balance_loss"}
-"""Losses of models that have a field of their own in `StepRecord`, which is the value here. They come first."""
+from shardwright.train.config.catalog.records import COMMON_LOSSES, StepRecord
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Plan = dict[str, ParallelStyle]
 
-    from shardwright.checkpoint.pretrained.names import TensorSource
+    from shardwright.checkpoint.pretrained.key_maps import TensorSource
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:
@@ -33,6 +33,33 @@ def _near(name: str, names: Iterable[str]) -> str | None:
     lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), lower, 1)
     return lower[near[0]] if near else None
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model.
+
+    Attributes:
+        kinds: a value for each layer, equal for layers that do the same.
+        with_these: keys of ``[model]`` and their values for the model with some of the layers, by their numbers; None:
+            there is no such model.
+    """
+
+    kinds: Sequence[Hashable]
+    with_these: Callable[[Sequence[int]], dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model.
+
+    Attributes:
+        pattern: its layers, in which an E has experts.
+        number: in each such layer.
+    """
+
+    pattern: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,9 @@ class Offers:
         check: refuses, with a UserError, a job that the model cannot run. It also takes the whole configuration, a
             ``shardwright.train.config.Config``. The launcher and each rank call it, before anything is allocated. It
             may fetch files.
+        expert_layers: the names of the modules that have experts, which `parallel.expert` spreads.
+        layers: the layers, if a model with some of them has the same keys.
+        fingerprints: digests of the files behind a model, which all ranks must have, by their names in messages.
     """
 
     model: Callable[[Any], Any]
@@ -60,6 +90,9 @@ class Offers:
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
     check: Callable[[Any, Any], None] | None = None
+    expert_layers: Callable[[Any], list[str]] | None = None
+    layers: Callable[[Any], Layers] | None = None
+    fingerprints: Callable[[Any], dict[str, str]] = lambda shape: {}
 
     def __post_init__(self) -> None:
         check_signature("Offers: model", self.model, "shape")
@@ -85,6 +118,10 @@ class Kind:
         divides_layers: a tensor or expert axis may divide layers; whether one does depends on the Offers.
         no_cuda_graph: the reason why a step of its models is no CUDA graph. Empty: it can be one.
         is_users_code: code of the user makes its models, which can change while the configuration stays.
+        experts: the experts of a shape's model; None if it has none.
+        predicts_further: whether a shape's model also predicts the token after the next one.
+        base: the model of transformers of whose files a shape's model is made: its tokenizer and its settings are
+            beside its weights. None for other models.
     """
 
     name: str
@@ -96,6 +133,9 @@ class Kind:
     divides_layers: bool = True
     no_cuda_graph: str = ""
     is_users_code: bool = False
+    experts: Callable[[Any], Experts | None] = lambda shape: None
+    predicts_further: Callable[[Any], bool] = lambda shape: False
+    base: Callable[[Any], HuggingFaceShape | None] = lambda shape: None
 
     def __post_init__(self) -> None:
         check_signature(f"Kind {self.name!r}: load", self.load)
@@ -131,6 +171,11 @@ class Kind:
         return get_type_hints(self.shape)[key]
 
 
+def _experts_of_hybrid(shape: HybridConfig) -> Experts | None:
+    pattern = shape.pattern + shape.mtp_pattern
+    return Experts(pattern, shape.n_experts) if "E" in pattern else None
+
+
 def _built_in(name: str) -> Callable[[], Offers]:
     """The function of `models.offers` that says what a kind of this package offers, imported when it is called."""
 
@@ -150,11 +195,12 @@ kinds: Registry[Kind] = Registry(
         Kind(
             "hybrid", "Mamba-2, attention, mixture-of-experts and dense layers in any order.",
             HybridConfig, HYBRID_PRESETS, _built_in("hybrid"), "model.pattern",
+            experts=_experts_of_hybrid, predicts_further=lambda shape: bool(shape.mtp_pattern),
         ),
         Kind(
             "hf", "Any causal language model of transformers: set model.path.", HuggingFaceShape, {},
             _built_in("hf"), "model.path", divides_layers=False,
-            no_cuda_graph="models of transformers make masks whose kind depends on values",
+            no_cuda_graph="models of transformers make masks whose kind depends on values", base=lambda shape: shape,
         ),
         Kind(
             "python", "Your own module: set model.target.", PythonShape, {}, _built_in("python"), "model.target",
@@ -224,6 +270,22 @@ def offers_of(shape: Any) -> Offers:
             "Offers(MyModel)"
         )
     return offers
+
+
+def experts_of(shape: Any) -> Experts | None:
+    """The experts of a shape's model; None if it has none."""
+    return kind_of(shape).experts(shape)
+
+
+def base_of(shape: Any) -> HuggingFaceShape | None:
+    """The model of transformers of whose files a shape's model is made, if any."""
+    return kind_of(shape).base(shape)
+
+
+def layers_of(shape: Any) -> Layers | None:
+    """The layers of a shape's model; None if there are no models with some of them."""
+    layers = offers_of(shape).layers
+    return None if layers is None else layers(shape)
 
 
 def offer(shape: Any, what: str, key: str) -> Any:

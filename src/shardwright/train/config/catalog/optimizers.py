@@ -60,6 +60,8 @@ class NamedOptimizer:
         whole: in a word, what must not be cut ("matrices", "blocks"); empty: each element is updated alone.
         in_backward: whether it can step within backward.
         any_gradients: whether it takes gradients in bfloat16.
+        by_layer: whether it does the same for the parameters of each layer, so that a plan of many layers can be made
+            from plans of few.
         options: by key of `[optimizer.options]`, the defaults of what it has beside the section's keys.
     """
 
@@ -70,6 +72,7 @@ class NamedOptimizer:
     whole: str = ""
     in_backward: bool = True
     any_gradients: bool = False
+    by_layer: bool = False
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,9 +169,10 @@ optimizers: Registry[NamedOptimizer] = Registry(
     "optimizers",
     NamedOptimizer,
     (
-        NamedOptimizer("adamw", "AdamW, torch's fused kernel.", _adamw),
+        NamedOptimizer("adamw", "AdamW, torch's fused kernel.", _adamw, by_layer=True),
         NamedOptimizer(
-            "adamw8bit", "AdamW with a quarter of the state's memory.", _adamw8bit, whole="blocks", any_gradients=True
+            "adamw8bit", "AdamW with a quarter of the state's memory.", _adamw8bit, whole="blocks", any_gradients=True,
+            by_layer=True,
         ),
         NamedOptimizer(
             "muon", ("Muon for the matrices inside blocks, with updates scaled to AdamW's, and AdamW for all other "

@@ -16,6 +16,8 @@ OPTIONAL = {"optional": True}
 """Metadata of a field that may be None."""
 NUMBERS = {"numbers": True}
 """Metadata of a field that has numbers by name."""
+COMMON_LOSSES: Mapping[str, str] = {"mtp": "mtp_loss", "balance": "balance_loss"}
+"""Losses of models that have a field of their own in `StepRecord`, which is the value here. They come first."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,18 @@ class StepRecord:
     memory_total: int
     validation_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
     #: if the model has experts: their load; the model says what equal loads give
-    balance_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
+    balance_loss: float | None = field(init=False, metadata=APART | OPTIONAL)
     #: if the model has this head: cross-entropy of the token after the next
-    mtp_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
+    mtp_loss: float | None = field(init=False, metadata=APART | OPTIONAL)
     extra_losses: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     #: metrics of hooks, over all ranks
     metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     #: likewise, at steps with a validation
     validation_metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
+
+    def __post_init__(self) -> None:
+        for name, key in COMMON_LOSSES.items():
+            object.__setattr__(self, key, self.extra_losses.get(name))
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,20 @@ class Sink(Protocol):
 
     def close(self, end: RunEnd) -> None:
         """Write how the run ended, and release everything."""
+
+
+class RunSink(Sink):
+    """A place of the run's own, which also gets what other sinks learn as lines. Methods that it has no use for stay
+    empty."""
+
+    def save_failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written, and the run goes on."""
+
+    def incident(self, incident: Incident) -> None:
+        """Samples were left out, and the run goes on."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after `step`, so later steps come again."""
 
 
 def scalars(record: StepRecord, every: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.config.sections.finetune import FinetuneConfig
-from shardwright.train.config.shapes.presets import HybridConfig
 
 
 def _beside_sources(key: str) -> Conflict[Sections]:
@@ -233,11 +232,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
     Conflict(
         ("train.seq_len", "model.mtp_pattern"),
-        lambda c: (
-            isinstance(shape := c.model.shape(), HybridConfig)
-            and bool(shape.mtp_pattern)
-            and c.train.seq_len < 2
-        ),
+        lambda c: c.train.seq_len < 2 and kind_of(shape := c.model.shape()).predicts_further(shape),
         "expected at least 2 with a model.mtp_pattern, found 1",
     ),
     Conflict(

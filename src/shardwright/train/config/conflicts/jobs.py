@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 from shardwright.train.config.catalog.engines import engines_that
-from shardwright.train.config.catalog.kinds import kinds_that
+from shardwright.train.config.catalog.kinds import experts_of, kinds_that
 from shardwright.train.config.conflicts.configurations import LENGTH
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
-from shardwright.train.config.shapes.presets import HybridConfig
 
 
 def _divided(key: str) -> Conflict[Sections]:
@@ -35,9 +34,8 @@ def _with_experts(key: str, expected: object, why: str) -> Conflict[Sections]:
 
 def _experts(config: Sections) -> str:
     """The pattern of a model with experts; empty for other models."""
-    shape = config.model.shape()
-    pattern = shape.pattern + shape.mtp_pattern if isinstance(shape, HybridConfig) else ""
-    return pattern if "E" in pattern else ""
+    experts = experts_of(config.model.shape())
+    return "" if experts is None else experts.pattern
 
 
 STARTED: tuple[Conflict[Sections], ...] = (

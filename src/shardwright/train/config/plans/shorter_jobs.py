@@ -1,7 +1,8 @@
 """The same job with fewer layers or micro-batches: series of configurations that differ in the number of equal parts.
 
 A plan of many parts can be made from plans of few (``shardwright.planner.compose``) if the events of a step follow
-their number. :func:`series_of` says for which configurations they do. Nothing here imports torch.
+their number. :func:`series_of` says for which configurations they do. Nothing here imports torch, before it looks up
+the layers of a model.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.extend import layouts, memories, strategies
+from shardwright.train.config.catalog.kinds import layers_of
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
-from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig
 
 #: Kinds of memory whose blocks do not depend on the number of units. The others are planned from all units of a step.
 MEMORIES = ("dynamic", "double_buffer")
-#: Optimizers that do the same for the parameters of each layer. Muon makes rounds of all matrices.
-OPTIMIZERS = ("adamw", "adamw8bit")
 #: Parts at each end that may differ from those between them; for layers beside units that are gathered ahead.
 ENDS = 2
 
@@ -43,36 +42,10 @@ class Series:
         return self.parts > 3 * least + 3
 
 
-@dataclass(frozen=True)
-class Layers:
-    """The layers of a model.
-
-    Attributes:
-        kinds: a value for each layer, equal for layers that do the same.
-        with_these: keys of ``[model]`` and their values for the model with some of the layers, by their numbers; None:
-            there is no such model.
-    """
-
-    kinds: Sequence[Hashable]
-    with_these: Callable[[Sequence[int]], dict[str, Any] | None]
-
-
-def layers_of(shape: Any) -> Layers | None:
-    """The layers of a model of this package; None: it is another model."""
-    if type(shape) is LlamaConfig:
-        return Layers("*" * shape.n_layers, lambda kept: {"n_layers": len(kept)})
-    if type(shape) is HybridConfig:
-        pattern = shape.pattern
-        return Layers(pattern, lambda kept: {"pattern": "".join(pattern[i] for i in kept)})
-    return None
-
-
-def series_of(
-    config: Config, ranks: int, layers_of: Callable[[Any], Layers | None] = layers_of
-) -> Iterator[Series]:
+def series_of(config: Config, ranks: int) -> Iterator[Series]:
     """Series of a configuration: in its micro-batches, then in its layers.
 
-    One is left out if the step depends on the number in other ways, or may do so. ``layers_of``: the layers of a shape.
+    One is left out if the step depends on the number in other ways, or may do so.
     """
     parallel = config.parallel
     origins = [strategies.origin(parallel.strategy), optimizers.origin(config.optimizer.name)]
@@ -81,7 +54,7 @@ def series_of(
     origins.append(memories.origin(parallel.memory))
     if all(origin == "built in" for origin in origins):
         yield _of_micro_batches(config, ranks)
-        if (layers := _of_layers(config, layers_of)) is not None:
+        if (layers := _of_layers(config)) is not None:
             yield layers
 
 
@@ -95,12 +68,12 @@ def _of_micro_batches(config: Config, ranks: int) -> Series:
     return Series(count, 2 * ENDS, of)
 
 
-def _of_layers(config: Config, layers_of: Callable[[Any], Layers | None]) -> Series | None:
+def _of_layers(config: Config) -> Series | None:
     prefetch = config.parallel.prefetch
     patterns = (*config.finetune.targets, *config.finetune.train_also, *config.parallel.keep_float32)
     if (
         config.parallel.memory not in MEMORIES
-        or config.optimizer.name not in OPTIMIZERS
+        or not config.optimizer.entry.by_layer
         or not isinstance(prefetch, int)
         or any(letter.isdigit() or letter in "?[" for pattern in patterns for letter in pattern)
         or (layers := layers_of(config.model.shape())) is None

@@ -19,6 +19,8 @@ from shardwright.train.config.shapes.rope_tables import rope_tables
 from shardwright.train.errors import UserError
 
 CONFIG = "config.json"
+FILES_OF_PATH = "the model of model.path"
+"""The files of a `HuggingFaceShape` in messages, and the key of their fingerprint."""
 #: Keys of config.json, by model type, that limit the length of a sequence.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -41,7 +41,7 @@ from shardwright.train.data.tokens.tokenizers import Tokenizer
 from shardwright.train.data.tokens.tokens import Facts, Tokens, dtype_of, open_tokens, write_facts
 from shardwright.train.data.tokens.workers import encoded
 from shardwright.train.errors import UserError
-from shardwright.train.launch.progress import patience
+from shardwright.train.report.progress import patience
 from shardwright.train.run.lock import UNSUPPORTED
 from shardwright.train.run.writing import writing
 

@@ -6,9 +6,12 @@ uses other methods of the model if it has them, and finds the rest.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -90,6 +93,19 @@ def check(shape: PythonShape, config: object) -> None:
     """
     with torch.device("meta"):
         PythonModel(shape)
+
+
+def fingerprints(shape: PythonShape) -> dict[str, str]:
+    """The digest of the file of `model.target`, under its name in messages. Empty if the file is not found; building
+    the model says so."""
+    module = shape.target.partition(":")[0]
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            return {}
+        return {f"the file of {module}": hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()}
+    except (ImportError, OSError, ValueError):
+        return {}
 
 
 def _refusal(shape: PythonShape, found: str) -> UserError:

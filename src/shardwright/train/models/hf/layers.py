@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwright.train.config.catalog.kinds import Layers
 from shardwright.train.config.shapes.foreign import CONFIG, HuggingFaceShape
 from shardwright.train.models.hf.transformers_model import HuggingFaceModel, config_of
 
@@ -71,6 +72,16 @@ def _described(name: str, module: nn.Module, index: int = -1) -> Hashable:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
+
+
+def layers_of(shape: HuggingFaceShape) -> Layers:
+    """The layers, by what their modules are."""
+
+    def keys(kept: Sequence[int]) -> dict[str, Any] | None:
+        shorter = shape_with_layers(shape, kept)
+        return None if shorter is None else {"path": shorter.path}
+
+    return Layers(described(shape).layers, keys)
 
 
 def shape_with_layers(shape: HuggingFaceShape, kept: Sequence[int]) -> HuggingFaceShape | None:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.pretrained.conversions import transformers_key_map
 from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, open_stored
+from shardwright.checkpoint.pretrained.key_maps import TensorSource
 from shardwright.checkpoint.pretrained.model import mesh_of
-from shardwright.checkpoint.pretrained.names import TensorSource
 from shardwright.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
-from shardwright.train.config.shapes.foreign import CONFIG, HuggingFaceShape, is_folder
+from shardwright.train.config.shapes.foreign import CONFIG, FILES_OF_PATH, HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.config.shapes.rope_tables import one_place
 from shardwright.train.errors import UserError
@@ -427,7 +427,12 @@ def opened_files(shape: HuggingFaceShape) -> dict[str, FileTensor]:
         raise UserError(f"model.path: {reason}; copy or fetch the files of the model again") from error
 
 
-def fingerprint(shape: HuggingFaceShape) -> str:
+def fingerprints(shape: HuggingFaceShape) -> dict[str, str]:
+    """The digest of the files behind `model.path`, under their name in messages."""
+    return {FILES_OF_PATH: _fingerprint(shape)}
+
+
+def _fingerprint(shape: HuggingFaceShape) -> str:
     """Equal for folders with the same model, wherever they are: a digest of config.json, and of pretrained weights the
     names, shapes and dtypes and a few values. For a name on the hub: the name with the commit.
 

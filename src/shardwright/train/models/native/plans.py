@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from shardwright.train.config.catalog.kinds import Layers
 from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig, Shape
 from shardwright.train.models.native.styles import Mamba2Part, NextToken, Sections, SummedParts, mixture_part
 
@@ -30,6 +31,16 @@ SEQUENCE = Shard(1)
 def expert_layers(config: HybridConfig) -> list[str]:
     """The names of the modules that have experts."""
     return [name for name, kind in _mixers(config).items() if kind == "E"]
+
+
+def llama_layers(config: LlamaConfig) -> Layers:
+    """The layers, which are all alike."""
+    return Layers("*" * config.n_layers, lambda kept: {"n_layers": len(kept)})
+
+
+def hybrid_layers(config: HybridConfig) -> Layers:
+    """The layers, by the letters of the pattern. Those of the head that predicts further are not among them."""
+    return Layers(config.pattern, lambda kept: {"pattern": "".join(config.pattern[i] for i in kept)})
 
 
 def llama_uneven(config: LlamaConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:

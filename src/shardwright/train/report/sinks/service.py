@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from shardwright.train.config.catalog.records import RunEnd, StepRecord, scalars
 from shardwright.train.config.catalog.sinks import RunSite
+from shardwright.train.config.schema import flat
 from shardwright.train.errors import UserError
-from shardwright.train.launch.resume import flat
 from shardwright.train.run.writing import write_json
 
 

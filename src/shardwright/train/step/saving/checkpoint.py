@@ -27,7 +27,7 @@ from shardwright.checkpoint import (
 from shardwright.collective import RankGroup
 from shardwright.errors import OtherOptimizer
 from shardwright.train.errors import UserError, as_user_errors, counted
-from shardwright.train.launch.progress import patience, patience_about_bytes
+from shardwright.train.report.progress import patience, patience_about_bytes
 from shardwright.train.run.position import (
     FolderOrUrl,
     Position,

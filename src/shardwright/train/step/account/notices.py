@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
+from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
@@ -54,7 +55,7 @@ def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     per_micro_batch = trained * train.micro_batch / train.global_batch
     model = trainer.facts.in_words if trainer.losses.has_loss else None
     shape = trainer.config.model.shape()
-    trained_before = isinstance(shape, HuggingFaceShape) and shape.weights == "pretrained"
+    trained_before = _pretrained_base(shape) is not None
     return first_loss_in_words(loss, shape.vocab_size, model, per_micro_batch, trained_before)
 
 
@@ -110,15 +111,19 @@ def first_loss_in_words(
     return f"{above}. {equal}. Random weights with usual initial values have a loss near it: {way}"
 
 
+def _pretrained_base(shape: Any) -> HuggingFaceShape | None:
+    """The model of whose weights training begins, if any."""
+    base = base_of(shape)
+    return base if base is not None and base.weights == "pretrained" else None
+
+
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
 def _other_tokenizer(config: Config, tokenizer: Tokenizer) -> str | None:
     """Pretrained weights know the ids of their own tokenizer alone."""
-    shape = config.model.shape()
-    if not isinstance(shape, HuggingFaceShape) or shape.weights != "pretrained":
-        return None
-    beside = tokenizer_beside(shape)
+    base = _pretrained_base(config.model.shape())
+    beside = None if base is None else tokenizer_beside(base)
     if beside is None or beside.fingerprint == tokenizer.fingerprint:
         return None
     return (

@@ -8,20 +8,19 @@ import torch
 from rich.console import Console
 
 from shardwright.strict_json import not_finite
-from shardwright.train.config.catalog.figures import COMMON_LOSSES
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.records import Incident, Sink, StepRecord
+from shardwright.train.config.catalog.records import COMMON_LOSSES, Incident, RunSink, StepRecord
 from shardwright.train.config.catalog.sinks import RunSite
 from shardwright.train.config.catalog.sinks import sinks as named_sinks
 from shardwright.train.data.run_documents import write_data_record
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.data.tokens.tokenizers import pinned_name
 from shardwright.train.errors import counted
-from shardwright.train.launch.progress import START
 from shardwright.train.report.console import Bar, Lines
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.memory import device_name, measure_memory
+from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from shardwright.train.run.folder import RunFolder, Session, now, versions
@@ -41,7 +40,7 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
     site = RunSite(folder.path.absolute(), config, steps_done, record.facts, attempt)
-    sinks: list[Sink] = [
+    sinks: list[RunSink] = [
         JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file, past.left_out)
     ]
     added: dict[str, SinkThread] = {}
@@ -115,7 +114,6 @@ def step_record(
         memory_reserved=memory.reserved,
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
-        **{field: result.auxiliary.get(name) for name, field in COMMON_LOSSES.items()},
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,

@@ -10,7 +10,7 @@ from shardwright.train.report.console import explain_figures
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.memory import device_name
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.reporting.notices import before_steps
+from shardwright.train.step.account.notices import before_steps
 from shardwright.train.step.trainer import Trainer
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from shardwright.checkpoint.pretrained.names import TensorSource, keys_of, pieces_of, source_of, views_of
+from shardwright.checkpoint.pretrained.key_maps import TensorSource, keys_of, pieces_of, source_of, views_of
 
 Stored = dict[str, torch.Tensor]
 _numbers = itertools.count()  # no two keys are the same

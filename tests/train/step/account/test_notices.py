@@ -15,7 +15,7 @@ from shardwright.train.data.dataset import load_dataset
 from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.models.generation_settings import generation_settings, with_ids
-from shardwright.train.step.reporting.notices import before_steps
+from shardwright.train.step.account.notices import before_steps
 from tests.train.data.samples import CHATML, chat, save_tokenizer
 from tests.train.kit.jobs import config_file, tiny, train_here
 from tests.train.models.kit.architectures import folder_with

@@ -29,10 +29,10 @@ from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, saved_steps, step_folder
 from shardwright.train.run.record import RunRecord
 from shardwright.train.run.writing import write_text, writing
+from shardwright.train.step.account.memory_report import MemoryReporter
 from shardwright.train.step.evaluation import Sample, sample_text
 from shardwright.train.step.loop import LoopEnd
 from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
-from shardwright.train.step.reporting.memory_report import MemoryReporter
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.trainer import Trainer
 
