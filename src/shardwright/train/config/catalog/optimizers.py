@@ -60,9 +60,9 @@ class NamedOptimizer:
         whole: in a word, what must not be cut ("matrices", "blocks"); empty: each element is updated alone.
         in_backward: whether it can step within backward.
         any_gradients: whether it takes gradients in bfloat16.
+        options: by key of `[optimizer.options]`, the defaults of what it has beside the section's keys.
         by_layer: whether it does the same for the parameters of each layer, so that a plan of many layers can be made
             from plans of few.
-        options: by key of `[optimizer.options]`, the defaults of what it has beside the section's keys.
     """
 
     name: str
@@ -72,8 +72,8 @@ class NamedOptimizer:
     whole: str = ""
     in_backward: bool = True
     any_gradients: bool = False
-    by_layer: bool = False
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    by_layer: bool = False
 
     def __post_init__(self) -> None:
         blocks = isinstance(self.needs, int) and not isinstance(self.needs, bool) and self.needs >= 1
