@@ -622,6 +622,8 @@ def compiled_graphs() -> int:
 
 
 _InductorWrapper: Any = _probe(torch, "_TorchCompileInductorWrapper")
+#: Graphs of one function that traces may make one after another.
+_MOST_GRAPHS = 128
 
 
 @contextmanager
@@ -633,7 +635,7 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
     """
     wrapper = _InductorWrapper
     before = wrapper.__call__
-    used = False
+    used: int | None = None  #: the limit of graphs before the first one
 
     def compile_graph(self: Any, graph: Any, inputs: Any, **_: Any) -> Any:
         from torch._dynamo.backends.common import aot_autograd
@@ -646,7 +648,9 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
             return min_cut_rematerialization_partition(joint, *arguments, **options)
 
         nonlocal used
-        used = True
+        if used is None:
+            limits = torch._dynamo.config
+            used, limits.recompile_limit = limits.recompile_limit, max(limits.recompile_limit, _MOST_GRAPHS)
         return aot_autograd(
             fw_compiler=compiler,
             bw_compiler=compiler,
@@ -661,7 +665,8 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
         yield
     finally:
         wrapper.__call__ = before  # type: ignore[method-assign]
-        if used:
+        if used is not None:
+            torch._dynamo.config.recompile_limit = used
             torch._dynamo.reset()
 
 
