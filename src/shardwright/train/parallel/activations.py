@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.activations.deferred_logits import LossInForward
 from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
@@ -33,6 +34,15 @@ def prepare_blocks(model: LanguageModel, config: Config) -> None:
     compile_blocks(blocks, config.train.compile, model.whole_graph)
     if apart:
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
+
+
+def prepare_loss(model: LanguageModel, config: Config) -> LossInForward | None:
+    """Let the model's forward end with a loss of logits that are never whole, as far as `config` says so."""
+    if not config.train.loss_chunks:
+        return None
+    head = model.output_layer()
+    assert head is not None  # else `model_conflicts` has refused it
+    return LossInForward(model, head, config.train.loss_chunks)
 
 
 class Recompiles:
