@@ -24,6 +24,7 @@ LLAMA: dict[str, str] = {
     "full": "activations.checkpoint=full",
     "micro-batches": "train.micro_batch=2",
     "lora": "finetune.method=lora",
+    "loss in chunks": "train.loss_chunks=4",
 }
 MORE: dict[str, str] = {
     "ops": "activations.checkpoint=ops",
@@ -43,6 +44,7 @@ MORE: dict[str, str] = {
     "dora": "finetune.method=dora",
     "tensor": "parallel.tensor=2",
     "fsdp2": "parallel.engine=fsdp2",
+    "loss in chunks, bf16": "train.loss_chunks=4 parallel.param_dtype=bfloat16 parallel.memory=arena",
     "longer": "train.seq_len=512 train.micro_batch=2",
 }
 #: Each expert gets as many tokens from the other ranks, in the plan and in the step.
@@ -83,6 +85,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("words", LLAMA.values(), ids=LLAMA)
 def test_a_plan_has_the_peak_of_the_step(words: str) -> None:
     compare(config_of(words), words, 0.001)
+
+
+def test_a_plan_names_the_gradient_that_a_loss_in_chunks_holds() -> None:
+    program = program_of(config_of("train.loss_chunks=4"), 2, "cpu")
+    assert [owner.unit for owner in program.owners if "head gradient" in owner.unit] == [
+        "head gradient of norm"
+    ]
 
 
 @pytest.mark.extensive("each setting")

@@ -28,7 +28,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel import float8, recipe
-from shardwright.train.parallel.activations import Recompiles, prepare_blocks
+from shardwright.train.parallel.activations import Recompiles, prepare_blocks, prepare_loss
 from shardwright.train.parallel.checks import check_batch_fits
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.model_conflicts import check_model_goes_with
@@ -107,8 +107,9 @@ class Trainer:
         matrices = recipe.matrix_names(plain)
         float8.convert(plain, config)
         prepare_blocks(plain, config)
+        chunked = prepare_loss(plain, config)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
-        self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size)
+        self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size, chunked)
         self.optimizer = recipe.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step, once.
         self.forward_backward: Callable[..., Tensor] = self._forward_backward

@@ -284,6 +284,12 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "one flat parameter",
     ),
     Conflict(
+        ("train.loss_chunks", "parallel.engine"),
+        lambda c: bool(c.train.loss_chunks) and c.parallel.facts.flattens,
+        "expected 0 with parallel.engine {parallel.engine!r}, found {train.loss_chunks!r}; the weight of its output "
+        "layer is part of a flat parameter",
+    ),
+    Conflict(
         ("train.float8", "finetune.method"),
         lambda c: c.finetune.method != "full" and c.train.float8 != "none",
         "expected 'none' with finetune.method = {finetune.method!r}, found {train.float8!r}; layers in float8 have no "
