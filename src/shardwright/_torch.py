@@ -696,6 +696,13 @@ def set_activation_memory_budget(part: float) -> None:
     config.activation_memory_budget = part
 
 
+def allow_graphs(count: int) -> None:
+    """Let torch.compile make at least so many graphs of one function. For the process."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
 #: Name, in ``torch.nn.init``, of what fills a tensor with truncated normal numbers, in a loop that looks at them.
 fill_truncated_normal = "_no_grad_trunc_normal_"
 _probe(torch.nn.init, fill_truncated_normal)

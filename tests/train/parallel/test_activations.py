@@ -167,6 +167,21 @@ def test_blocks_are_compiled_whole_and_once(
     torch._dynamo.reset()
 
 
+@pytest.mark.extensive("many compiled graphs")
+@pytest.mark.parametrize("mode", ["full", "ops"])
+def test_unlike_blocks_may_have_many_graphs(mode: str) -> None:
+    """Checkpoints of all blocks are one function of torch, of which it makes 8 graphs by itself."""
+    torch._dynamo.reset()
+    settings = job("hybrid", "bfloat16", activation=MODES[mode], train={"compile": "aot_eager"})
+    model, before = build(settings).to(torch.bfloat16), compiled_graphs()
+    loss_of(model, settings, 0).backward()
+    with torch.no_grad():
+        model.eval()
+        loss_of(model, settings, 1)
+    assert compiled_graphs() - before > 8
+    torch._dynamo.reset()
+
+
 def test_recompiles_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = 0
     monkeypatch.setattr(activations, "compiled_graphs", lambda: made)

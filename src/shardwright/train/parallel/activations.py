@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardwright._torch import compiled_graphs, set_activation_memory_budget
+from shardwright._torch import allow_graphs, compiled_graphs, set_activation_memory_budget
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
 from shardwright.activations.deferred_logits import LossInForward
 from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
     from shardwright.train.config import Config
+
+GRAPHS = 8  #: that torch may make of each kind of block
 
 
 def prepare_blocks(model: LanguageModel, config: Config) -> None:
@@ -26,6 +28,8 @@ def prepare_blocks(model: LanguageModel, config: Config) -> None:
         return
     # The setting is one of the whole process. With less than 1 "ops" cannot be compiled.
     set_activation_memory_budget(settings.budget if settings.checkpoint == "budget" else 1.0)
+    # torch counts graphs by function, and checkpoints of unlike blocks are one function.
+    allow_graphs(GRAPHS * len({tuple(map(type, block.modules())) for block in blocks}))
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
     # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
     apart = config.parallel.tensor > 1 and settings.checkpoint != "ops"
