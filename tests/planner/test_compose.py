@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner.compose import compose
+from shardwright.planner.compose import Crossing, compose
 from shardwright.planner.program import (
     Alloc,
     Event,
@@ -208,12 +208,18 @@ def test_layers_that_differ_give_an_equal_program_or_none(odd: int) -> None:
 
 
 @pytest.mark.parametrize("constant", [False, True])
-def test_a_constant_whose_size_crosses_the_edge_gives_no_program(constant: bool) -> None:
-    rules = replace(SIMPLE, constant=constant)
-    below, above = composed(rules, EDGE // 36), composed(rules, EDGE // 36 + 1)
+def test_a_constant_whose_size_crosses_the_edge_needs_longer_programs(constant: bool) -> None:
+    rules, crossed = replace(SIMPLE, constant=constant), EDGE // 36 + 1
+    below = composed(rules, crossed - 1)
     assert below is not None
-    assert below.constants == written(rules, EDGE // 36).constants
-    assert (above is None) == constant
+    assert below.constants == written(rules, crossed - 1).constants
+    if not constant:
+        assert composed(rules, crossed) is not None
+        return
+    for wanted in (crossed, crossed + 5, 3 * crossed):
+        with pytest.raises(Crossing) as found:
+            composed(rules, wanted)
+        assert found.value.layers == crossed
 
 
 def test_growth_that_is_no_line_gives_no_program() -> None:

@@ -37,12 +37,26 @@ _DIGITS = re.compile(r"\d+")
 Values = tuple[int, ...]
 
 
+class Crossing(Exception):
+    """The size of a constant that grows with the layers crosses the edge.
+
+    Attributes:
+        layers: a number of layers with which it has crossed it.
+    """
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.layers = layers
+
+
 @without_collections()
 def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) -> Program | None:
     """The program of ``wanted`` layers, from three programs of ``layers``, ``layers + 1`` and ``layers + 2``.
 
-    ``edge``: the trace treats constants of more bytes differently. None if one that grows with the layers crosses it,
-    or if the programs have no common structure.
+    ``edge``: the trace treats constants of more bytes differently. None: the programs have no common structure.
+
+    Raises:
+        Crossing: programs of more layers are needed.
     """
     words = _Words()
     shortest, middle, longest = (_Read(program, words) for program in programs)
@@ -513,7 +527,11 @@ class _Writer:
             if min(values) < 0:
                 raise _Impossible
             if event.block in self._like:
-                if (nbytes > self._edge) != (event.nbytes > self._edge):
+                if nbytes > self._edge >= event.nbytes:
+                    further = self._layers - self._shape.layers
+                    left = (self._edge - event.nbytes) * further // (nbytes - event.nbytes)
+                    raise Crossing(self._shape.layers + left + 1)
+                if nbytes <= self._edge < event.nbytes:
                     raise _Impossible
                 self._constants.add(at)
             self._live.add(at)

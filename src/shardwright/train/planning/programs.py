@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.extend import ExtensionError
-from shardwright.planner.compose import compose
+from shardwright.planner.compose import Crossing, compose
 from shardwright.planner.program import SAVE, STEP, VALIDATION, Program
 from shardwright.tracing.compiled import Graphs, hollow_graphs
 from shardwright.tracing.hollow import SMALL, AbsentDeviceError, UnknownValueError
@@ -95,9 +95,9 @@ def composed_program(
             return composed_program(config, ranks, kind, Shared(graphs, calls))
     for series in series_of(config, ranks):
         programs: dict[int, Program] = {}
-        for least in (series.least, series.least + 1):  # with one part more the ends may differ no longer
-            if not series.saves(least):
-                break
+        # With one part more the ends may differ no longer, or a size has crossed the edge, and with two.
+        leasts = [series.least, series.least + 1, series.least + 2]
+        while leasts and series.saves(least := leasts.pop(0)):
             for parts in range(least, least + 3):
                 if parts not in programs:
                     shorter = series.of(parts)
@@ -105,7 +105,12 @@ def composed_program(
                         shorter, ranks, kind, shared=shared
                     )
             three = [programs[least + i] for i in range(3)]
-            if (program := compose(three, least, series.parts, SMALL)) is not None:
+            try:
+                program = compose(three, least, series.parts, SMALL)
+            except Crossing as crossing:
+                leasts = [crossing.layers]
+                continue
+            if program is not None:
                 first, second, _ = three
                 more = series.parts - least
                 program.tokens = first.tokens + more * (second.tokens - first.tokens)
