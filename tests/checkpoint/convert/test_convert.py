@@ -24,6 +24,8 @@ from shardwright.checkpoint.convert.convert import FORMS, convert
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.key_maps import Joined, Transposed
+from shardwright.checkpoint.storage.local_files import LocalWriter
+from shardwright.checkpoint.storage.local_store import LocalSave
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.states import load_state
@@ -234,6 +236,24 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
             with pytest.raises(OSError, match="No space left"):
                 convert(saved, tmp_path / name, form)
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("form", ["shardwright", "dcp"])
+def test_a_file_that_lost_bytes_gets_no_name(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """As on a full disk whose file system reports no error: the length is compared before the commit."""
+
+    class Short(LocalWriter):
+        def finish(self) -> None:
+            if self._path.name == "__0_0.distcp":
+                os.truncate(self._descriptor, 100)
+            super().finish()
+
+    monkeypatch.setattr(LocalSave, "create", lambda save, name: Short(save.path / name))
+    with pytest.raises(OSError, match="__0_0.distcp holds 100 bytes"):
+        convert(saved, tmp_path / "converted", form)
+    assert os.listdir(tmp_path) == ["saved"]
 
 
 def test_wrong_arguments_are_errors_that_leave_nothing(saved: Path, tmp_path: Path) -> None:
