@@ -122,7 +122,7 @@ def test_the_safetensors_package_reads_it(saved: Path, tmp_path: Path) -> None:
     expected = {n: v.half() if v.is_floating_point() else v for n, v in trained()[0].state_dict().items()}
     assert same(load_file(tmp_path / "one.safetensors"), expected)
     convert(saved, tmp_path / "several", "safetensors", max_shard_size=150)
-    index = json.loads((tmp_path / "several" / files.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "several" / files.SAFETENSORS_INDEX).read_text())["weight_map"]
     read: dict[str, Any] = {}
     for file in set(index.values()):
         read |= load_file(tmp_path / "several" / file)
@@ -251,7 +251,7 @@ def test_a_file_that_lost_bytes_gets_no_name(
             super().finish()
 
     monkeypatch.setattr(LocalSave, "create", lambda save, name: Short(save.path / name))
-    with pytest.raises(OSError, match="__0_0.distcp holds 100 bytes"):
+    with pytest.raises(OSError, match=r"__0_0\.distcp holds 100 bytes"):
         convert(saved, tmp_path / "converted", form)
     assert os.listdir(tmp_path) == ["saved"]
 
