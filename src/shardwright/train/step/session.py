@@ -34,9 +34,9 @@ from shardwright.train.step.account.step_reports import (
 )
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
+from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.loop import LoopEnd, run_steps
 from shardwright.train.step.saving.best import BestCheckpoint
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer

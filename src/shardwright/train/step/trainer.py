@@ -37,15 +37,15 @@ from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position
+from shardwright.train.step import loading
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
+from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import detect, verifying
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
-from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 
 
@@ -302,7 +302,7 @@ class Trainer:
         """
         self.close()
         checkpoints = checkpoints_of(folder, self.config)
-        loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
+        loaded = loading.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
         self.position = loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
@@ -323,7 +323,7 @@ class Trainer:
     def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
         """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
-        loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
+        loaded = loading.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
         self.position = loaded.position.after_rewind(self.position, stop)
         self._load_rest(loaded, reporter, goes_back=True)
         float8.prepare_scales(self.model, self.config)
@@ -335,7 +335,7 @@ class Trainer:
         checkpoint need not have states of hooks, since hooks can be new.
         """
         if present_states := self.hooks.state_dict():
-            states = checkpoint.hook_states(loaded, present_states)
+            states = loading.hook_states(loaded, present_states)
             missing = next((name for name in present_states if name not in states), None)
             if goes_back and missing is not None:
                 raise UserError(
@@ -343,5 +343,5 @@ class Trainer:
                     "to which the run goes back, found none; the hook was added later"
                 )
             self.hooks.load_state_dict(states)
-        if line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup()):
+        if line := loading.continue_generators(loaded, self.config.run.seed, RankGroup()):
             reporter.say(line)

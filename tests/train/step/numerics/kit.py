@@ -29,8 +29,8 @@ from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.step_reports import StepReports
+from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.loop import run_steps
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import tiny, trainer

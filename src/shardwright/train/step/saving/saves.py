@@ -26,6 +26,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.run.writing import may_pass
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
@@ -274,7 +275,7 @@ class Saves:
         if step not in self._conditions:
             condition = SOUND
             try:
-                checkpoint.verified_checkpoint(step_folder(self.checkpoints, step), self.reporter.say)
+                loading.verified_checkpoint(step_folder(self.checkpoints, step), self.reporter.say)
             except Damaged as problem:
                 condition = Condition("damaged", str(problem))
             except UserError:
