@@ -77,7 +77,7 @@ def _train(
     with answers.request() as stop, ExitStack() as stack:
         try:
             reports = _opened_reports(trainer, loaded, run, stack)
-            answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
+            answers.follow(reports.reporter.answer)
             ended = _run_steps(trainer, run.folder, reports, stop, saved)
             answers.reach_end()
             return conclude(trainer, run.folder, reports, ended)

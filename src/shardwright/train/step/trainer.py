@@ -116,7 +116,6 @@ class Trainer:
             self.forward_backward = sw.GraphedStep(self.model, self._forward_backward)
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
-        self.stops_after = 0  # the step after which a signal that comes now ends the run
 
     def open_hooks(
         self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
@@ -172,7 +171,7 @@ class Trainer:
         """
         step = self.position.step + 1
         boards.begin_step(step)
-        self.stops_after = step
+        stop.take_effect_after(step)
         data = self._next_data()
         self._set_rates(self.config.optimizer.rate(step - 1, self.config.train.steps))
         self.hooks.before_step(step)
@@ -180,7 +179,7 @@ class Trainer:
         gradients = self._compute_gradients(data)
         faults = self.hooks.faults(StepInProgress(step, gradients.norm, gradients.shares[0]))
         # A signal from here on is answered in the next step, and this one's thread may print that at once.
-        self.stops_after = step + 1
+        stop.take_effect_after(step + 1)
         part = OwnPart(
             shares=gradients.shares,
             flag=detect.flag(gradients.norm, self.world.device),
