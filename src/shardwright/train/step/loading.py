@@ -26,7 +26,7 @@ from shardwright.collective import RankGroup
 from shardwright.errors import OtherOptimizer
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.report.progress import patience_about_bytes
-from shardwright.train.run.position import FolderOrUrl, Position, answering, saved_steps, step_folder
+from shardwright.train.run.position import FolderOrUrl, Position, asking_store, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import HOOK, RunCheckpoint, examine
 
 Say = Callable[[str], None]
@@ -113,7 +113,7 @@ def load_newest(
     Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
     called for each one passed over. Raises UserError where none is whole.
     """
-    with answering():
+    with asking_store():
         # The first rank's answer: others may see a folder later.
         steps = RankGroup().run_on_first(
             lambda: [s for s in saved_steps(checkpoints, recover=True) if s <= latest]
@@ -123,7 +123,7 @@ def load_newest(
 
 def load_newest_weights(checkpoints: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
-    with answering():
+    with asking_store():
         steps = saved_steps(checkpoints, recover=True)
     _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
 
@@ -211,7 +211,7 @@ def with_weights(
     The checkpoint is that of `step`, or for None the newest whole one: if it is damaged, also while it is read, `use`
     is called again with the one before. Raises UserError where there is none.
     """
-    with answering():
+    with asking_store():
         steps = saved_steps(checkpoints, recover=True)
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
