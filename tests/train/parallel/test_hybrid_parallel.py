@@ -100,7 +100,7 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
-    with recipe.parallel_loss(mine.config.parallel):
+    with recipe.parallel_loss(mine.world.dims):
         mine.forward_backward(*next_step(mine))
     found = {}
     for name, p in mine.model.named_parameters():

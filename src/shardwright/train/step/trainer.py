@@ -221,7 +221,7 @@ class Trainer:
         """Forward and backward, reduced and clipped."""
         boards.at(boards.MODEL)
         arguments = self.losses.weights(data.counts), *data.tensors
-        with recipe.parallel_loss(self.config.parallel):
+        with recipe.parallel_loss(self.world.dims):
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         norm = self.clip_gradients()
@@ -237,7 +237,7 @@ class Trainer:
     def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
         hooks."""
-        with recipe.parallel_loss(self.config.parallel):
+        with recipe.parallel_loss(self.world.dims):
             fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
         return fault or detect.fault_of_hooks(self.state, agreed, votes)
 
