@@ -147,7 +147,7 @@ def test_one_class_records_how_a_job_ended() -> None:
                 for node in ast.walk(function):
                     if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in callers:
                         callers[name].append(f"{path.name}: {function.name}")
-    assert callers == {"write_exit": ["job_end.py: refuse"], "close_session": ["job_end.py: write"]}
+    assert callers == {"write_exit": ["job_end.py: write_exit_file"], "close_session": ["job_end.py: write"]}
 
 
 def test_circles_are_found(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         list_checkpoints,
         remove_checkpoint,
         remove_unfinished,
+        replaces_checkpoints,
     )
     from shardwright.checkpoint.storage.local_store import has_description
     from shardwright.checkpoint.storage.locations import folder_or_url
@@ -77,6 +78,7 @@ __all__ = [
     "receive_weights",
     "remove_checkpoint",
     "remove_unfinished",
+    "replaces_checkpoints",
     "save_checkpoint",
     "save_pretrained",
     "save_state",
@@ -98,7 +100,7 @@ _HOMES = {
         "pretrained.key_maps": "Joined KeyMap Slice Stacked Transposed",
         "pretrained.save_pretrained": "save_pretrained",
         "storage.housekeeping": (
-            "check_writable is_checkpoint list_checkpoints remove_checkpoint remove_unfinished"
+            "check_writable is_checkpoint list_checkpoints remove_checkpoint remove_unfinished replaces_checkpoints"
         ),
         "storage.local_store": "has_description",
         "storage.locations": "folder_or_url",

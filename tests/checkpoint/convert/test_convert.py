@@ -24,6 +24,8 @@ from shardwright.checkpoint.convert.convert import FORMS, convert
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.key_maps import Joined, Transposed
+from shardwright.checkpoint.storage.local_files import LocalWriter
+from shardwright.checkpoint.storage.local_store import LocalSave
 from shardwright.collective import RankGroup
 from shardwright.errors import Damaged
 from tests.checkpoint.kit.states import load_state
@@ -120,7 +122,7 @@ def test_the_safetensors_package_reads_it(saved: Path, tmp_path: Path) -> None:
     expected = {n: v.half() if v.is_floating_point() else v for n, v in trained()[0].state_dict().items()}
     assert same(load_file(tmp_path / "one.safetensors"), expected)
     convert(saved, tmp_path / "several", "safetensors", max_shard_size=150)
-    index = json.loads((tmp_path / "several" / files.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "several" / files.SAFETENSORS_INDEX).read_text())["weight_map"]
     read: dict[str, Any] = {}
     for file in set(index.values()):
         read |= load_file(tmp_path / "several" / file)
@@ -234,6 +236,24 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
             with pytest.raises(OSError, match="No space left"):
                 convert(saved, tmp_path / name, form)
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("form", ["shardwright", "dcp"])
+def test_a_file_that_lost_bytes_gets_no_name(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """As on a full disk whose file system reports no error: the length is compared before the commit."""
+
+    class Short(LocalWriter):
+        def finish(self) -> None:
+            if self._path.name == "__0_0.distcp":
+                os.truncate(self._descriptor, 100)
+            super().finish()
+
+    monkeypatch.setattr(LocalSave, "create", lambda save, name: Short(save.path / name))
+    with pytest.raises(OSError, match=r"__0_0\.distcp holds 100 bytes"):
+        convert(saved, tmp_path / "converted", form)
+    assert os.listdir(tmp_path) == ["saved"]
 
 
 def test_wrong_arguments_are_errors_that_leave_nothing(saved: Path, tmp_path: Path) -> None:

@@ -143,12 +143,12 @@ def test_another_program_removes_what_is_written(
     if replaces:
         save(path, 1)
 
-    def removed(unfinished: local_store.LocalSave, overwrite: bool) -> None:
+    def removed(unfinished: local_store.LocalPartial, overwrite: bool) -> None:
         unfinished.abandon(())
         commit(unfinished, overwrite)
 
-    commit = local_store.LocalSave.commit
-    monkeypatch.setattr(local_store.LocalSave, "commit", removed)
+    commit = local_store.LocalPartial.commit
+    monkeypatch.setattr(local_store.LocalPartial, "commit", removed)
     with pytest.raises(OSError, match=f"{name}: what this save had written was removed, by another program"):
         save(path, 2)
     assert step_of(path) == (1 if replaces else None)

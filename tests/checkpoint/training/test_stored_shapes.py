@@ -16,6 +16,7 @@ import shardwright as sw
 from shardwright.comm import GradientHook
 from shardwright.train.errors import UserError
 from shardwright.train.run.position import Position
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from tests.checkpoint.kit.resharding import assert_equal, whole
 from tests.support import multirank, world_mesh
@@ -228,11 +229,11 @@ def test_a_run_resumes_whatever_the_state_of_its_optimizer_holds(
     state: dict[str, Any] = {"mine": {"counts": [3, 4], "means": [torch.ones(2), 5]}}
     checkpoint.save(tmp_path, model, optimizer, Position(2, 2), hooks=state)
     other, its = run(1)
-    loaded = checkpoint.load_newest(tmp_path, other, its)
+    loaded = loading.load_newest(tmp_path, other, its)
     assert loaded.position == Position(2, 2)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
-    assert_same(checkpoint.hook_states(loaded, {"mine": {}, "new": {}}), state)
+    assert_same(loading.hook_states(loaded, {"mine": {}, "new": {}}), state)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -275,10 +276,10 @@ def test_parameters_without_a_gradient_resume_with_the_same_optimizer_alone(
         with pytest.raises(
             UserError, match=r"another optimizer; resume with the optimizer\.name of the saved"
         ):
-            checkpoint.load_newest(tmp_path, other, its)
+            loading.load_newest(tmp_path, other, its)
         assert_same(dict(other.state_dict()), before)
         return
-    checkpoint.load_newest(tmp_path, other, its)
+    loading.load_newest(tmp_path, other, its)
     assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
     if mine == theirs:
         for each in ((model, optimizer), (other, its)):

@@ -29,7 +29,7 @@ from shardwright.train.models import generation_settings, hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
-from shardwright.train.step.saving import checkpoint
+from shardwright.train.step import loading
 from tests.train.data.samples import save_tokenizer
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
 from tests.train.kit.logs import heard
@@ -47,7 +47,7 @@ TEXT = "The für statement\n\t\x00\x7f 漢字 🙂 <|endoftext|>  two  spaces"
 def loaded(run: Path, step: int) -> Any:
     folder = RunFolder(run)
     model = build_model(folder.config().model, 256)
-    checkpoint.load_weights(folder.checkpoints / f"step-{step}", model)
+    loading.load_weights(folder.checkpoints / f"step-{step}", model)
     return model
 
 
@@ -397,7 +397,7 @@ def test_adapters_are_folded_one_layer_at_a_time(
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, 256)
     adapters.adapt(model, config.finetune, config.run.seed)
-    checkpoint.load_weights(run / "checkpoints" / "step-2", model)
+    loading.load_weights(run / "checkpoints" / "step-2", model)
     adapters.merge(model)
     folded: list[weakref.ref[torch.Tensor]] = []
     merged = Adapter.merged

@@ -15,7 +15,7 @@ from shardwright.train.config import load_config
 from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
-from shardwright.train.step.saving.checkpoint import load_weights
+from shardwright.train.step.loading import load_weights
 from tests.train.data.samples import save_tokenizer, texts
 from tests.train.kit.jobs import config_file, tiny, train_here
 

@@ -19,7 +19,7 @@ from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
-from shardwright.train.step.saving import checkpoint
+from shardwright.train.step import loading
 from tests.train.finetune.kit import tokens
 from tests.train.kit.jobs import TINY, config_file, train_here
 from tests.train.models.kit.architectures import folder_with
@@ -73,7 +73,7 @@ def adapted() -> Any:
 def trained() -> Any:
     model = adapted()
     step = saved_steps(Path("run/checkpoints"))[0]
-    checkpoint.load_weights(Path(f"run/checkpoints/step-{step}"), model)
+    loading.load_weights(Path(f"run/checkpoints/step-{step}"), model)
     return model
 
 

@@ -19,6 +19,7 @@ from shardwright.checkpoint.format.index import StoredFile, index_text, parse_in
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 
 Damage = Callable[[Path, Path], None]
@@ -134,7 +135,7 @@ class Job:
 
     def load(self) -> Position:
         self.said.clear()
-        return checkpoint.load_newest(self.checkpoints, self.model, self.optimizer, self.said.append).position
+        return loading.load_newest(self.checkpoints, self.model, self.optimizer, self.said.append).position
 
     def is_at(self, step: int) -> bool:
         """Whether this rank's shards are those of that step, all of them."""

@@ -16,7 +16,7 @@ import pytest
 from shardwright import cli
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
-from shardwright.train.launch.judgement import Evidence, culprit
+from shardwright.train.launch.judgement import EndOfRanks, Evidence, culprit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.position import saved_steps
@@ -328,7 +328,8 @@ def complaint(rank: int, order: int, kind: str) -> Complaint:
 def test_the_rank_that_failed_first_is_found(
     statuses: dict[int, int], killed: set[int], complaints: list[Complaint], expected: tuple[int, str]
 ) -> None:
-    found = culprit(Evidence(RunFolder(Path()), Path(), statuses, killed, complaints, None))
+    ended = EndOfRanks(statuses, frozenset(killed))
+    found = culprit(Evidence(RunFolder(Path()), Path(), ended, complaints, None))
     assert found.rank == expected[0] and expected[1] in found.how
 
 

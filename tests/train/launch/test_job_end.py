@@ -168,7 +168,7 @@ def test_a_refused_resume_is_the_end_of_the_job(
 
     def refused(*arguments: str) -> int:
         """The status in exit.json, which was 75."""
-        JobEnd(RunFolder(folder), 1).refuse(Outcome(75, "killed"))
+        JobEnd(RunFolder(folder), 1).write_exit_file(Outcome(75, "killed"))
         arguments = ("train", "--resume", str(folder), *arguments)
         if count:
             engine = ("--parallel.engine", "ddp") if count > 1 else ()

@@ -29,7 +29,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
 from shardwright.train.launch.job_end import Complaint, JobEnd
-from shardwright.train.launch.judgement import Evidence, announce, judge
+from shardwright.train.launch.judgement import EndOfRanks, Evidence, announce, judge
 from shardwright.train.launch.signals import (
     SIGNALS,
     StopRequest,
@@ -247,8 +247,9 @@ def test_a_request_has_one_reason_to_hurry(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def evidence(folder: Path, statuses: dict[int, int], **known: Any) -> Evidence:
-    given: dict[str, Any] = {"killed": set(), "complaints": [], "first_signal": None, **known}
-    return Evidence(RunFolder(folder), folder, statuses, **given)
+    given: dict[str, Any] = {"complaints": [], "first_signal": None, **known}
+    of_ranks = {key: given.pop(key) for key in ("killed", "hurried", "late") if key in given}
+    return Evidence(RunFolder(folder), folder, EndOfRanks(statuses, **of_ranks), **given)
 
 
 def saved_run(folder: Path, step: int, saved: int) -> None:

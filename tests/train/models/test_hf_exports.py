@@ -15,7 +15,7 @@ from shardwright import cli
 from shardwright.train.finetune import adapters
 from shardwright.train.models.build import model_of
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.saving import checkpoint
+from shardwright.train.step import loading
 from tests.train.kit.jobs import config_file, ranks, train_here
 from tests.train.kit.logs import heard
 from tests.train.models.kit.architectures import folder_with, reloaded
@@ -68,7 +68,7 @@ def model_of_run(run: Path) -> Any:
     model = model_of(config.model.shape())
     model.read_weights()
     adapters.adapt(model, config.finetune, config.run.seed)
-    checkpoint.load_weights(run / "checkpoints" / "step-2", model)
+    loading.load_weights(run / "checkpoints" / "step-2", model)
     return model.eval()
 
 

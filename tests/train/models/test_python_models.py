@@ -22,7 +22,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.models.foreign.python import _summed
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.saving import checkpoint
+from shardwright.train.step import loading
 from tests.train.kit.jobs import config_file, losses, ranks, run, train_here
 from tests.train.models.kit.architectures import ARCHITECTURES
 from tests.train.models.kit.foreign import JOB
@@ -371,7 +371,7 @@ def test_export_writes_the_names_of_the_module(
         config = RunFolder(Path("run")).config()
         torch.manual_seed(config.run.seed)  # of the frozen parameter
         ours = build_model(config.model, 256)
-        checkpoint.load_weights(Path("run/checkpoints/step-3"), ours)
+        loading.load_weights(Path("run/checkpoints/step-3"), ours)
         tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             assert torch.equal(own(tokens), ours(tokens))

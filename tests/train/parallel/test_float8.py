@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.float8 import check_float8
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.pool import multirank
@@ -63,7 +64,7 @@ def test_steps_equal_those_of_fsdp2(
         assert torch.equal(weight, theirs[2][name]), name
     folder = checkpoint.save(tmp_path, mine.model, mine.optimizer, mine.position)
     other = trainer(job(), rank, world_size)
-    other.position = checkpoint.load(folder, other.model, other.optimizer).position
+    other.position = loading.load(folder, other.model, other.optimizer).position
     for name, weight in weights(other).items():
         assert torch.equal(weight, ours[2][name]), name
 

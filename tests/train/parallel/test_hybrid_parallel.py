@@ -24,6 +24,7 @@ from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.styles import SummedParts, rows_of, spread_experts
 from shardwright.train.parallel import recipe
 from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
@@ -99,7 +100,7 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
-    with recipe.parallel_loss(mine.config.parallel):
+    with recipe.parallel_loss(mine.world.dims):
         mine.forward_backward(*next_step(mine))
     found = {}
     for name, p in mine.model.named_parameters():
@@ -209,12 +210,12 @@ def test_runs_go_on_with_other_ranks(
     )
     steps(one, 2)
     folder = checkpoint.save(tmp_path, one.model, one.optimizer, one.position)
-    other.position = checkpoint.load(folder, other.model, other.optimizer).position
+    other.position = loading.load(folder, other.model, other.optimizer).position
     assert steps(other, 1)[0] == pytest.approx(steps(one, 1)[0], rel=2e-4)
     plain = plain_model(one.config)
-    checkpoint.load_weights(folder, plain)  # as `shardwright generate` does
+    loading.load_weights(folder, plain)  # as `shardwright generate` does
     text = batch(random_text(), 0, 0, 8, 32)[0]
-    one.position = checkpoint.load(folder, one.model, one.optimizer).position
+    one.position = loading.load(folder, one.model, one.optimizer).position
     with torch.no_grad():
         logits = one.model(text)
     torch.testing.assert_close(logits.full_tensor() if first[0] > 1 else logits, plain(text))

@@ -23,6 +23,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
+from shardwright.train.step import loading
 from shardwright.train.step.evaluation import sample_text, validate
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
@@ -185,7 +186,7 @@ def test_checkpoint_passes_from_any_engine_to_any(
     take_steps(first, 2)
     folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position)
     second = trainer(config(loader), rank, world_size)
-    second.position = checkpoint.load(folder, second.model, second.optimizer).position
+    second.position = loading.load(folder, second.model, second.optimizer).position
     assert second.position == Position(step=2, samples=12)
     options = StateDictOptions(full_state_dict=True)
     weights, loaded = (get_model_state_dict(job.model, options=options) for job in (first, second))
@@ -206,7 +207,7 @@ def test_loading_keeps_the_settings_of_the_configuration(rank: int, world_size: 
     folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position)
     changed = tiny(parallel={"engine": "shardwright"}, optimizer={"weight_decay": 0.3, "betas": [0.8, 0.9]})
     second = trainer(changed, rank, world_size)
-    checkpoint.load(folder, second.model, second.optimizer)
+    loading.load(folder, second.model, second.optimizer)
     assert [(g["weight_decay"], tuple(g["betas"])) for g in second.optimizer.param_groups] == [
         (0.3, (0.8, 0.9)),
         (0.0, (0.8, 0.9)),

@@ -14,6 +14,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
 from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import loading
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.saving import checkpoint
 from tests.support.pool import multirank
@@ -121,7 +122,7 @@ def test_runs_go_on_with_another_tensor(
     take_steps(one, 2)
     folder = checkpoint.save(tmp_path, one.model, one.optimizer, one.position)
     other = trainer(job(tensor=second), rank, world_size)
-    other.position = checkpoint.load(folder, other.model, other.optimizer).position
+    other.position = loading.load(folder, other.model, other.optimizer).position
     assert take_steps(other, 1)[0] == pytest.approx(whole[2], rel=2e-4)
 
 

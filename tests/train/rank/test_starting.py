@@ -23,7 +23,7 @@ from shardwright.cli import program
 from shardwright.errors import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
-from shardwright.train.launch.judgement import Evidence, announce, judge
+from shardwright.train.launch.judgement import EndOfRanks, Evidence, announce, judge
 from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.rank import startup_check
 from shardwright.train.rank.startup_check import (
@@ -412,6 +412,7 @@ def test_a_job_interrupted_at_its_start_is_not_called_failed(
     folder = RunFolder(tmp_path)
     (tmp_path / "run.json").write_text("{}")
     complaint = Complaint(0, 1, "interrupted", "interrupted", "")
-    evidence = Evidence(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
+    ended = EndOfRanks({0: 1, 1: -signal.SIGINT, 2: -9}, frozenset({2}))
+    evidence = Evidence(folder, tmp_path, ended, [complaint], signal.SIGINT)
     assert announce(evidence, judge(evidence), debug=False) == 130
     assert capsys.readouterr().err == "stopped by SIGINT without saving\n"

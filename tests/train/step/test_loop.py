@@ -14,7 +14,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
-from shardwright.train.step.saving.checkpoint import load_weights
+from shardwright.train.step.loading import load_weights
 from tests.train.kit.jobs import config_file, losses, records, train_here
 from tests.train.kit.text import batch, ends_of_pydoc, pydoc, text_of
 

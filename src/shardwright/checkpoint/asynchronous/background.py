@@ -81,7 +81,7 @@ class BackgroundWriter:
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
         notes.remove(job.unfinished, job.contents.ranks)
-        describe(job.unfinished, job.contents, writes, job.verified)
+        describe(job.unfinished, job.contents, writes, verified=job.verified)
         job.unfinished.commit(job.overwrite)
 
     def _all_written(self, job: SaveJob) -> list[WrittenFile]:

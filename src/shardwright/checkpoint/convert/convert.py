@@ -26,13 +26,13 @@ from shardwright.checkpoint.pretrained.model import ModelTensor
 from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_model
 from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
+from shardwright.checkpoint.save.collective_save import describe
 from shardwright.checkpoint.save.torch_file import write_torch_file
 from shardwright.checkpoint.save.writing import (
     BoxToWrite,
     Contents,
     versions,
     write_boxes_in_order,
-    write_descriptions,
 )
 from shardwright.checkpoint.storage.local_store import SingleFile
 from shardwright.checkpoint.storage.locations import store_of
@@ -242,9 +242,7 @@ def _to_store(store: Store, chosen: _Chosen, ranks: int, to: str) -> None:
     contents = Contents(attempt, ranks, chosen.tensors, chosen.values, versions())
     with publish(store.unfinished(attempt), chosen.nbytes, names=files_of_save(1), check=check_whole) as save:
         written = write_boxes_in_order(save, file_of_rank(0), _boxes(chosen))
-        if not written.chunks:
-            save.remove(written.file)
-        write_descriptions(save, contents, [written] if written.chunks else [], for_torch=to == DCP)
+        describe(save, contents, [written], for_torch=to == DCP)
 
 
 def _boxes(chosen: _Chosen) -> Iterator[BoxToWrite]:

@@ -21,7 +21,7 @@ from shardwright.checkpoint.storage.stores import Files, Reader
 from shardwright.errors import Damaged
 
 
-def files_of(metadata: Metadata) -> dict[str, int]:
+def sizes_of(metadata: Metadata) -> dict[str, int]:
     """The files a checkpoint consists of, apart from ``.metadata``, and the bytes that each must hold at least."""
     sizes: dict[str, int] = {}
     for place in metadata.storage_data.values():

@@ -151,7 +151,7 @@ class Checkpoint(ABC):
         """The values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
 
     @abstractmethod
-    def files(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The bytes of each file apart from the description; of torch's folders the least there can be."""
 
     @abstractmethod
@@ -232,11 +232,11 @@ class OwnCheckpoint(Checkpoint):
                 shared.of(whole, origin).copy_(compared_values(self.place, chunk, stored.dtype))
         return whole
 
-    def files(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         return {name: file.nbytes for name, file in self.index.files.items()}
 
     def check_lengths(self) -> None:
-        check_lengths(self.place, self.files())
+        check_lengths(self.place, self.sizes())
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
         super().verify(rank, ranks, progress)
@@ -334,11 +334,11 @@ class TorchCheckpoint(Checkpoint):
                 read_box(reader, chunk, stored.dtype, box)
         return whole
 
-    def files(self) -> dict[str, int]:
-        return entries.files_of(self.metadata)
+    def sizes(self) -> dict[str, int]:
+        return entries.sizes_of(self.metadata)
 
     def check_lengths(self) -> None:
-        check_lengths(self.place, self.files(), least=True)
+        check_lengths(self.place, self.sizes(), least=True)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

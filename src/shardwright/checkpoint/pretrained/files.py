@@ -49,7 +49,7 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 LONGEST_HEADER = 100_000_000  #: bytes; the format's own limit
-INDEX = "model.safetensors.index.json"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -103,7 +103,8 @@ def _open_folder(folder: Path) -> dict[str, FileTensor]:
         if files:
             return _open_file(files[0])
     raise FileNotFoundError(
-        f"{folder}: expected {INDEX}, or a file of weights (.safetensors, {', '.join(TORCH_SUFFIXES)}), found none"
+        f"{folder}: expected {SAFETENSORS_INDEX}, or a file of weights (.safetensors, {', '.join(TORCH_SUFFIXES)}), "
+        "found none"
     )
 
 

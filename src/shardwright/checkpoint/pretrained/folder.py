@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, abbreviated, open_stored
+from shardwright.checkpoint.pretrained.files import SAFETENSORS_INDEX, FileTensor, abbreviated, open_stored
 from shardwright.checkpoint.storage.local_store import LocalPlace, LocalSave
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.stores import new_attempt
@@ -62,4 +62,8 @@ def open_model(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
 def _others(folder: Path) -> list[str]:
     """Names in a folder that a saved model does not have."""
     names = sorted(each.name for each in folder.iterdir())
-    return [name for name in names if not (name.endswith(".safetensors") or name in (INDEX, "config.json"))]
+    return [
+        name
+        for name in names
+        if not (name.endswith(".safetensors") or name in (SAFETENSORS_INDEX, "config.json"))
+    ]

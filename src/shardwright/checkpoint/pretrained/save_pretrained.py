@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright import board as boards
-from shardwright.checkpoint.pretrained.files import INDEX, SafetensorsFile, shard_names, write_json
+from shardwright.checkpoint.pretrained.files import (
+    SAFETENSORS_INDEX,
+    SafetensorsFile,
+    shard_names,
+    write_json,
+)
 from shardwright.checkpoint.pretrained.folder import ModelFolder
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
@@ -232,7 +237,10 @@ class _FolderWriter:
             self._open.popitem()[1].close()
         if len(self._plan.files) > 1:
             size = self._plan.stored.total_bytes
-            write_json(self._folder / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
+            write_json(
+                self._folder / SAFETENSORS_INDEX,
+                {"metadata": {"total_size": size}, "weight_map": self._file_of},
+            )
         if config is not None:
             write_json(self._folder / "config.json", config)
         if add_files is not None:

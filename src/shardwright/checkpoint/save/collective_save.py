@@ -64,7 +64,7 @@ def write_state(
                 return write_own_file(save, ranks.rank, plan.own, verified, progress)
 
         writes = ranks.gather(ranks.run_own(write))
-        ranks.run_on_first(lambda: describe(save, plan.contents, writes or [], verified))
+        ranks.run_on_first(lambda: describe(save, plan.contents, writes or [], verified=verified))
 
 
 def write_own_file(
@@ -85,8 +85,17 @@ def write_own_file(
     return written
 
 
-def describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile], verified: bool) -> None:
+def describe(
+    save: UnfinishedSave,
+    contents: Contents,
+    writes: list[WrittenFile],
+    *,
+    verified: bool = False,
+    for_torch: bool = False,
+) -> None:
     """Describe what all ranks have written, and check that it is whole. With ``verified`` descriptions are read back.
+
+    A checkpoint that is ``for_torch`` gets no index, and cannot be ``verified``.
 
     Raises:
         OSError: a file cannot be written, or holds other bytes or fewer when it is read back.
@@ -96,7 +105,9 @@ def describe(save: UnfinishedSave, contents: Contents, writes: list[WrittenFile]
         for each in writes:
             if not each.chunks:
                 save.remove(each.file)
-        index = write_descriptions(save, contents, [each for each in writes if each.chunks])
+        index = write_descriptions(
+            save, contents, [each for each in writes if each.chunks], for_torch=for_torch
+        )
         with _other_bytes(save):
             check_lengths(save, {name: file.nbytes for name, file in index.files.items()})
             if verified:

@@ -5,5 +5,5 @@ Read `stores` first: `Store`, a place that holds one checkpoint, and `Unfinished
 `object_files` of `file_systems`. `save_names` has the names of what saves write. `locations` chooses the store of a
 path or URL. `publishing` is a save by all ranks: begun, written, committed. `housekeeping` lists and removes
 checkpoints, for other rooms. Rule: nothing here knows what the files contain; a caller passes the check of a checkpoint
-that may be overwritten. Other rooms ask `Store.path` whether it is a folder.
+that may be overwritten. Other rooms ask `Store.path` whether it is a folder, and `housekeeping` for the rest.
 """

@@ -6,12 +6,10 @@ For programs that keep checkpoints, such as the trainer. Nothing here reads what
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 
-from shardwright.checkpoint.storage import local_store
+from shardwright.checkpoint.storage.local_store import LocalStore, has_description
 from shardwright.checkpoint.storage.locations import store_of
-from shardwright.checkpoint.storage.save_names import may_be_checkpoint
 
 
 def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -> list[str]:
@@ -33,8 +31,8 @@ def list_checkpoints(parent: str | os.PathLike[str], *, recover: bool = False) -
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder of a checkpoint is there, which may be damaged. One that was being replaced when a process
     ended gets its name back before."""
-    local_store.LocalStore(path).recover()
-    return local_store.has_description(path)
+    LocalStore(path).recover()
+    return has_description(path)
 
 
 def check_writable(parent: str | os.PathLike[str]) -> None:
@@ -53,30 +51,16 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         OSError: it cannot be removed.
     """
     store = store_of(path)
-    if store.path is not None:
-        _check_removable(store.path)
+    store.check_removable()
     store.clear()
 
 
 def remove_unfinished(parent: str | os.PathLike[str]) -> None:
     """Remove what killed saves have left in a folder. No save may be under way there. Behind a URL the next save to the
     same place removes it."""
-    folder = store_of(parent).path
-    if folder is not None:
-        local_store.remove_unfinished(folder)
+    store_of(parent).remove_unfinished()
 
 
-def _check_removable(path: Path) -> None:
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing")
-    if path.is_dir() and not path.is_symlink():
-        names = sorted(os.listdir(path))
-        if not may_be_checkpoint(names):
-            inside = "" if len(names) == 1 else f" and {len(names) - 1} more"
-            raise FileExistsError(
-                f"{path}: expected a checkpoint, found a folder with {names[0]}{inside}; it stays. Remove it by hand"
-            )
-    elif path.is_file() and not path.is_symlink() and not zipfile.is_zipfile(path):
-        raise FileExistsError(
-            f"{path}: expected a checkpoint, found another file; it stays. Remove it by hand"
-        )
+def replaces_checkpoints(parent: str | os.PathLike[str]) -> bool:
+    """Whether a save with ``overwrite`` below a folder or URL replaces a whole checkpoint of the same name."""
+    return store_of(parent).replaces

@@ -67,6 +67,8 @@ class LocalPlace(LocalFiles, ABC):
 class LocalStore(LocalPlace):
     """The folder of a checkpoint."""
 
+    replaces = True
+
     # -- the checkpoint at this place ----------------------------------------------------------------------------------
 
     def description_name(self) -> str:
@@ -108,6 +110,23 @@ class LocalStore(LocalPlace):
         raise FileNotFoundError(
             f"{self.path}: the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint{hint}"
         )
+
+    def check_removable(self) -> None:
+        path = self.path
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing")
+        if path.is_dir() and not path.is_symlink():
+            names = sorted(os.listdir(path))
+            if not may_be_checkpoint(names):
+                inside = "" if len(names) == 1 else f" and {len(names) - 1} more"
+                raise FileExistsError(
+                    f"{path}: expected a checkpoint, found a folder with {names[0]}{inside}; it stays. Remove it by "
+                    "hand"
+                )
+        elif path.is_file() and not path.is_symlink() and not zipfile.is_zipfile(path):
+            raise FileExistsError(
+                f"{path}: expected a checkpoint, found another file; it stays. Remove it by hand"
+            )
 
     def clear(self) -> None:
         """Also remove a link or a file, and nothing if nothing is there."""
@@ -154,13 +173,22 @@ class LocalStore(LocalPlace):
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(f"{self.path} cannot be written: this process may not write in {there}")
 
+    def remove_unfinished(self) -> None:
+        """As far as that is possible."""
+        with contextlib.suppress(OSError):
+            for left in self.path.glob(".*.partial"):
+                if left.is_dir():
+                    _discard(left, self.path / "unfinished")
 
-class LocalSave(LocalFiles):
-    """The folder in which a save to a local place writes."""
+
+# -- a save ------------------------------------------------------------------------------------------------------------
+
+
+class LocalPartial:
+    """A folder or file beside a local place, at ``path``. The commit gives it the name of the place."""
 
     def __init__(self, store: LocalPlace, attempt: str) -> None:
-        super().__init__(partial_folder(store.path, attempt))
-        self.store = store
+        self.path, self.store = partial_folder(store.path, attempt), store
 
     def begin(self, nbytes: int, overwrite: bool, check: Check = trust) -> None:
         place = self.store.path
@@ -171,50 +199,9 @@ class LocalSave(LocalFiles):
         if free < nbytes:
             reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
             raise OSError(errno.ENOSPC, reason, str(place))
-        self._make()
-
-    def _make(self) -> None:
-        self.path.mkdir()
 
     def check_seen(self) -> None:
-        if not self.path.is_dir():
-            raise OSError(
-                f"{self.path} is not there, though the first rank has made it: all ranks must save to a file system "
-                "that they share"
-            )
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-
-    def stored_name(self, name: str) -> str:
-        return name
-
-    def create(self, name: str) -> LocalWriter:
-        return LocalWriter(self.path / name)
-
-    def write(self, name: str, content: bytes) -> None:
-        unfinished = f"{name}{NEW}"
-        with named(self.path / name):
-            writer = self.create(unfinished)
-            try:
-                writer.write(content, 0)
-                writer.finish()
-            except BaseException:
-                writer.discard()
-                raise
-            os.rename(self.path / unfinished, self.path / name)  # on disk when the commit syncs the folder
-
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink()
-
-    def sizes(self) -> dict[str, int]:
-        found = {}
-        with os.scandir(self.path) as entries:  # unlike a look at one name, never answered from an old cache
-            for each in entries:
-                with contextlib.suppress(FileNotFoundError):  # it has just got another name
-                    found[each.name] = each.stat().st_size
-        return found
-
-    # -- the end of the save -------------------------------------------------------------------------------------------
+        """Nothing: the process that has begun it writes it."""
 
     def commit(self, overwrite: bool) -> None:
         """Give a written folder or file its name. The earlier owner of the name is deleted after that."""
@@ -294,6 +281,54 @@ class LocalSave(LocalFiles):
                 os.rename(written, partial_folder(place, new_attempt()))
 
 
+class LocalSave(LocalPartial, LocalFiles):
+    """The folder in which the ranks of a save to a local place write."""
+
+    def __init__(self, store: LocalPlace, attempt: str) -> None:
+        LocalPartial.__init__(self, store, attempt)
+        LocalFiles.__init__(self, self.path)
+
+    def begin(self, nbytes: int, overwrite: bool, check: Check = trust) -> None:
+        super().begin(nbytes, overwrite, check)
+        self.path.mkdir()
+
+    def check_seen(self) -> None:
+        if not self.path.is_dir():
+            raise OSError(
+                f"{self.path} is not there, though the first rank has made it: all ranks must save to a file system "
+                "that they share"
+            )
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def create(self, name: str) -> LocalWriter:
+        return LocalWriter(self.path / name)
+
+    def write(self, name: str, content: bytes) -> None:
+        unfinished = f"{name}{NEW}"
+        with named(self.path / name):
+            writer = self.create(unfinished)
+            try:
+                writer.write(content, 0)
+                writer.finish()
+            except BaseException:
+                writer.discard()
+                raise
+            os.rename(self.path / unfinished, self.path / name)  # on disk when the commit syncs the folder
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        with os.scandir(self.path) as entries:  # unlike a look at one name, never answered from an old cache
+            for each in entries:
+                with contextlib.suppress(FileNotFoundError):  # it has just got another name
+                    found[each.name] = each.stat().st_size
+        return found
+
+
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
@@ -308,14 +343,8 @@ class SingleFile(LocalPlace):
             raise FileExistsError(f"{self.path} exists. Choose another name")
 
 
-class SingleFileSave(LocalSave):
+class SingleFileSave(LocalPartial):
     """The file before it has its name, at ``path``. One process creates and writes it."""
-
-    def _make(self) -> None:
-        pass
-
-    def check_seen(self) -> None:
-        pass
 
     def _take_name(self) -> None:
         written, place = self.path, self.store.path
@@ -356,14 +385,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-def remove_unfinished(parent: Path) -> None:
-    """Remove what killed saves have left in a folder, as far as that is possible. No save may be under way there."""
-    with contextlib.suppress(OSError):
-        for left in parent.glob(".*.partial"):
-            if left.is_dir():
-                _discard(left, parent / "unfinished")
 
 
 def _discard(left: Path, path: Path) -> None:

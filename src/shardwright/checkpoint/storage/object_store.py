@@ -35,6 +35,8 @@ _WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "
 class ObjectStore(ObjectFiles):
     """The place of a checkpoint behind a URL."""
 
+    replaces = False  #: objects cannot be renamed
+
     def __init__(self, url: str) -> None:
         """Raises ValueError if the URL names no place for a checkpoint."""
         super().__init__(ObjectsBelow(url))
@@ -51,6 +53,9 @@ class ObjectStore(ObjectFiles):
                 f"{self} holds no whole checkpoint{''.join(known)}: a save was interrupted, or the path is wrong"
             ) from None
         return INDEX
+
+    def check_removable(self) -> None:
+        """Nothing: other objects stay."""
 
     def clear(self) -> None:
         """Other objects than those of saves stay. Files of a folder that was copied here are removed."""
@@ -126,6 +131,9 @@ class ObjectStore(ObjectFiles):
         save = self.unfinished()
         promptly(lambda: save.write(save.mark, b"a check\n"), str(self))
         save.remove(save.mark)
+
+    def remove_unfinished(self) -> None:
+        """Nothing: the next save to the same place does so."""
 
 
 class ObjectSave(ObjectFiles):

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from shardwright.checkpoint.storage.local_store import SingleFile
-from shardwright.checkpoint.storage.stores import Check, UnfinishedSave, trust
+from shardwright.checkpoint.storage.stores import Check, Publication, trust
 from shardwright.collective import RankGroup
 from shardwright.durable import new_file
 
-Save = TypeVar("Save", bound=UnfinishedSave)
+Save = TypeVar("Save", bound=Publication)
 
 
 @contextmanager
@@ -36,12 +36,12 @@ def publish(
 
     Args:
         save: equal on all ranks.
-        nbytes, overwrite, check: as for :meth:`UnfinishedSave.begin`.
+        nbytes, overwrite, check: as for :meth:`Publication.begin`.
         names: of the files that the block may write.
         ranks: that write together. Default: this process alone.
 
     Raises:
-        FileExistsError, OSError: as :meth:`UnfinishedSave.begin` and :meth:`UnfinishedSave.commit`.
+        FileExistsError, OSError: as :meth:`Publication.begin` and :meth:`Publication.commit`.
     """
     ranks = ranks or RankGroup(alone=True)
     with begun(save, nbytes, overwrite, names, ranks, check):
@@ -51,7 +51,7 @@ def publish(
 
 @contextmanager
 def begun(
-    save: UnfinishedSave,
+    save: Publication,
     nbytes: int,
     overwrite: bool,
     names: Iterable[str],
@@ -60,7 +60,7 @@ def begun(
 ) -> Iterator[None]:
     """A save that has begun, which every rank sees. It is abandoned if the block fails.
 
-    :meth:`UnfinishedSave.commit` ends it, also in another process. Arguments and errors: :func:`publish`.
+    :meth:`Publication.commit` ends it, also in another process. Arguments and errors: :func:`publish`.
     """
     place = str(save.store)
     try:

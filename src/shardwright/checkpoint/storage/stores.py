@@ -95,6 +95,10 @@ class Store(Files, Protocol):
     ``str()`` of it is the path or URL from which another process makes the same store.
     """
 
+    @property
+    def replaces(self) -> bool:
+        """Whether a save with ``overwrite`` replaces a whole checkpoint."""
+
     def description_name(self) -> str:
         """The name of the file that describes the checkpoint.
 
@@ -109,6 +113,9 @@ class Store(Files, Protocol):
     def unfinished(self, attempt: str | None = None) -> UnfinishedSave:
         """The save to this place that has this identity; by default a new one. Nothing is written yet."""
 
+    def check_removable(self) -> None:
+        """Raise FileNotFoundError or FileExistsError if no checkpoint is here, as far as a look costs nothing."""
+
     def clear(self) -> None:
         """Remove the checkpoint, whole or not. A name that is gone has no part of it. Raises OSError."""
 
@@ -122,9 +129,13 @@ class Store(Files, Protocol):
     def check_writable(self) -> None:
         """Raise OSError if checkpoints cannot be written below this place. Nothing stays there."""
 
+    def remove_unfinished(self) -> None:
+        """Remove what killed saves have left below this place, unless the next save to the same place does so. No save
+        may be under way there."""
 
-class UnfinishedSave(Files, Protocol):
-    """A save to a store: begun by one process, written by several, and then committed or abandoned by one."""
+
+class Publication(Protocol):
+    """Something that gets its name when it is whole: begun by one process, and then committed or abandoned by one."""
 
     @property
     def store(self) -> Files:
@@ -141,21 +152,6 @@ class UnfinishedSave(Files, Protocol):
     def check_seen(self) -> None:
         """Raise OSError if this process does not see the save that another one has begun."""
 
-    def stored_name(self, name: str) -> str:
-        """The name under which a file is stored: no other save to the same place writes it."""
-
-    def create(self, name: str) -> Writer:
-        """Begin a file, under exactly this name. Raises OSError; FileExistsError if it is there."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file, under exactly this name. It appears when it is complete. Raises OSError."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file. Raises OSError."""
-
-    def sizes(self) -> dict[str, int]:
-        """The bytes of the files that are here, by name. A file may be missing until it is complete. Raises OSError."""
-
     def commit(self, overwrite: bool) -> None:
         """Make what was written the checkpoint of the place, in one step. Then remove what killed saves have left.
 
@@ -171,8 +167,27 @@ class UnfinishedSave(Files, Protocol):
         """Whether it is not there any more. Another save to the same place may remove it."""
 
 
+class UnfinishedSave(Publication, Files, Protocol):
+    """A save to a store, whose files several processes write."""
+
+    def stored_name(self, name: str) -> str:
+        """The name under which a file is stored: no other save to the same place writes it."""
+
+    def create(self, name: str) -> Writer:
+        """Begin a file, under exactly this name. Raises OSError; FileExistsError if it is there."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, under exactly this name. It appears when it is complete. Raises OSError."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file. Raises OSError."""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files that are here, by name. A file may be missing until it is complete. Raises OSError."""
+
+
 @contextmanager
-def unless_removed(save: UnfinishedSave) -> Iterator[None]:
+def unless_removed(save: Publication) -> Iterator[None]:
     """Raise an OSError that explains it if the block fails because another save has removed what this one writes."""
     try:
         yield

@@ -251,7 +251,7 @@ def _connected() -> Iterator[None]:
         raise ConnectionError("the process at the other end has ended") from error
 
 
-class ToSharedMemory(Nowhere):
+class ToSharedMemory:
     """Copies buckets into shared memory, for processes of this host that open it by its name.
 
     A bucket has memory of its own. Its size in memory ends when every process that has it has dropped it or ended.

@@ -46,7 +46,7 @@ def _state_of(key: str, value: Any) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExtraToLoad(SectionToLoad):
     """All of the stored ``extra``, and the objects and tensors of the run that are restored from it.
 
@@ -66,7 +66,7 @@ class ExtraToLoad(SectionToLoad):
     given: Mapping[str, Any]
     in_place: frozenset[str]
     tensors: Mapping[str, Tensor]
-    changes: ExitStack = field(default_factory=ExitStack)
+    changes: ExitStack = field(default_factory=ExitStack, init=False)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ranks: RankGroup, given: Mapping[str, Any]) -> Self:

@@ -96,7 +96,16 @@ def load_checkpoint(
     ranks = RankGroup(process_group)
     known = path.opened if isinstance(path, StoredCheckpoint) else None
     place = place_of(path.path if isinstance(path, StoredCheckpoint) else path, ranks)
-    arguments = _Arguments(model, optimizer, extra or {}, generators, frozen, settings, convert, progress)
+    arguments = _Arguments(
+        model,
+        optimizer,
+        extra or {},
+        generators=generators,
+        frozen=frozen,
+        settings=settings,
+        convert=convert,
+        progress=progress,
+    )
     try:
         return _load(_examine(place, known, arguments, ranks), arguments, ranks)
     except Damaged as problem:
@@ -120,7 +129,6 @@ class _Examined(NamedTuple):
     """The checkpoint, the same on every rank, and the arguments as a load needs them."""
 
     checkpoint: Checkpoint
-    model: ModelToLoad
     optimizers: tuple[Optimizer, ...]
 
 
@@ -129,12 +137,15 @@ def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[
 
     If it fails, the sections that are not restored yet are undone.
     """
-    sections = [examined.model, *ranks.run_own(lambda: _other_sections(examined, arguments, ranks))]
+    sections = ranks.run_own(lambda: _sections(examined, arguments, ranks))
+
+    def prepare() -> None:
+        for section in sections:
+            section.prepare()
+
     try:
-        if examined.optimizers:
-            # All or none go on: on a rank where it succeeds, the optimizers have changed.
-            ranks.run_own(lambda: sections.insert(1, _optimizer_section(examined, arguments)))
-        content = _read(sections, examined, arguments, ranks)
+        ranks.run_own(prepare)  # all or none go on: on a rank where it succeeds, optimizers have changed
+        content = _read(sections, examined.checkpoint, arguments, ranks)
         while sections:
             sections[0].restore(content[sections[0].key])
             del sections[0]
@@ -145,22 +156,22 @@ def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[
     return content[EXTRA]
 
 
-def _optimizer_section(examined: _Examined, arguments: _Arguments) -> OptimizersToLoad:
-    return OptimizersToLoad.of(examined.checkpoint, arguments.model, examined.optimizers, arguments.settings)
-
-
-def _other_sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
-    """The sections beside model and optimizers, as they are restored: generators last, since objects may draw."""
-    checkpoint = examined.checkpoint
-    if examined.optimizers and not checkpoint.has(OPTIMIZER):
+def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
+    """The sections in the order in which they are restored: generators last, since objects may draw."""
+    checkpoint, optimizers, model = examined.checkpoint, examined.optimizers, arguments.model
+    state = model_state(model, arguments.frozen)
+    if optimizers and not checkpoint.has(OPTIMIZER):
         keys = ", ".join(sorted({name.partition(".")[0] for name in checkpoint.leaves}))
         raise ValueError(
             f"{checkpoint.place} holds no optimizer: it has {keys[:200] or 'nothing'}. Leave optimizer out to load "
             "the rest"
         )
-    sections: list[SectionToLoad] = [
+    sections: list[SectionToLoad] = [ModelToLoad(checkpoint, model, state, arguments.frozen)]
+    if optimizers:
+        sections.append(OptimizersToLoad(checkpoint, model, optimizers, arguments.settings))
+    sections += [
         ExtraToLoad.of(checkpoint, ranks, arguments.extra),
-        HooksToLoad.of(checkpoint, ranks, arguments.model),
+        HooksToLoad.of(checkpoint, ranks, model),
     ]
     if arguments.generators and (generators := GeneratorsToLoad.of(checkpoint, ranks)) is not None:
         sections.append(generators)
@@ -169,10 +180,10 @@ def _other_sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup
 
 @boards.during(boards.LOAD)
 def _read(
-    sections: Sequence[SectionToLoad], examined: _Examined, arguments: _Arguments, ranks: RankGroup
+    sections: Sequence[SectionToLoad], checkpoint: Checkpoint, arguments: _Arguments, ranks: RankGroup
 ) -> dict[str, dict[str, Any]]:
     """Read into the tensors of the sections, when all of them fit. Returns the stored content of each, by its key."""
-    checkpoint, progress = examined.checkpoint, arguments.progress
+    progress = arguments.progress
     by_key: dict[Any, SectionToLoad] = {section.key: section for section in sections}
     state = {key: section.tensors for key, section in by_key.items()}
     tensors = NestedState.of(state).tensors
@@ -213,9 +224,7 @@ def _examine(place: Store, known: Checkpoint | None, arguments: _Arguments, rank
         opened = known or checkpoint_at(place)
         with unless_replaced(opened.description_file):
             opened.check_lengths()  # before there is memory for what it says
-        state = model_state(arguments.model, arguments.frozen)
-        model = ModelToLoad(opened, arguments.model, state, arguments.frozen)
-        return _Examined(opened, model, optimizers)
+        return _Examined(opened, optimizers)
 
     def shared(examined: _Examined) -> tuple[Any, Identity]:
         passed = summary(examined.optimizers, arguments.extra, arguments.generators)

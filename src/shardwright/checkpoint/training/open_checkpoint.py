@@ -73,7 +73,7 @@ class StoredCheckpoint:
     @property
     def files(self) -> Mapping[str, int]:
         """The bytes of each file but the description; of torch's folders the least there can be."""
-        return self.opened.files()
+        return self.opened.sizes()
 
     @property
     def ranks(self) -> int | None:

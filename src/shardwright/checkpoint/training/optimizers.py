@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -129,48 +129,42 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 # -- of a load ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class OptimizersToLoad(SectionToLoad):
     """The optimizers of a load, with tensors to read into.
 
     Attributes:
-        model, optimizers, checkpoint: of the load.
+        checkpoint, model, optimizers: of the load.
         settings: False: the groups keep their own settings.
         state: of the optimizers, and their groups; with tensors for all state that the checkpoint has and for no other.
         before: the earlier state of each optimizer, and its groups, if it got other tensors to read into.
     """
 
     key = OPTIMIZER
+    checkpoint: Checkpoint
     model: nn.Module
     optimizers: Sequence[Optimizer]
-    checkpoint: Checkpoint
     settings: bool
-    state: Mapping[str, Any]
-    tensors: Mapping[str, Any]
-    before: list[tuple[dict[Any, Any], list[dict[str, Any]]]]
+    state: dict[str, Any] = field(default_factory=dict, init=False)
+    tensors: Mapping[str, Any] = field(default_factory=dict, init=False)
+    before: list[tuple[dict[Any, Any], list[dict[str, Any]]]] = field(default_factory=list, init=False)
 
-    @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, model: nn.Module, optimizers: Sequence[Optimizer], settings: bool
-    ) -> Self:
-        """Raises ValueError: a parameter is not in the model, or there is no memory for a stored tensor."""
-        state = state_of_optimizers(model, optimizers)
-        own = group_tensors(state[_GROUPS]) if settings else {}
-        of_groups = targets_below(checkpoint, _STORED_GROUPS, of_stored_form(checkpoint, own))
+    def prepare(self) -> None:
+        """Step optimizers without the stored state. Raises ValueError: a parameter is not in the model, or there is no
+        memory for a stored tensor."""
+        state = state_of_optimizers(self.model, self.optimizers)
+        own = group_tensors(state[_GROUPS]) if self.settings else {}
+        of_groups = targets_below(self.checkpoint, _STORED_GROUPS, of_stored_form(self.checkpoint, own))
         names = {name for group in state[_GROUPS] for name in group["params"]}
-        stored = checkpoint.below(f"{OPTIMIZER}.{_STATE}")
+        stored = self.checkpoint.below(f"{OPTIMIZER}.{_STATE}")
         having = {owner for name in stored if (owner := _owner(name, names)) not in (None, name)}
-        before = []
         if not having <= state[_STATE].keys():
-            before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
-            try:  # last, so that an error before it has changed nothing
-                state = _fresh_state(model, optimizers)
-            except BaseException:
-                _put_back(optimizers, before)
-                raise
+            self.before = [
+                (dict(each.state), [dict(group) for group in each.param_groups]) for each in self.optimizers
+            ]
+            state = _fresh_state(self.model, self.optimizers)
         state[_STATE] = {name: each for name, each in state[_STATE].items() if name in having}
-        tensors = {_STATE: state[_STATE], _GROUPS: of_groups}
-        return cls(model, optimizers, checkpoint, settings, state, tensors, before)
+        self.state, self.tensors = state, {_STATE: state[_STATE], _GROUPS: of_groups}
 
     def check(self) -> None:
         self._check_state()
@@ -255,19 +249,12 @@ class OptimizersToLoad(SectionToLoad):
                 )
 
     def undo(self) -> None:
-        _put_back(self.optimizers, self.before)
-
-
-def _put_back(
-    optimizers: Iterable[Optimizer], before: Iterable[tuple[dict[Any, Any], list[dict[str, Any]]]]
-) -> None:
-    """Give optimizers their earlier state and groups, as far as ``before`` has some."""
-    for optimizer, (state, groups) in zip(optimizers, before, strict=False):
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(settings)
+        for optimizer, (state, groups) in zip(self.optimizers, self.before, strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(settings)
 
 
 # -- what a checkpoint has ---------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The sections of a run that a load restores, behind one interface: the model, its optimizers, ``extra``, hooks of
 gradients and generators.
 
-A section is complete when it is made. A load calls its methods in their order here, on every rank; the last one only if
-it fails.
+A section does not change the run when it is made. A load calls its methods in their order here, on every rank; the last
+one only if it fails.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ class SectionToLoad(ABC):
 
     Attributes:
         key: the first key of the section in a checkpoint.
-        tensors: nested as in the checkpoint. Other values in it do not count.
+        tensors: nested as in the checkpoint; complete when the section is prepared. Other values in it do not count.
     """
 
     key: ClassVar[str]
     tensors: Mapping[str, Any]
+
+    def prepare(self) -> None:  # noqa: B027  most sections have their tensors when they are made
+        """Complete the tensors to read into. This may change the run."""
 
     def check(self) -> None:  # noqa: B027  most sections fit any checkpoint
         """Raise ValueError if the checkpoint does not fit the run. Nothing was read yet."""
@@ -38,4 +41,4 @@ class SectionToLoad(ABC):
         """Give the run what was read."""
 
     def undo(self) -> None:  # noqa: B027
-        """Give the run back what was there before the section was made. The section is not restored."""
+        """Give the run back what was there before :meth:`prepare`. The section is not restored."""

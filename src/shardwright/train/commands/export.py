@@ -41,8 +41,8 @@ from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position
 from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer
 from shardwright.train.run.writing import unwritable
-from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import Read
+from shardwright.train.step import loading
+from shardwright.train.step.loading import Read
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILES_BESIDE_TOKENIZER = (
@@ -121,7 +121,7 @@ def export(
     if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
         model = _with_base(config)
     key_map = hugging_face.key_map(shape) if named else module_names(model)
-    shapes = checkpoint.shapes_of(model)
+    shapes = loading.shapes_of(model)
 
     def write(position: Position, read: Read) -> Exported:
         if merges:
@@ -160,7 +160,7 @@ def export(
         return Exported(folder, position.step, len(stored.keys), nbytes, reader)
 
     try:
-        return checkpoint.with_weights(checkpoints_of(source, config), step, shapes, write, say)
+        return loading.with_weights(checkpoints_of(source, config), step, shapes, write, say)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
 
@@ -204,9 +204,7 @@ def export_adapters(
         nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
         return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
 
-    return checkpoint.with_weights(
-        checkpoints_of(source, config), step, checkpoint.shapes_of(model), write, say
-    )
+    return loading.with_weights(checkpoints_of(source, config), step, loading.shapes_of(model), write, say)
 
 
 def _dtype_named(name: str | None) -> torch.dtype | None:
@@ -236,7 +234,7 @@ def _with_base(config: Config) -> nn.Module:
 
 def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Read) -> None:
     """Give a model the trained values of a checkpoint. Raises UserError if its base is not that of the run."""
-    shapes = checkpoint.shapes_of(model)
+    shapes = loading.shapes_of(model)
     values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     read(values)
     model.load_state_dict(values, strict=False)

@@ -303,9 +303,10 @@ def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> 
         node: devices of a node.
         given: keys that stay as they are.
     """
-    data = ParallelDims.of(config.parallel, ranks).data
+    dims = ParallelDims.of(config.parallel, ranks)
+    data = dims.data
     axes = [
-        Axis("strategy", tuple(_strategies(config, data, node))),
+        Axis("strategy", tuple(_strategies(config, data, dims.data_groups_on(node)))),
         # A step of one micro-batch adds up no gradients, which takes memory, too.
         Axis(
             "micro-batch",
@@ -331,7 +332,8 @@ def _micro_batches(config: Config, data: int) -> list[int]:
 
 
 def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
-    """Ways to divide the model over so many ranks, those that communicate least first."""
+    """Ways to divide the model over so many ranks with data of their own, of which a node has `node`: those that
+    communicate least first."""
     if not config.parallel.facts.has_own_keys or data == 1:
         yield ()
         return
@@ -343,7 +345,6 @@ def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
             ("parallel.reshard_after_forward", reshard),
         )
 
-    node = max(1, node // config.parallel.tensor)
     if data > node and data % node == 0:  # replicas of whole nodes
         replicas = data // node
         while replicas > 1:

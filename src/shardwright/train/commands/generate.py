@@ -22,7 +22,7 @@ from shardwright.train.models.sampling import sample
 from shardwright.train.report.progress import to_stderr
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer
-from shardwright.train.step.saving import checkpoint
+from shardwright.train.step import loading
 
 
 def prompt_ids(
@@ -94,7 +94,7 @@ def generate(
     if config.finetune.method != "full":
         model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
-    checkpoint.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr)
+    loading.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr)
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)

@@ -75,7 +75,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             for line in note_out_of_memory(run.folder) if is_out_of_memory(error) else ():
                 print(line, file=sys.stderr, flush=True)
             if isinstance(error, UserError) and not run.folder.exit_file.exists():
-                run.job_end.refuse(Outcome(error.status, str(error)))
+                run.job_end.write_exit_file(Outcome(error.status, str(error)))
             run.discard_if_unused()
             raise
 

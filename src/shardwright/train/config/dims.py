@@ -83,6 +83,20 @@ class ParallelDims:
         """Ranks of a replica that have the same experts."""
         return self.shard // self.expert
 
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether ranks divide layers, and with them the logits."""
+        return self.tensor > 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """A divisor that a sequence needs if it is not cut out of the data: such ranks divide it between layers."""
+        return self.tensor
+
+    def data_groups_on(self, devices: int) -> int:
+        """Groups with samples of their own on so many neighbouring devices, such as a node; at least 1."""
+        return max(1, devices // self.sharing_data)
+
     def data_rank(self, rank: int) -> int:
         """The number of the group of this rank, from 0 to before `data`."""
         return rank // self.sharing_data % self.data

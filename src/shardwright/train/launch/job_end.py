@@ -110,8 +110,8 @@ class JobEnd:
         if self.speaks:
             if under_torchrun():
                 record_end(self.folder, end)
-            self.refuse(replace(end, reason=end.reason + note))
+            self.write_exit_file(replace(end, reason=end.reason + note))
 
-    def refuse(self, end: Outcome) -> None:
-        """Write exit.json alone: the attempt has not begun, so the session in run.json is an earlier one."""
+    def write_exit_file(self, end: Outcome) -> None:
+        """Write exit.json alone: for an attempt that has not begun, so the session in run.json is an earlier one."""
         write_exit(self.folder, end, self.attempt)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,32 +33,45 @@ LOG_TAIL = 12
 
 
 @dataclass(frozen=True)
+class EndOfRanks:
+    """The end of the processes that the launcher started."""
+
+    statuses: Mapping[int, int]
+    """Exit statuses by rank, negative for signals."""
+    killed: frozenset[int] = frozenset()
+    """Ranks that the launcher killed, for one of the reasons below or because they did not end with the others."""
+    hurried: str = ""
+    """The reason why the launcher killed ranks after a signal, in words."""
+    late: bool = False
+    """The launcher killed ranks because `fault.save_seconds` had passed."""
+    hang: Hang | None = None
+    """The launcher killed ranks because they did not go on."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Steps that each rank had done, by its board. A rank without a board is missing."""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """All that the launcher knows of how its ranks ended."""
 
     folder: RunFolder
     logs: Path
-    statuses: Mapping[int, int]
-    killed: set[int]
-    """Ranks that the launcher killed, for one of the reasons below or because they did not end with the others."""
+    ranks: EndOfRanks
     complaints: list[Complaint]
     first_signal: int | None
     """The signal that the launcher got first, or None."""
-    hurried: str = ""
-    """The reason why the launcher killed ranks after that signal, in words."""
-    late: bool = False
-    """The launcher killed ranks because `fault.save_seconds` had passed."""
-    hang: Hang | None = None
-    """The launcher killed ranks because they did not go on."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """The session of this start of the ranks in run.json; empty if they did not come so far."""
-    steps: Mapping[int, int] = field(default_factory=dict)
-    """Steps that each rank had done, by its board. A rank without a board is missing."""
+
+    @cached_property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint has all steps. The answer stays: all that is said of the job agrees on it."""
+        return is_saved(self.folder)
 
     def done(self, rank: int) -> int | None:
         """The steps that a rank had done, as it says itself, else as its board has it. None: not known."""
         said = next((each.done for each in self.complaints if each.rank == rank), None)
-        return self.steps.get(rank) if said is None else said
+        return self.ranks.steps.get(rank) if said is None else said
 
     def is_out_of_memory(self, rank: int) -> bool:
         return any(each.out_of_memory for each in self.complaints if each.rank == rank)
@@ -72,11 +86,11 @@ def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
 
 def judge(evidence: Evidence) -> Outcome:
     """The status, and the reason in one line."""
-    if all(status == DONE for status in evidence.statuses.values()) or _is_finished(evidence):
+    if all(status == DONE for status in evidence.ranks.statuses.values()) or _is_finished(evidence):
         return Outcome(DONE, "done")
     number = evidence.first_signal
     if _have_stopped(evidence):
-        status = max(evidence.statuses.values())
+        status = max(evidence.ranks.statuses.values())
         asked = "a signal" if number is None else signal.Signals(number).name
         reason = f"stopped by {asked}; the state is saved"
         if not ranks_have_said_it(evidence):
@@ -86,8 +100,8 @@ def judge(evidence: Evidence) -> Outcome:
         if number is None and session.get("status") == "interrupted":  # by a signal that only a rank got
             reason = str(session["ended_by"])
         return Outcome(status, reason)
-    if evidence.hang is not None:
-        return end_of_hang(evidence.hang.verdict)
+    if evidence.ranks.hang is not None:
+        return end_of_hang(evidence.ranks.hang.verdict)
     user = next((complaint for complaint in evidence.complaints if complaint.kind == "user"), None)
     if user is not None:
         return Outcome(USER_ERROR, user.message, user.rank)
@@ -97,7 +111,7 @@ def judge(evidence: Evidence) -> Outcome:
     if on_all is not None:
         return on_all.end
     culprit_rank, how, status, lost = culprit(evidence)
-    reason = f"rank {culprit_rank} of {len(evidence.statuses)} {how}"
+    reason = f"rank {culprit_rank} of {len(evidence.ranks.statuses)} {how}"
     return Outcome(status, reason, culprit_rank, lost, evidence.done(culprit_rank))
 
 
@@ -108,7 +122,8 @@ def _is_finished(evidence: Evidence) -> bool:
         evidence.session.get("status") == "finished"
         and len(lost) == len(evidence.complaints)
         and all(
-            status <= DONE or status in STOPPED or rank in lost for rank, status in evidence.statuses.items()
+            status <= DONE or status in STOPPED or rank in lost
+            for rank, status in evidence.ranks.statuses.items()
         )
     )
 
@@ -120,27 +135,29 @@ def end_of_hang(verdict: Verdict) -> Outcome:
 
 def ranks_have_said_it(evidence: Evidence) -> bool:
     """Return whether the ranks have saved and left, and the first one has printed so."""
-    return _have_stopped(evidence) and is_saved(evidence.folder)
+    return _have_stopped(evidence) and evidence.is_saved
 
 
 def _have_stopped(evidence: Evidence) -> bool:
-    return not evidence.hurried and all(status in (DONE, *STOPPED) for status in evidence.statuses.values())
+    return not evidence.ranks.hurried and all(
+        status in (DONE, *STOPPED) for status in evidence.ranks.statuses.values()
+    )
 
 
 def _ended_by_signal(evidence: Evidence) -> bool:
     return (
-        bool(evidence.hurried)
+        bool(evidence.ranks.hurried)
         or not evidence.folder.exists()
         or _all_interrupted(evidence)
-        or all(rank in evidence.killed for rank in evidence.statuses)
+        or all(rank in evidence.ranks.killed for rank in evidence.ranks.statuses)
     )
 
 
 def _stopped_early(evidence: Evidence, number: int) -> Outcome:
     """The end of a job that a signal ended before the ranks have said that they saved."""
-    if evidence.folder.exists() and is_saved(evidence.folder):
+    if evidence.folder.exists() and evidence.is_saved:
         return stopped_by(number)
-    return stopped_by(number, unsaved=evidence.hurried, late=evidence.late)
+    return stopped_by(number, unsaved=evidence.ranks.hurried, late=evidence.ranks.late)
 
 
 def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> int:
@@ -157,9 +174,9 @@ def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> i
         return end.status
     if ranks_have_said_it(evidence):
         return end.status
-    continuing = to_continue(evidence.folder, len(evidence.statuses))
-    if evidence.hang is not None:
-        lines = [f"error: {evidence.hang.text}", f"the job has ended{note}", *continuing]
+    continuing = to_continue(evidence.folder, len(evidence.ranks.statuses))
+    if evidence.ranks.hang is not None:
+        lines = [f"error: {evidence.ranks.hang.text}", f"the job has ended{note}", *continuing]
     elif end.rank is not None:
         lines = [
             f"error: {end.reason}; the job has ended{note}",
@@ -179,9 +196,9 @@ def announce(evidence: Evidence, end: Outcome, debug: bool, note: str = "") -> i
 
 def _warn_of_end(evidence: Evidence) -> None:
     """Warn of ranks that did not end by themselves after all was done."""
-    ranks = [rank for rank, status in evidence.statuses.items() if status != DONE]
+    ranks = [rank for rank, status in evidence.ranks.statuses.items() if status != DONE]
     if ranks:
-        who = f"{ranks_in_words(ranks)} of {len(evidence.statuses)}"
+        who = f"{ranks_in_words(ranks)} of {len(evidence.ranks.statuses)}"
         text = f"warning: the run is done; {who} did not end by itself after that"
         print(text if len(ranks) == 1 else text.replace("itself", "themselves"), file=sys.stderr, flush=True)
 
@@ -191,8 +208,8 @@ def _all_interrupted(evidence: Evidence) -> bool:
     interrupted = {complaint.rank for complaint in evidence.complaints if complaint.kind == "interrupted"}
     signals = [-number for number in SIGNALS]
     return all(
-        rank in interrupted or rank in evidence.killed or status in signals
-        for rank, status in evidence.statuses.items()
+        rank in interrupted or rank in evidence.ranks.killed or status in signals
+        for rank, status in evidence.ranks.statuses.items()
     )
 
 
@@ -229,11 +246,13 @@ def culprit(evidence: Evidence) -> Culprit:
     A rank that left without an error was the first one: the others have not done all, or they would have left, too.
     """
     complained = {complaint.rank for complaint in evidence.complaints}
-    left = [rank for rank, status in evidence.statuses.items() if status == DONE and rank not in complained]
+    left = [
+        rank for rank, status in evidence.ranks.statuses.items() if status == DONE and rank not in complained
+    ]
     died = [
         (rank, -status)
-        for rank, status in evidence.statuses.items()
-        if status < 0 and rank not in evidence.killed and not (left and status == -signal.SIGABRT)
+        for rank, status in evidence.ranks.statuses.items()
+        if status < 0 and rank not in evidence.ranks.killed and not (left and status == -signal.SIGABRT)
     ]
     # A rank that aborts may do so because another one is gone: NCCL's watchdog ends it.
     for rank, number in sorted(died, key=lambda each: each[1] == signal.SIGABRT):
@@ -246,12 +265,12 @@ def culprit(evidence: Evidence) -> Culprit:
     for complaint in evidence.complaints:
         if complaint.kind == "error":
             return Culprit(complaint.rank, f"failed with {complaint.in_short}", FAILED, False)
-    for rank, status in evidence.statuses.items():
-        if rank not in complained and rank not in evidence.killed and status > 0:
+    for rank, status in evidence.ranks.statuses.items():
+        if rank not in complained and rank not in evidence.ranks.killed and status > 0:
             return Culprit(rank, f"exited with status {status}", FAILED, False)
     if left:
         return Culprit(left[0], "ended in the middle of the run with status 0", FAILED, False)
-    for rank in sorted(evidence.killed - complained):
+    for rank in sorted(evidence.ranks.killed - complained):
         return Culprit(rank, "did not answer the other ranks and was killed", TRY_AGAIN, True)
     first = evidence.complaints[0]
     how = f"lost contact with the other ranks: {first.in_short}"

@@ -30,7 +30,15 @@ from shardwright.train.launch.environment import (
     path_to_ourselves,
 )
 from shardwright.train.launch.job_end import JobEnd
-from shardwright.train.launch.judgement import Evidence, announce, complaints_in, judge, log_of, say_in_logs
+from shardwright.train.launch.judgement import (
+    EndOfRanks,
+    Evidence,
+    announce,
+    complaints_in,
+    judge,
+    log_of,
+    say_in_logs,
+)
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import StopRequest, noted_signals
 from shardwright.train.parallel.rank_facts import choose_device
@@ -124,25 +132,18 @@ def _launch(
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
-    watch = RankWatch(processes, lambda: store.check([SPEAKING]), request)
-    with _eyes(config, processes, folder) as watch.eyes:
-        statuses = watch.until_all_ended()
-        steps = {} if watch.eyes is None else watch.eyes.steps_done()
+    with _eyes(config, processes, folder) as eyes:
+        end = RankWatch(processes, eyes, lambda: store.check([SPEAKING]), request).until_all_ended()
     processes.close()  # the files of its logs
-    if watch.hang is not None:
-        say_in_logs(watch.hang, logs, ranks)
+    if end.hang is not None:
+        say_in_logs(end.hang, logs, ranks)
     return Evidence(
         folder,
         logs,
-        statuses,
-        watch.killed,
-        complaints_in(store, ranks),
-        request.signal_number,
-        watch.hurried,
-        watch.late,
-        watch.hang,
-        session_after(folder, sessions_before),
-        steps,
+        end,
+        complaints=complaints_in(store, ranks),
+        first_signal=request.signal_number,
+        session=session_after(folder, sessions_before),
     )
 
 
@@ -184,19 +185,18 @@ class RankWatch:
     def __init__(
         self,
         processes: SubprocessContext,
+        eyes: Eyes | None,
         first_rank_speaks: Callable[[], bool],
         request: StopRequest,
     ) -> None:
-        self.processes, self.first_rank_speaks, self.request = processes, first_rank_speaks, request
-        self.killed: set[int] = set()
-        self.hurried = ""  #: why ranks were killed after a signal, in words
-        self.late = False  #: because the time to save had passed
+        self.processes, self.eyes = processes, eyes
+        self.first_rank_speaks, self.request = first_rank_speaks, request
+        self._killed: set[int] = set()
+        self._hurried, self._late = "", False
         self._passed_on = 0  #: signals
-        self.eyes: Eyes | None = None
-        self.hang: Hang | None = None
+        self._hang: Hang | None = None
 
-    def until_all_ended(self) -> dict[int, int]:
-        """Exit statuses by rank, negative for signals."""
+    def until_all_ended(self) -> EndOfRanks:
         deadline = None
         while running := [rank for rank, status in self._poll().items() if status is None]:
             self._pass_on(running)
@@ -209,28 +209,35 @@ class RankWatch:
                 deadline = None
             if START.is_speaking and self.first_rank_speaks():
                 START.end()
-            if self.eyes is not None and self.hang is None and (hang := self.eyes.look()):
-                self.hang = hang
+            if self.eyes is not None and self._hang is None and (hang := self.eyes.look()):
+                self._hang = hang
                 self._kill(running)
             time.sleep(0.05)
         START.end()
         statuses = {rank: status for rank, status in self._poll().items() if status is not None}
         for handler in self.processes.subprocess_handlers.values():
             handler.proc.wait()
-        return statuses
+        return EndOfRanks(
+            statuses,
+            frozenset(self._killed),
+            self._hurried,
+            self._late,
+            self._hang,
+            steps={} if self.eyes is None else self.eyes.steps_done(),
+        )
 
     def _poll(self) -> Mapping[int, int | None]:
         return {rank: handler.proc.poll() for rank, handler in self.processes.subprocess_handlers.items()}
 
     def _kill(self, ranks: list[int]) -> None:
-        self.killed.update(ranks)
+        self._killed.update(ranks)
         for rank in ranks:
             self.processes.subprocess_handlers[rank].proc.kill()
 
     def _pass_on(self, running: list[int]) -> None:
         """Pass signals on. If there is no more time to save, kill the ranks before that."""
-        if not self.hurried and (hurry := self.request.hurry):
-            self.hurried, self.late = hurry, self.request.is_late
+        if not self._hurried and (hurry := self.request.hurry):
+            self._hurried, self._late = hurry, self.request.is_late
             self._kill(running)
         while self._passed_on < len(self.request.received):
             number, _ = self.request.received[self._passed_on]

@@ -76,7 +76,7 @@ def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None =
             try:
                 earlier.check_worth()
             except GivenUpError as error:
-                JobEnd(folder, earlier.attempt).refuse(error.end)
+                JobEnd(folder, earlier.attempt).write_exit_file(error.end)
                 raise
             lock, attempt = _claim_patiently(folder), earlier.attempt + 1
         elif resume == CONTINUE and (folder := RunFolder(Path(config.run.dir))).exists():
@@ -126,6 +126,6 @@ def refuse_resume(configured: Callable[[], Config], resume: str | None, end: Out
         folder = RunFolder(Path(configured().run.dir if resume == CONTINUE else resume))
         if folder.exists():
             with claim(folder.path):
-                JobEnd(folder, 1).refuse(end)
+                JobEnd(folder, 1).write_exit_file(end)
     except (UserError, OSError):
         pass

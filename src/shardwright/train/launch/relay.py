@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 
 from shardwright.train.errors import UserError
+from shardwright.train.launch.signals import SIGNALS
 
 SECONDS_FOR_STATUS = 15.0
 """Time that the relay waits for exit.json, which a rank on another host may write, after the command has failed."""
 MISTAKE_VARIABLE = "SHARDWRIGHT_MISTAKE_FILE"
 """Set for the command: the file that says whether a rank on this host ended with a mistake of the user."""
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def relay(folder: Path, command: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
         if process is not None:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         process = subprocess.Popen(command, env=variables)
         for number in received:

@@ -68,11 +68,17 @@ class StopRequest:
 
     Attributes:
         received: number and time of each signal.
+        last_step: the step after which a signal that comes now ends the run, see `take_effect_after`.
     """
 
     def __init__(self, save_seconds: float = 0.0) -> None:
         self.save_seconds = save_seconds
         self.received: list[tuple[int, float]] = []
+        self.last_step = 0
+
+    def take_effect_after(self, step: int) -> None:
+        """From here on a signal ends the run after this step. Called by the steps alone."""
+        self.last_step = step
 
     def note(self, number: int) -> None:
         self.received.append((number, time.monotonic()))

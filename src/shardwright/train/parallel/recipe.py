@@ -94,9 +94,9 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
         model.output.weight = model.tok_embeddings.weight
 
 
-def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
+def parallel_loss(dims: ParallelDims) -> AbstractContextManager[object]:
     """Around forward, loss and backward: with tensor parallelism the cross-entropy of logits that are never whole."""
-    return loss_parallel() if config.tensor > 1 else nullcontext()
+    return loss_parallel() if dims.cuts_layers else nullcontext()
 
 
 def parallelize(
@@ -113,7 +113,7 @@ def parallelize(
     experts = make_expert_mesh(dims, mesh) if dims.expert > 1 else None
     if experts is not None:
         divide_experts(model.to(device), experts[tuple(dims.spread_axes)])
-    if dims.tensor > 1:
+    if dims.cuts_layers:
         cut_layers(model.to(device), mesh[TENSOR], experts and experts[EXPERT])
         mesh = mesh[tuple(dims.data_axes)]
     same_experts = None if experts is None else experts[tuple(dims.same_expert_axes)]

@@ -52,12 +52,12 @@ def train_in_group(
         config = with_vocabulary(config)
         return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
 
-    job = IndependentRank(configured, CONTINUE)
     # Each job in the group has keys of its own.
     number = default_store().add(f"shardwright jobs of rank {rank}", 1)
-    job.store = dist.PrefixStore(f"shardwright job {number}", default_store())
+    store = dist.PrefixStore(f"shardwright job {number}", default_store())
+    job = IndependentRank(configured, CONTINUE, store=store)
     try:
-        return train_together(job, configured, CONTINUE, job.store, rank, size, saved)
+        return train_together(job, configured, CONTINUE, store, rank, size, saved)
     except BaseException as error:
         job.record_failure(complaint_of(error, rank))
         raise

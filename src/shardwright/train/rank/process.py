@@ -75,12 +75,9 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     job = LaunchedRank(int(launcher)) if launcher else IndependentRank(configured, resume, debug)
     try:
-        job.begin(rank)
         # The store must hear of what this rank cannot do, so it is there first.
-        patience = max(collective_timeout(), PATIENCE)
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
-        job.store = fresh_store(store, rank, size, patience.total_seconds())
-        return train_together(job, configured, resume, job.store, rank, size).status
+        store = job.begin(rank, size)
+        return train_together(job, configured, resume, store, rank, size).status
     except BaseException as error:
         START.end()
         status = job.failed(complaint_of(error, rank))
@@ -104,7 +101,7 @@ def train_together(
     config, dataset = start_together(configured, resume, store, rank, size)
     with join_world(config, store) as world:
         run = job.open(config, resume, world)
-        with run.lock, job.watch(config, run, world):
+        with run.lock, job.watch(config, run, world, store):
             end = train(config, run, dataset, world, saved and partial(saved, run.folder))
             if world.is_first:
                 run.job_end.write(end)
@@ -138,13 +135,14 @@ class LaunchedRank:
 
     def __init__(self, launcher: int) -> None:
         self.launcher = launcher  #: its process
-        self.store: dist.Store | None = None
 
-    def begin(self, rank: int) -> None:
+    def begin(self, rank: int, size: int) -> dist.Store:
+        """Meet the other ranks. Returns the store that all share."""
         threading.Thread(target=leave_with, args=(self.launcher,), daemon=True).start()
         if rank == 0:
             _contact().set(SPEAKING, "")
             START.begin("waiting for the other ranks")
+        return _met(rank, size)
 
     def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
         """The folder that the launcher chose. The first rank shares its lock."""
@@ -152,7 +150,9 @@ class LaunchedRank:
         lock = share(folder.path) if world.is_first else nullcontext()
         return OpenedRun(lock, resume is not None, JobEnd(folder, attempt_of_launcher(), speaks=False))
 
-    def watch(self, config: Config, run: OpenedRun, world: World) -> AbstractContextManager[None]:
+    def watch(
+        self, config: Config, run: OpenedRun, world: World, store: dist.Store
+    ) -> AbstractContextManager[None]:
         write_board(config, world.rank, world.size, run.folder.path)
         return nullcontext()
 
@@ -166,6 +166,13 @@ class LaunchedRank:
             pass  # The launcher is gone; the log has it all.
         print(complaint.trace, end="", file=sys.stderr)  # a log
         return USER_ERROR if complaint.kind == "user" else FAILED
+
+
+def _met(rank: int, size: int) -> dist.Store:
+    """The store of the ranks of this attempt."""
+    patience = max(collective_timeout(), PATIENCE)
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
+    return fresh_store(store, rank, size, patience.total_seconds())
 
 
 def _contact() -> dist.TCPStore:
@@ -194,29 +201,38 @@ class IndependentRank:
         configured: the configuration, which is read again if the job ends before the run's folder is open.
         resume: the run to go on with, if any.
         debug: print the traceback of an error.
+        store: of ranks that have met. Others meet in `begin`.
     """
 
-    def __init__(self, configured: Callable[[], Config], resume: str | None, debug: bool = False) -> None:
+    def __init__(
+        self,
+        configured: Callable[[], Config],
+        resume: str | None,
+        debug: bool = False,
+        store: dist.Store | None = None,
+    ) -> None:
         self.configured, self.resume, self.debug = configured, resume, debug
-        self.store: dist.Store | None = None
+        self._store = store
         self.run: OpenedRun | None = None
         self._begun = threading.Event()
 
-    def begin(self, rank: int) -> None:
+    def begin(self, rank: int, size: int) -> dist.Store:
+        """Meet the other ranks. Returns the store that all share."""
         if rank == 0:
             START.begin("waiting for the other ranks")
         watch_start(rank, self.configured, self._record, self._begun)
+        self._store = _met(rank, size)
+        return self._store
 
     def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
         self.run = open_together(config, resume, world)
         return self.run
 
     @contextmanager
-    def watch(self, config: Config, run: OpenedRun, world: World) -> Iterator[None]:
-        assert self.store is not None
+    def watch(self, config: Config, run: OpenedRun, world: World, store: dist.Store) -> Iterator[None]:
         with watched(config, run.folder.path, run.job_end.write):
             self._begun.set()
-            with _planned(config, run, world, self.store):
+            with _planned(config, run, world, store):
                 yield
 
     def failed(self, complaint: Complaint) -> int:
@@ -233,7 +249,7 @@ class IndependentRank:
     def _print(self, complaint: Complaint) -> None:
         """Print the complaint, with the number of the rank unless that is 0; once, where all ranks met the same."""
         shared = complaint.is_shared
-        if not shared or self.store is None or is_to_report(self.store, complaint.rank, complaint.message):
+        if not shared or self._store is None or is_to_report(self._store, complaint.rank, complaint.message):
             hint = "" if self.debug or shared else " (add --debug to see the traceback)"
             where = f"rank {complaint.rank}: " if complaint.rank or not shared else ""
             print(f"error: {where}{complaint.in_line}{hint}", file=sys.stderr, flush=True)
@@ -248,7 +264,7 @@ class IndependentRank:
             return
         if complaint.kind == "lost contact":
             time.sleep(SECONDS_FOR_CAUSE)
-        store, own = self.store, str(complaint.rank)
+        store, own = self._store, str(complaint.rank)
         first = asked(lambda: store.compare_set("end", "", own).decode(), "") if store is not None else ""
         # Without an answer the store has gone with the first rank.
         if first == own or (not first and not self.run.folder.exit_file.exists()):

@@ -48,7 +48,7 @@ class Reporter:
             sink.say(text)
         self._call_added(lambda sink: sink.say(text))
 
-    def answer(self, text: str) -> None:
+    def say_at_once(self, text: str) -> None:
         """Print lines at once, from any thread. Sinks of `[log] sinks` do not get them."""
         for sink in list(self.sinks):
             sink.say(text)

@@ -73,7 +73,7 @@ def saved_steps(checkpoints: FolderOrUrl, *, recover: bool = False) -> list[int]
 
 
 @contextmanager
-def answering() -> Iterator[None]:
+def asking_store() -> Iterator[None]:
     """Raise the error of a store that does not answer as a UserError."""
     try:
         yield

@@ -24,13 +24,13 @@ class RunRecord:
     def __init__(self, folder: RunFolder, config: Config, facts: Mapping[str, Any], session: Session) -> None:
         self.folder = folder
         sessions = folder.record()["sessions"] if folder.exists() else []
-        self.content: dict[str, Any] = {"name": config.run.name, "status": "running", **facts}
+        self.content: dict[str, Any] = {"name": config.run.name, "status": "", **facts}
         self.content["sessions"] = [
             *sessions,
             {**asdict(session), "end": None, "status": "running", "to_step": None},
         ]
         write_text(folder.config_file, config.resolved().to_toml())
-        write_json(folder.record_file, self.content)
+        _write(folder, self.content)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -59,8 +59,14 @@ class RunRecord:
         self.content["sessions"][-1].update(end=now(), status=status, to_step=step)
         if ended_by:
             self.content["sessions"][-1]["ended_by"] = ended_by
-        self.content.update(status=status, results=dict(results))
-        write_json(self.folder.record_file, self.content)
+        self.content["results"] = dict(results)
+        _write(self.folder, self.content)
+
+
+def _write(folder: RunFolder, content: dict[str, Any]) -> None:
+    """Write run.json. The status of a run is that of its last session."""
+    content["status"] = content["sessions"][-1]["status"]
+    write_json(folder.record_file, content)
 
 
 def sessions_of(folder: RunFolder) -> int:
@@ -98,14 +104,15 @@ def close_session(folder: RunFolder, end: Outcome, sessions_before: int | None =
         record = folder.record()
         session = record["sessions"][-1]
         is_own = sessions_before is not None and len(record["sessions"]) > sessions_before
-        if not is_own and record.get("status") != "running":
+        status = session.get("status")
+        if not is_own and status != "running":
             return
         session["ended_by"] = end.reason
-        if record.get("status") == "running":
+        if status == "running":
             session.update(end=now(), to_step=recorded_step(folder.metrics_file))
-        if record.get("status") in ("running", "failed"):
-            record["status"] = session["status"] = "interrupted" if end.status in STOPPED else "failed"
-        write_json(folder.record_file, record)
+        if status in ("running", "failed"):
+            session["status"] = "interrupted" if end.status in STOPPED else "failed"
+        _write(folder, record)
     except (UserError, LookupError, TypeError):
         pass  # No record exists yet, or the disk is full. The user needs the error that ended the job, not this one.
 
@@ -122,11 +129,10 @@ def repair_record(folder: RunFolder) -> None:
     remove_unfinished(folder.path)
     record = folder.record()
     session = record["sessions"][-1]
-    if record.get("status") != "running" and session.get("status") != "running":
+    if session.get("status") != "running":
         return
     step = recorded_step(folder.metrics_file)
     written = folder.metrics_file if step else folder.record_file
     end = datetime.fromtimestamp(written.stat().st_mtime).astimezone().isoformat(timespec="seconds")
     session.update(status="failed", end=end, to_step=step, ended_by=UNKNOWN_END)
-    record["status"] = "failed"
-    write_json(folder.record_file, record)
+    _write(folder, record)

@@ -13,6 +13,9 @@ from shardwright.checkpoint import Damaged, StoredCheckpoint, open_checkpoint
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import FolderOrUrl, Position
 
+HOOK = "hook_"
+"""Prefix of the key of a hook's state in `extra`; the hook's name follows."""
+
 
 @dataclass(frozen=True)
 class RunCheckpoint:

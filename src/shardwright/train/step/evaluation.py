@@ -143,7 +143,7 @@ def validate(trainer: Trainer) -> Validation:
         # do not count.
         count = max(0, min(train.micro_batch, samples - first))
         batch = stream.batch(first if count else 0, count or 1).to(world.device)
-        with recipe.parallel_loss(trainer.config.parallel):
+        with recipe.parallel_loss(trainer.world.dims):
             losses, logits = trainer.losses.of_tokens_and_logits(batch, logits=bool(names))
         if not count:
             continue
@@ -180,7 +180,7 @@ def sample_text(trainer: Trainer) -> Sample:
             tokens = sample(
                 trainer.model, torch.tensor(ids), count=trainer.config.run.sample_tokens, temperature=0.8,
                 top_k=50, seed=0, context=trainer.config.train.seq_len, device=trainer.world.device,
-                multiple=trainer.world.dims.tensor, ends=tokenizer.ends,
+                multiple=trainer.world.dims.sequence_multiple, ends=tokenizer.ends,
             )  # fmt: skip
     except NonFiniteLogitsError as error:
         return Sample(prompt, f"(none: {error})", expected)

@@ -13,12 +13,12 @@ from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
 from shardwright.train.step.account.step_reports import (
-    report_not_finite,
+    report_step,
     report_untrained,
     step_record,
 )
 from shardwright.train.step.evaluation import validate
-from shardwright.train.step.numerics.acting import answer
+from shardwright.train.step.numerics.acting import act_on
 from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
@@ -64,13 +64,13 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
         leaving = ends or agreed.signal != 0
         if agreed.signal and stop.signal_number is None:
             doing = "the run is at its end" if is_last else f"saving step {step}"
-            reporter.answer(f"{signal.Signals(agreed.signal).name} received by another rank; {doing}")
+            reporter.say_at_once(f"{signal.Signals(agreed.signal).name} received by another rank; {doing}")
         validates = config.validation.every > 0 and (ends or due(step, config.validation.every))
         saving = leaving or due(step, config.checkpoint.every)
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
         if fault := result.fault or (fault_of_state(trainer.state) if saving or validates else None):
-            answer(fault, trainer, saves, reporter)
+            act_on(fault, trainer, saves, reporter)
             if agreed.save_ended:
                 saves.finish(raises=not leaving)
             if agreed.signal and trainer.position.step:
@@ -79,7 +79,7 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
             continue
         validation = validate(trainer) if validates else None
         record = step_record(trainer, result, seconds, validation)
-        report_not_finite(record, agreed, validation, reporter)
+        report_step(record, agreed, validation, reporter)
         trainer.hooks.after_step(record)
         if agreed.save_ended:
             saves.finish(raises=not leaving)

@@ -27,16 +27,12 @@ from shardwright.train.step.account.conclusion import Reports, conclude
 from shardwright.train.step.account.introduction import introduction
 from shardwright.train.step.account.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.account.notices import FirstLoss
-from shardwright.train.step.account.step_reports import (
-    StepReports,
-    open_record,
-    open_reporter,
-)
+from shardwright.train.step.account.report_places import open_record, open_reporter
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
+from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.loop import LoopEnd, run_steps
 from shardwright.train.step.saving.best import BestCheckpoint
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
@@ -77,7 +73,7 @@ def _train(
     with answers.request() as stop, ExitStack() as stack:
         try:
             reports = _opened_reports(trainer, loaded, run, stack)
-            answers.follow(reports.reporter.answer, lambda: min(trainer.stops_after, config.train.steps))
+            answers.follow(reports.reporter.say_at_once)
             ended = _run_steps(trainer, run.folder, reports, stop, saved)
             answers.reach_end()
             return conclude(trainer, run.folder, reports, ended)
@@ -129,7 +125,7 @@ def _opened_reports(trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, 
     best = None
     if config.checkpoint.keep_best:
         best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
-    hooks = [MemorySnapshots(trainer, folder), StepReports(reporter), FirstLoss(trainer, reporter), memory]
+    hooks = [MemorySnapshots(trainer, folder), FirstLoss(trainer, reporter), memory]
     trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
     return Reports(record, reporter, memory, best)
 

@@ -29,13 +29,13 @@ class SignalAnswers:
         self.job_end, self.world = job_end, world
         self._say: Callable[[str], None] = print
         self._saves = True  # False once the run is at its end
-        self._step: Callable[[], int] = lambda: 0
+        self._steps = config.train.steps
         # Our launcher knows the time and ends the ranks itself, also one that does not answer.
         self._request = StopRequest(config.fault.save_seconds if job_end.speaks else 0.0)
 
-    def follow(self, say: Callable[[str], None], step: Callable[[], int]) -> None:
-        """Answer through `say` from here on. A signal ends the run after the step that `step()` is by then."""
-        self._say, self._step = say, step
+    def follow(self, say: Callable[[str], None]) -> None:
+        """Answer through `say` from here on."""
+        self._say = say
 
     def reach_end(self) -> None:
         """Say from here on that the run is at its end: nothing is left to save."""
@@ -49,7 +49,8 @@ class SignalAnswers:
 
     def _noted(self, number: int) -> None:
         if self.world.is_first:
-            doing = f"saving after step {self._step()}" if self._saves else "the run is at its end"
+            step = min(self._request.last_step, self._steps)
+            doing = f"saving after step {step}" if self._saves else "the run is at its end"
             try:
                 self._say(f"{signal.Signals(number).name} received; {doing}")
             except (OSError, ValueError):

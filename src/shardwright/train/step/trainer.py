@@ -37,15 +37,15 @@ from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position
+from shardwright.train.step import loading
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
+from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import detect, verifying
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
-from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import LoadedRun
 from shardwright.train.step.saving.saves import Saves
 
 
@@ -117,7 +117,6 @@ class Trainer:
             self.forward_backward = sw.GraphedStep(self.model, self._forward_backward)
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
-        self.stops_after = 0  # the step after which a signal that comes now ends the run
 
     def open_hooks(
         self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
@@ -173,7 +172,7 @@ class Trainer:
         """
         step = self.position.step + 1
         boards.begin_step(step)
-        self.stops_after = step
+        stop.take_effect_after(step)
         data = self._next_data()
         self._set_rates(self.config.optimizer.rate(step - 1, self.config.train.steps))
         self.hooks.before_step(step)
@@ -181,7 +180,7 @@ class Trainer:
         gradients = self._compute_gradients(data)
         faults = self.hooks.faults(StepInProgress(step, gradients.norm, gradients.shares[0]))
         # A signal from here on is answered in the next step, and this one's thread may print that at once.
-        self.stops_after = step + 1
+        stop.take_effect_after(step + 1)
         part = OwnPart(
             shares=gradients.shares,
             flag=detect.flag(gradients.norm, self.world.device),
@@ -223,7 +222,7 @@ class Trainer:
         """Forward and backward, reduced and clipped."""
         boards.at(boards.MODEL)
         arguments = self.losses.weights(data.counts), *data.tensors
-        with recipe.parallel_loss(self.config.parallel):
+        with recipe.parallel_loss(self.world.dims):
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         norm = self.clip_gradients()
@@ -239,7 +238,7 @@ class Trainer:
     def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
         hooks."""
-        with recipe.parallel_loss(self.config.parallel):
+        with recipe.parallel_loss(self.world.dims):
             fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
         return fault or detect.fault_of_hooks(self.state, agreed, votes)
 
@@ -303,7 +302,7 @@ class Trainer:
         """
         self.close()
         checkpoints = checkpoints_of(folder, self.config)
-        loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
+        loaded = loading.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
         self.position = loaded.position
         dataset, lines = extended(self.config, self.dataset, self.position.samples)
         steps = self.config.train.steps
@@ -324,7 +323,7 @@ class Trainer:
     def rewind(self, checkpoints: FolderOrUrl, reporter: Reporter, latest: int, stop: int) -> None:
         """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
-        loaded = checkpoint.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
+        loaded = loading.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
         self.position = loaded.position.after_rewind(self.position, stop)
         self._load_rest(loaded, reporter, goes_back=True)
         float8.prepare_scales(self.model, self.config)
@@ -336,7 +335,7 @@ class Trainer:
         checkpoint need not have states of hooks, since hooks can be new.
         """
         if present_states := self.hooks.state_dict():
-            states = checkpoint.hook_states(loaded, present_states)
+            states = loading.hook_states(loaded, present_states)
             missing = next((name for name in present_states if name not in states), None)
             if goes_back and missing is not None:
                 raise UserError(
@@ -344,5 +343,5 @@ class Trainer:
                     "to which the run goes back, found none; the hook was added later"
                 )
             self.hooks.load_state_dict(states)
-        if line := checkpoint.continue_generators(loaded, self.config.run.seed, RankGroup()):
+        if line := loading.continue_generators(loaded, self.config.run.seed, RankGroup()):
             reporter.say(line)

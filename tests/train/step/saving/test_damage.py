@@ -31,6 +31,7 @@ from shardwright.train.report import progress
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import Position, saved_steps
 from shardwright.train.run.stored_checkpoint import examine
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
@@ -124,8 +125,8 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
             raise Damaged("__0_0.distcp cannot be read: Input/output error")
 
     for module, name, stand_in, expected in (
-        (checkpoint, "examine", stale, "rank 1 reads another description of the checkpoint"),
-        (checkpoint, "examine", unseen, "rank 1: no index.json file"),
+        (loading, "examine", stale, "rank 1 reads another description of the checkpoint"),
+        (loading, "examine", unseen, "rank 1: no index.json file"),
         (OwnCheckpoint, "verify", unreadable, "rank 1: __0_0.distcp cannot be read"),
     ):
         with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +184,7 @@ def test_a_save_that_dies_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
         recovered = saved_steps(checkpoints, recover=True)
         assert recovered and recovered[-1] >= 2, moment
         for step in recovered:
-            checkpoint.verified_checkpoint(checkpoints / f"step-{step}")
+            loading.verified_checkpoint(checkpoints / f"step-{step}")
         # The next save finds nothing in its way, and takes away what is left.
         saves.save(weights, optimizer, Position(4, 4))
         assert [path.name for path in checkpoints.iterdir()] == ["step-4"]
@@ -281,7 +282,7 @@ def test_long_saves_and_loads_are_not_silent(rank: int, world_size: int, tmp_pat
         checkpoint.save(job.checkpoints, job.model, job.optimizer, Position(2, 8), say)
 
     def loaded() -> None:
-        checkpoint.load(job.checkpoints / "step-2", job.model, job.optimizer, say)
+        loading.load(job.checkpoints / "step-2", job.model, job.optimizer, say)
 
     for module, name, action, expected in (
         (collective_save, "write_boxes", saved, "saving"),

@@ -19,7 +19,7 @@ from shardwright.train.run.exits import TRY_AGAIN, Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
-from shardwright.train.step.saving import checkpoint
+from shardwright.train.step import loading
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from tests.train.kit.damage import flipped
@@ -175,7 +175,7 @@ def test_old_ones_go_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
         flipped(file, tmp_path) if name != "index.json" else file.unlink()
         job.save(7, keep=2)
         assert saved_steps(job.url) == [7, 6]
-        checkpoint.load_weights(step_folder(job.url, 7), nn.Linear(3, 2))
+        loading.load_weights(step_folder(job.url, 7), nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -207,9 +207,9 @@ def test_a_store_that_fails_loses_nothing_and_the_run_goes_on(tmp_path: Path, nu
     with pytest.raises(SaveFailedError, match="the store has failed"):
         job.save(2, last=True)
     FakeStore.restart()
-    checkpoint.load_weights(step_folder(job.url, 1), nn.Linear(3, 2))
+    loading.load_weights(step_folder(job.url, 1), nn.Linear(3, 2))
     job.save(2)
-    checkpoint.load_weights(step_folder(job.url, 2), nn.Linear(3, 2))
+    loading.load_weights(step_folder(job.url, 2), nn.Linear(3, 2))
 
 
 @pytest.mark.extensive("a job that is restarted")

@@ -40,8 +40,10 @@ from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position, saved_steps
+from shardwright.train.step import loading
+from shardwright.train.step.loading import verified_checkpoint
 from shardwright.train.step.saving import checkpoint
-from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
+from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import SOUND, Condition, Saves, steps_to_delete
 from tests.checkpoint.kit.states import load_state
 from tests.support import multirank
@@ -113,13 +115,13 @@ def test_nothing_is_read_if_nothing_is_to_delete(tmp_path: Path, monkeypatch: py
     for step in (1, 2, 3):
         job.save(job.saves(keep=5), step)
     compared: list[str] = []
-    real = checkpoint.verified_checkpoint
+    real = loading.verified_checkpoint
 
     def counted(folder: Path, *arguments: Any) -> Any:
         compared.append(folder.name)
         return real(folder, *arguments)
 
-    monkeypatch.setattr(checkpoint, "verified_checkpoint", counted)
+    monkeypatch.setattr(loading, "verified_checkpoint", counted)
     job.save(job.saves(keep=4), 4)
     assert compared == []
     saves = job.saves(keep=3)
@@ -312,7 +314,7 @@ def test_load_checkpoint_reads_the_checkpoint_of_a_run(tmp_path: Path, sharded_r
     """Saved by two ranks, into a plain model and an optimizer of the user's own, with the groups of the trainer."""
     folder = sharded_run / "checkpoints" / "step-8"
     model, expected = (build_model(tiny().model, 256) for _ in range(2))
-    checkpoint.load_weights(folder, expected)
+    loading.load_weights(folder, expected)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -333,7 +335,7 @@ def test_fsdp2_reads_the_checkpoint_of_a_run(
     """Saved by one rank, with torch's own reader, as a user of FSDP2 calls it."""
     folder = plain_run / "checkpoints" / "step-8"
     model, expected = (build_model(tiny().model, 256) for _ in range(2))
-    checkpoint.load_weights(folder, expected)
+    loading.load_weights(folder, expected)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     weights, moments = get_state_dict(model, optimizer)
@@ -359,7 +361,7 @@ def test_any_number_of_ranks_gets_the_same_bits(
     for run in (plain_run, sharded_run):
         job = trainer(config, rank, world_size)
         source = run / "checkpoints" / "step-8"
-        loaded = checkpoint.load(source, job.model, job.optimizer)
+        loaded = loading.load(source, job.model, job.optimizer)
         assert loaded.position == Position(8, 64)
         assert loaded.ranks == (1 if run == plain_run else 2) and loaded.generators
         copies = tmp_path / run.parent.name
@@ -398,26 +400,26 @@ def test_generators_go_on_at_the_same_number_of_ranks(rank: int, world_size: int
     _draws()
     folder = checkpoint.save(tmp_path, job.model, job.optimizer, job.position)
     expected = _draws()
-    loaded = checkpoint.load(folder, job.model, job.optimizer)
-    assert checkpoint.continue_generators(loaded, 5, RankGroup()) is None
+    loaded = loading.load(folder, job.model, job.optimizer)
+    assert loading.continue_generators(loaded, 5, RankGroup()) is None
     assert _draws() == expected
     # As of another number of ranks: a seed of each rank, the same whenever it is loaded.
     other = replace(loaded, ranks=3)
-    line = checkpoint.continue_generators(other, 5, RankGroup())
+    line = loading.continue_generators(other, 5, RankGroup())
     assert line == (
         "the checkpoint of step 1 was saved by 3 ranks and is loaded by 2 ranks: random generators do not go on where "
         "they were; each rank has a seed derived from run.seed, the step and the rank"
     )
     drawn = _draws()
-    checkpoint.continue_generators(other, 5, RankGroup())
+    loading.continue_generators(other, 5, RankGroup())
     assert _draws() == drawn
     everyones: list[Any] = [None] * world_size
     dist.all_gather_object(everyones, drawn)
     assert everyones[0] != everyones[1]
-    checkpoint.continue_generators(other, 6, RankGroup())
+    loading.continue_generators(other, 6, RankGroup())
     assert _draws() != drawn
     foreign = replace(loaded, generators={"torch": torch.zeros(3, dtype=torch.uint8)})
-    assert "that cannot be restored" in (checkpoint.continue_generators(foreign, 5, RankGroup()) or "")
+    assert "that cannot be restored" in (loading.continue_generators(foreign, 5, RankGroup()) or "")
     assert _draws() == drawn
 
 

@@ -24,7 +24,8 @@ from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import Position, saved_steps
-from shardwright.train.step.saving.checkpoint import SaveFailedError, verified_checkpoint
+from shardwright.train.step.loading import verified_checkpoint
+from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped

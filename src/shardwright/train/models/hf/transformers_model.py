@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.pretrained.conversions import transformers_key_map
-from shardwright.checkpoint.pretrained.files import INDEX, FileTensor, open_stored
+from shardwright.checkpoint.pretrained.files import SAFETENSORS_INDEX, FileTensor, open_stored
 from shardwright.checkpoint.pretrained.key_maps import TensorSource
 from shardwright.checkpoint.pretrained.model import mesh_of
 from shardwright.collective import OtherRankFailed, RankGroup
@@ -38,7 +38,7 @@ from shardwright.train.models.hf.documents import Separation, separation_of
 from shardwright.train.models.language_model import draws_numbers, multiplied
 from shardwright.train.models.packed import IGNORED, within_trained
 
-_WEIGHTS = (INDEX, "model.safetensors")
+_WEIGHTS = (SAFETENSORS_INDEX, "model.safetensors")
 #: Tensors of which a fingerprint has values. Each is a page of a file, which may be on a slow disk.
 _SAMPLED = 256
 #: Models with an attention that sees later tokens, beside those for masked language modelling.
@@ -392,8 +392,8 @@ def weights_path(shape: HuggingFaceShape) -> Path:
     else:
         name = shape.resolved().path
         file = fetch_first(name, _WEIGHTS, "model.path")
-        if file is not None and file.name == INDEX:
-            fetch_files(name, [INDEX, *_files_of(file)], "model.path")
+        if file is not None and file.name == SAFETENSORS_INDEX:
+            fetch_files(name, [SAFETENSORS_INDEX, *_files_of(file)], "model.path")
         folder = fetch_file(name, CONFIG, "model.path").parent if file is None else file.parent
         names = {path.name for path in folder.iterdir()} if file is None else {file.name}
     for weights in _WEIGHTS:

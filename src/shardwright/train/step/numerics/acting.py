@@ -9,14 +9,14 @@ from shardwright.train.config.catalog.hooks import Fault
 from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.position import answering, saved_steps
+from shardwright.train.run.position import asking_store, saved_steps
 from shardwright.train.step.numerics.fault import FaultError
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 
 
-def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
+def act_on(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
     """Do what the settings ask for. Called by all ranks together.
 
     Raises:
@@ -44,7 +44,7 @@ def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) ->
     saves.finish(raises=False)
     before, stop = trainer.position, fault.samples[1]
     latest = before.step - trainer.config.fault.rewind_steps
-    with answering():
+    with asking_store():
         steps = RankGroup().run_on_first(lambda: saved_steps(saves.checkpoints))
     if not any(step <= latest for step in steps):
         why = f"there is no checkpoint of step {max(latest, 0)} or before to go back to"

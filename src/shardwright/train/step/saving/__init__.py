@@ -1,6 +1,6 @@
-"""The checkpoints of a run.
+"""The checkpoints that a run writes.
 
-`checkpoint` has the state of a run in one, and its way back. The loop decides when one is written;
-`saves` writes it, here or in the background, and decides which ones stay.
+`checkpoint` puts the state of a run into one; `loading`, beside this folder, reads it. The loop decides when one is
+written; `saves` writes it, here or in the background, and decides which ones stay.
 `best` keeps the one with the best value of a figure. `shardwright.checkpoint` writes and reads the files.
 """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwright import board as boards
-from shardwright.checkpoint import AsyncCheckpoint, Damaged, remove_unfinished
+from shardwright.checkpoint import AsyncCheckpoint, Damaged, remove_unfinished, replaces_checkpoints
 from shardwright.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
@@ -27,6 +26,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import FolderOrUrl, Position, remove_step, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.run.writing import may_pass
+from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
@@ -215,12 +215,12 @@ class Saves:
     def _make_way(self, position: Position) -> bool:
         """Remove what is in the way of a save, as far as that is possible. Returns whether the save was made before.
 
-        Behind a URL nothing is replaced. A checkpoint of the same step that is damaged, or of another position, goes.
+        Where a save replaces no checkpoint, one of the same step that is damaged, or of another position, goes.
         """
         ranks, step = RankGroup(), position.step
-        if isinstance(self.checkpoints, Path):
-            if ranks.is_first:
-                remove_unfinished(self.checkpoints)
+        if ranks.is_first:
+            remove_unfinished(self.checkpoints)
+        if replaces_checkpoints(self.checkpoints):
             return False
         place = step_folder(self.checkpoints, step)
         try:
@@ -275,7 +275,7 @@ class Saves:
         if step not in self._conditions:
             condition = SOUND
             try:
-                checkpoint.verified_checkpoint(step_folder(self.checkpoints, step), self.reporter.say)
+                loading.verified_checkpoint(step_folder(self.checkpoints, step), self.reporter.say)
             except Damaged as problem:
                 condition = Condition("damaged", str(problem))
             except UserError:
