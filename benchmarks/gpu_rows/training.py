@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from benchmarks.gpu_rows.rows import FSDP2, PLAIN, SHARDWRIGHT, Row, Variant
+from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
 from shardwright.train.models.native.llama import Llama
-from shardwright.train.parallel.activations import checkpoint_blocks, compile_blocks
 
 CLIP = 1.0
 RATE = 1e-4
@@ -57,9 +57,9 @@ class Training:
         with device:
             model = Llama(row.shape())
         self.flops_per_step = model.flops_per_token(row.seq) * row.batch * row.seq
-        checkpoint_blocks(model, row.checkpoint)
+        checkpoint_blocks(model.blocks(), row.checkpoint)
         if row.compile:
-            compile_blocks(model, backend)
+            compile_blocks(model.blocks(), backend)
         self.model, self.device = model, device
         self.masters: Masters | None = None
         self.clip: Any = nn.utils.clip_grad_norm_

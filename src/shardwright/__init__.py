@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
 
     from shardwright import comm_hooks, layout, optim
+    from shardwright.activations.chunked_loss import chunked_cross_entropy
     from shardwright.checkpoint import (
         AsyncCheckpoint,
         load_checkpoint,
@@ -90,6 +91,7 @@ __all__ = [
     "UnshardHandle",
     "Verdict",
     "Watch",
+    "chunked_cross_entropy",
     "clip_grad_norm_",
     "comm_hooks",
     "compare_copies",
@@ -147,6 +149,7 @@ _HOMES = {
     "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
+    "chunked_cross_entropy": "shardwright.activations.chunked_loss",
     "clip_grad_norm_": "shardwright.optim",
     "compare_copies": "shardwright.engine",
     "compare_gradients": "shardwright.engine",

@@ -91,6 +91,7 @@ _is_batched = _probe(torch._C, "_functorch", "is_legacy_batchedtensor")
 _run_backward = _probe(torch.autograd, "_engine_run_backward")
 _probe(torch.autograd.graph, "_engine_run_backward")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
+_keeps_graph = _probe(torch._C, "_autograd", "_get_current_graph_task_keep_graph")
 _dispatch_mode = _probe(torch._C, "_get_dispatch_mode")
 _FAKE = _probe(torch._C, "_TorchDispatchModeKey").FAKE
 _peek_sequence_number = _probe(torch._C, "_autograd", "_get_sequence_nr")
@@ -962,6 +963,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is now inside a backward pass."""
     return _graph_task_id() != -1
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now keeps its graph for another one."""
+    return _keeps_graph()  # type: ignore[no-any-return]
 
 
 def number_of_next_node() -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwright.activations.checkpointing import checkpoint_blocks
 from shardwright.train.finetune.adapters import (
     adapt,
     adapted_layers,
@@ -19,7 +20,6 @@ from shardwright.train.finetune.adapters import (
     uncalled_layers,
 )
 from shardwright.train.finetune.layers import Dropout
-from shardwright.train.parallel.activations import checkpoint_blocks
 from tests.train.finetune.kit import LLAMA, build, logits_of, loss_of, randomised, settings, tokens
 
 
@@ -143,7 +143,7 @@ def _with(seed: int) -> Dropout:
 def test_recomputed_activations_see_the_same_dropout(kind: str) -> None:
     own = settings(dropout=0.3)
     plain, model = (randomised(build("llama", own)) for _ in range(2))
-    checkpoint_blocks(model, kind)
+    checkpoint_blocks(model.blocks(), kind)
     for number in range(2):
         assert torch.equal(loss_of(plain, number), loss_of(model, number))
         loss_of(plain, number).backward()

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from shardwright.activations.checkpointing import checkpoint_blocks
 from shardwright.train.finetune.adapters import adapted_layers, merge, reset_magnitudes, trained_names
-from shardwright.train.parallel.activations import checkpoint_blocks
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import (
     build,
@@ -51,7 +51,7 @@ def check(
     plain = build(kind, own)
     model = deferred(kind, own)
     if recompute:
-        checkpoint_blocks(model, "full")
+        checkpoint_blocks(model.blocks(), "full")
     policy = sw.PrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sw.materialize(shard(model, mp_policy=policy, **options))
     for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):

@@ -40,6 +40,7 @@ class Visit:
         "place",
         "remaining",
         "returns",
+        "spared",
         "unit",
     )
 
@@ -54,12 +55,18 @@ class Visit:
         self.begin = begin
         self.end = begin
         self.calls = 0
+        self.spared = 0  #: calls whose backward reads no weights
         self.remaining = 0  #: during backward: calls whose inputs it has not reached yet
         self.returns = False  #: whether backward may reach an output
         self.endless = False  #: no input needs a gradient, so no hook shows the end of backward
         self.lasting = False  #: the graph has copies of the weights, so backward needs no gather
         self.guests: list[Visit] = []  #: visits of units whose weights this forward read
         self.hosts: list[Visit] = []  #: visits of outer units, where backward may continue
+
+    @property
+    def reads_none(self) -> bool:
+        """Whether backward reads no weights of the unit."""
+        return 0 < self.spared == self.calls
 
     def before_backward(self) -> None:
         self.listener.enter(self)

@@ -32,6 +32,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     object.__setattr__(module, method_name, _ForwardMethod(module, getattr(module, method_name)))
 
 
+def call_as_forward(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` with the weights of the unit of ``module``, a sharded module, as its forward is called."""
+    unit: Unit = module.__dict__[UNIT]
+    depth, calls = depth_of(unit), Calls(unit)
+    try:
+        args, kwargs = calls.before_forward(module, args, kwargs)
+        return calls.after_forward(module, args, function(*args, **kwargs))
+    except BaseException:
+        calls.forward_failed(depth)
+        raise
+
+
 class _ForwardMethod:
     """A method of a sharded module that runs as its forward does. Refers to the module weakly; a copy has its own."""
 
@@ -45,15 +57,8 @@ class _ForwardMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        unit: Unit = module.__dict__[UNIT]
-        depth, calls = depth_of(unit), Calls(unit)
-        try:
-            args, kwargs = calls.before_forward(module, args, kwargs)
-            call_args = (module, *args) if self._bound else args
-            return calls.after_forward(module, args, self._function(*call_args, **kwargs))
-        except BaseException:
-            calls.forward_failed(depth)
-            raise
+        function = functools.partial(self._function, module) if self._bound else self._function
+        return call_as_forward(module, function, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         module = memo[id(self._module())]

@@ -82,7 +82,7 @@ def _enter(unit: Unit, visit: Visit) -> None:
     root.visits.close_later(visit)
     if unit.weights.parameters:
         unit.activity.entered = True
-        if not visit.lasting:
+        if not visit.lasting and not visit.reads_none:
             _show(unit, visit)
     for guest in visit.guests:
         guest.before_backward()

@@ -84,6 +84,15 @@ def depth_of(unit: Unit) -> int:
     return len(root.visits.frames) if root is not None else 0
 
 
+def spare_weights(unit: Unit) -> None:
+    """The running call of this unit saves none of its weights for backward. If this is true of all calls of a visit,
+    backward does not gather the unit."""
+    root = root_of(unit)
+    frame = root.visits.frames[-1] if root is not None and root.visits.frames else None
+    if frame is not None and frame.unit is unit and frame.visit is not None:
+        frame.visit.spared += 1
+
+
 def lend_if_called(unit: Unit) -> None:
     """A parameter of this unit's module is read. If another unit's call runs, lend the weights to it."""
     root = root_of(unit)

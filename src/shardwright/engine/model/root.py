@@ -161,9 +161,9 @@ class Root:
                     issue(other, call)
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
-        """Add a unit to the order of backward, after its last call. A unit without outputs is not prefetched in
-        backward."""
-        if visit is not None and visit.returns:
+        """Add a unit to the order of backward, after its last call. A unit without outputs, or whose backward reads no
+        weights, is not prefetched in backward."""
+        if visit is not None and visit.returns and not visit.reads_none:
             visit.place = len(visit.order)
             visit.order.append(unit.number)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
 from shardwright.train.models import packed
 from shardwright.train.models.native import hybrid, llama, mamba
 from shardwright.train.models.native.decoder import Decoder
@@ -19,7 +20,6 @@ from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.llama import Llama, LlamaConfig
 from shardwright.train.models.native.scan import selective_scan
 from shardwright.train.models.packed import Documents, attend
-from shardwright.train.parallel.activations import checkpoint_blocks, compile_blocks
 from tests.train.kit.hybrid import TINY
 from tests.train.models.kit import packed as kit
 from tests.train.models.kit.packed import PLACES, Belongings, belongings, differing
@@ -112,7 +112,7 @@ def test_other_documents_change_no_bit_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_other_documents_change_no_bit_with_checkpoints(name: str, checkpoint: str) -> None:
     plain, model = built(name), built(name)
-    checkpoint_blocks(model, checkpoint)
+    checkpoint_blocks(model.blocks(), checkpoint)
     check_apart(model, places=PLACES[1:2])
     inputs = kit.tokens(50)
     assert differing(found(plain, inputs, (0, 1)), found(model, inputs, (0, 1))) == []
@@ -123,7 +123,7 @@ def test_other_documents_change_no_bit_with_checkpoints(name: str, checkpoint: s
 def test_other_documents_change_no_bit_in_compiled_blocks(name: str) -> None:
     torch._dynamo.reset()
     model = built(name)
-    compile_blocks(model, "aot_eager")
+    compile_blocks(model.blocks(), "aot_eager")
     check_apart(model, places=PLACES[1:4])
     plain, inputs = built(name), kit.tokens(50)
     expected, compiled = (found(each, inputs, (0, 1)) for each in (plain, model))
@@ -136,7 +136,7 @@ def test_other_documents_change_no_bit_in_compiled_blocks(name: str) -> None:
 def test_new_lengths_of_documents_compile_nothing() -> None:
     torch._dynamo.reset()
     model = built("mamba")
-    compile_blocks(model, "aot_eager")
+    compile_blocks(model.blocks(), "aot_eager")
     inputs, numbers = kit.tokens(50), kit.documents()
     with torch.no_grad():
         model(inputs, documents=numbers)
@@ -348,7 +348,7 @@ def test_compiled_blocks_on_a_gpu() -> None:
     torch._dynamo.reset()
     plain = built("llama").to("cuda", torch.bfloat16)
     model = copy.deepcopy(plain)
-    compile_blocks(model, "inductor")
+    compile_blocks(model.blocks(), "inductor")
     inputs, numbers = kit.tokens(50).cuda(), kit.documents().cuda()
     for rows in (numbers, numbers.flip(0), torch.zeros_like(numbers)):
         torch.testing.assert_close(

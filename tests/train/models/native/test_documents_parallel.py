@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwright as sw
+from shardwright.activations.checkpointing import compile_blocks
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.llama import Llama, LlamaConfig
 from shardwright.train.models.native.styles import spread_experts
-from shardwright.train.parallel.activations import compile_blocks
 from shardwright.train.parallel.recipe import cut_layers
 from tests.support.pool import multirank, world_mesh
 from tests.train.kit.hybrid import TINY
@@ -91,7 +91,7 @@ def test_compiled_cut_layers_keep_documents_apart(rank: int, world_size: int) ->
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "tensor"))
     cut_layers(model, mesh["tensor"])
     mesh = mesh["shard"]
-    compile_blocks(model, "aot_eager")
+    compile_blocks(model.blocks(), "aot_eager")
     for block in model.blocks():
         sw.fully_shard(block, mesh=mesh)
     sw.fully_shard(model, mesh=mesh)

@@ -1,0 +1,6 @@
+"""Activations: which results of forward exist until backward, and for how long.
+
+``chunked_loss`` has the cross-entropy whose logits are never whole, and ``head_call`` one call of the module that makes
+logits. ``deferred_logits`` lets a whole model use it: the model's own code runs, and its logits are a record of them.
+``checkpointing`` drops activations of blocks and computes them again. Nothing here knows configurations or the trainer.
+"""

@@ -1,0 +1,411 @@
+"""Cross-entropy whose logits are never whole: of a few rows at a time, with their gradients, in forward.
+
+The gradients of the hidden states and of the head exist from forward on, and backward scales them. Sources: "Liger
+Kernel" (Hsu et al., 2024) and torchtune's chunked losses, which hold gradients or logits in this way. Nothing here
+knows which engine shards the head: ``head_call`` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from shardwright._torch import dtensor_of, keeps_graph, local_of
+from shardwright.activations.head_call import call_once
+from shardwright.engine.tensors.parameter import STANDS_FOR, unit_of
+from shardwright.memory import Owner, Slab
+
+AUTO_BYTES = 256 << 20  #: of a chunk's logits in float32 with ``chunks="auto"``
+HEAD_GRADIENT = "head gradient"  #: the kind of the slabs, in reports and plans
+_ALIGN = 64  #: bytes between the gradients in a slab
+
+LogitsFunction = Callable[[Tensor], Tensor]
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    chunks: int | str = "auto",
+    weights: Tensor | None = None,
+    logits: LogitsFunction | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of ``head(hidden)``, without all logits in memory at once.
+
+        loss_sum, losses = sw.chunked_cross_entropy(hidden, model.lm_head, targets)
+        (loss_sum / number_of_tokens).backward()
+
+    The head's weights are gathered once. The logits, losses and gradients of each chunk of tokens are computed in
+    forward, and its logits are freed. So forward also takes the time that backward takes without chunks. The sum of the
+    weight's gradients over the chunks is float32 and exists until backward; :func:`memory_report` calls it "head
+    gradient". Without gradients (``torch.no_grad``, frozen parameters) none is computed.
+
+    Call it where ``head(hidden)`` may be called. The head may be sharded by itself, with others, or with a model around
+    it, and may share its weight with an embedding.
+
+    Args:
+        hidden: float [..., D].
+        head: the module that makes logits [..., V] of it. It computes each token by itself.
+        targets: int64 [...], the class of each token.
+        chunks: number of chunks, 1 or more. "auto": a chunk's logits in float32 take at most 256 MiB.
+        weights: float [...], factors of the losses in the sum; None: 1.
+        logits: a function from the head's result to the logits, such as a soft cap; it computes each token by itself.
+        ignore_index: the target of tokens without a loss. Their loss is 0.
+
+    Returns:
+        The sum of the losses, float32 without dimensions, from which backward may start; and the loss of each token,
+        float32 [...], without a graph.
+
+    Raises:
+        ValueError: the shapes do not fit, or ``chunks`` is no number of chunks.
+    """
+    return ChunkedLoss(head, targets, chunks, weights, logits, ignore_index).of(hidden)
+
+
+class ChunkedLoss(NamedTuple):
+    """The arguments of one loss, see :func:`chunked_cross_entropy`."""
+
+    head: nn.Module
+    targets: Tensor
+    chunks: int | str = "auto"
+    weights: Tensor | None = None
+    logits: LogitsFunction | None = None
+    ignore_index: int = -100
+
+    def of(self, hidden: Tensor, prepared: bool = False) -> tuple[Tensor, Tensor]:
+        """The sum and the losses. ``prepared``: the head's hooks that prepare its input have run on ``hidden``."""
+        self._check(hidden)
+        head: nn.Module = getattr(self.head, "_orig_mod", self.head)  # of torch.compile
+        loss_sum, losses = call_once(head, hidden, self._replace(head=head).compute, prepared)
+        return loss_sum, losses.view(self.targets.shape)
+
+    def _check(self, hidden: Tensor) -> None:
+        chunks, targets, weights = self.chunks, self.targets, self.weights
+        if chunks != "auto" and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+            raise ValueError(f'chunks: expected a number of chunks, 1 or more, or "auto", got {chunks!r}')
+        # A sequence that tensor parallelism has cut becomes whole in the hooks of the head.
+        if hidden.ndim != targets.ndim + 1 or targets.ndim < 1 or targets.is_floating_point():
+            raise ValueError(
+                f"targets: expected an integer for each token of hidden, whose shape is {list(hidden.shape)}; got "
+                f"shape {list(targets.shape)} and dtype {str(targets.dtype).removeprefix('torch.')}"
+            )
+        if weights is not None and weights.shape != targets.shape:
+            raise ValueError(
+                f"weights: expected a factor for each target, of shape {list(targets.shape)}, got {list(weights.shape)}"
+            )
+
+    def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and the losses of all tokens: float32 [T]. Called while the head's weights are there."""
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        if hidden.shape[:-1] != self.targets.shape:
+            raise ValueError(
+                f"targets: expected an integer for each token of hidden, whose shape is {list(hidden.shape)} in the "
+                f"head; got shape {list(self.targets.shape)}"
+            )
+        if torch.is_grad_enabled() and (parameters or hidden.requires_grad):
+            return _InForward.apply(self, hidden, *parameters)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return self.run(hidden, None)
+
+    def run(self, hidden: Tensor, held: HeldGradients | None) -> tuple[Tensor, Tensor]:
+        """Compute the loss of one chunk after another, and add its gradients to the held ones."""
+        rows, targets_T = _Rows(hidden), self.targets.flatten()
+        weights_T = None if self.weights is None else self.weights.flatten().float()
+        losses = []
+        for start, stop in itertools.pairwise(self._bounds(rows, held)):
+            weights_R = None if weights_T is None else weights_T[start:stop]
+            losses.append(self._chunk(rows, start, stop, targets_T[start:stop], weights_R, held))
+        losses_T = torch.cat(losses) if len(losses) > 1 else losses[0]
+        return (losses_T if weights_T is None else losses_T * weights_T).sum(), losses_T
+
+    def _chunk(
+        self,
+        rows: _Rows,
+        start: int,
+        stop: int,
+        targets_R: Tensor,
+        weights_R: Tensor | None,
+        held: HeldGradients | None,
+    ) -> Tensor:
+        """The losses of some rows. Their logits are freed at the end."""
+        if held is None:
+            return self._losses(rows.part(start, stop), targets_R)
+        with torch.enable_grad(), _plainly_saved():
+            hidden = rows.part(start, stop).requires_grad_(held.hidden is not None)
+            losses_R = self._losses(hidden, targets_R)
+        factors_R = torch.ones_like(losses_R) if weights_R is None else weights_R.to(losses_R.dtype)
+        held.add(start, stop, losses_R, hidden, factors_R)
+        return losses_R.detach()
+
+    def _losses(self, hidden: Tensor, targets_R: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        if self.logits is not None:
+            logits = self.logits(logits)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        losses_R = F.cross_entropy(logits, targets_R, reduction="none", ignore_index=self.ignore_index)
+        return losses_R.full_tensor() if isinstance(losses_R, DTensor) else losses_R
+
+    def _bounds(self, rows: _Rows, held: HeldGradients | None) -> list[int]:
+        """The first row of each chunk, and the number of all."""
+        chunks = self.chunks
+        if chunks == "auto":
+            most = max(1, AUTO_BYTES // (4 * self._width(rows)))
+            chunks = math.ceil(rows.number / most)
+        size = math.ceil(rows.number / max(1, int(chunks))) or 1
+        return [*range(0, rows.number, size), rows.number] if rows.number else [0, 0]
+
+    def _width(self, rows: _Rows) -> int:
+        """The number of logits of a row on this rank."""
+        weight = getattr(self.head, "weight", None)
+        if isinstance(self.head, nn.Linear) and isinstance(weight, Tensor):
+            return max(1, local_of(weight).shape[0] if isinstance(weight, DTensor) else weight.shape[0])
+        with torch.no_grad():
+            logits = self.head(rows.part(0, min(1, rows.number)))
+        return max(1, (local_of(logits) if isinstance(logits, DTensor) else logits).shape[-1])
+
+
+class _Rows:
+    """Hidden states as rows, a row for each token: parts of them are leaves of a graph.
+
+    Attributes:
+        local: the rows, on this rank.
+        number: of the rows.
+        form: makes tensors like the hidden states.
+
+    Raises:
+        ValueError: the hidden states are cut over ranks.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.form = _Form.of(hidden)
+        local = local_of(hidden) if isinstance(hidden, DTensor) else hidden
+        self.local = local.detach().flatten(0, -2)
+        self.number = self.local.shape[0]
+        self._leading = (1,) * (hidden.ndim - 2)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        shape = (*self._leading, stop - start, self.local.shape[1])
+        return self.form.wrap(self.local[start:stop].view(shape), self.form.placements)
+
+
+class _Form(NamedTuple):
+    """The shape and the mesh of hidden states."""
+
+    shape: torch.Size
+    mesh: DeviceMesh | None
+    placements: Sequence[Placement]
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> _Form:
+        if not isinstance(hidden, DTensor):
+            return cls(hidden.shape, None, ())
+        if not all(isinstance(each, Replicate) for each in hidden.placements):
+            raise ValueError(
+                f"hidden: expected whole hidden states in the head, got a DTensor with {hidden.placements}. Let the "
+                "head's parallel style gather them, as ColwiseParallel(input_layouts=...) does"
+            )
+        return cls(hidden.shape, hidden.device_mesh, hidden.placements)
+
+    def wrap(self, local: Tensor, placements: Sequence[Placement]) -> Tensor:
+        if self.mesh is None:
+            return local
+        return DTensor.from_local(local, self.mesh, placements, run_check=False)
+
+
+class HeldGradients:
+    """Gradients of one loss between forward and backward: of the hidden states, and sums of those of the head.
+
+    Attributes:
+        hidden: of the hidden states, on this rank, a row for each token; None: not needed.
+    """
+
+    def __init__(
+        self, head: nn.Module, rows: _Rows, needs_hidden: bool, parameters: Sequence[Tensor]
+    ) -> None:
+        self.hidden = torch.empty_like(rows.local) if needs_hidden else None
+        self._form = rows.form
+        self._hidden_placements = rows.form.placements
+        self._parameters = parameters
+        self._aliases = [p.detach().requires_grad_() for p in parameters]
+        self._placements: list[Sequence[Placement] | None] = [None] * len(parameters)
+        self._used = [False] * len(parameters)
+        self._slab, self._sums = _lease(head, parameters)
+        self._finish = weakref.finalize(self, _give_back, self._slab, weakref.ref(head))
+        self._finish.atexit = False
+
+    @contextmanager
+    def computing(self, head: nn.Module) -> Iterator[None]:
+        """Inside the context the head computes with aliases of its parameters, so that the hooks of these see one
+        gradient in backward, and none of a chunk."""
+        aliases = {id(p): alias for p, alias in zip(self._parameters, self._aliases, strict=True)}
+        places = [
+            (module._parameters, name, p)
+            for module in head.modules()
+            for name, p in module._parameters.items()
+            if id(p) in aliases
+        ]
+        for registry, name, p in places:
+            registry[name] = aliases[id(p)]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for registry, name, p in places:
+                registry[name] = p
+            self._aliases = []
+
+    def add(self, start: int, stop: int, losses_R: Tensor, hidden: Tensor, factors_R: Tensor) -> None:
+        """Add the gradients of some rows, each loss times its factor."""
+        inputs = [*([hidden] if self.hidden is not None else []), *self._aliases]
+        if not losses_R.requires_grad:
+            gradients: list[Tensor | None] = [None] * len(inputs)
+        else:
+            gradients = list(torch.autograd.grad(losses_R, inputs, factors_R, allow_unused=True))
+        if self.hidden is not None:
+            gradient = gradients.pop(0)
+            if isinstance(gradient, DTensor):
+                self._hidden_placements = gradient.placements
+                gradient = local_of(gradient)
+            if gradient is None:
+                self.hidden[start:stop].zero_()
+            else:
+                self.hidden[start:stop].copy_(gradient.flatten(0, -2))
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if isinstance(gradient, DTensor):
+                self._placements[i] = gradient.placements
+                gradient = local_of(gradient)
+            if self._used[i]:
+                self._sums[i].add_(gradient)
+            else:
+                self._sums[i].copy_(gradient)
+                self._used[i] = True
+
+    def scaled(self, factor: Tensor, keep: bool) -> list[Tensor | None]:
+        """The gradients times ``factor``, of the hidden states, then of the parameters in their dtypes. Unless ``keep``
+        the held ones are freed."""
+        if not self._finish.alive:
+            raise RuntimeError(
+                "Backward ran a second time through a chunked cross-entropy, whose gradients are freed after the first "
+                "backward. Pass retain_graph=True to the first one."
+            )
+        results: list[Tensor | None] = [self._scaled_hidden(factor, keep)]
+        results += [self._scaled_sum(i, factor) for i in range(len(self._parameters))]
+        if not keep:
+            self.hidden, self._sums = None, []
+            self._finish()
+        return results
+
+    def _scaled_sum(self, i: int, factor: Tensor) -> Tensor | None:
+        if not self._used[i]:
+            return None
+        p, placements = self._parameters[i], self._placements[i]
+        gradient = torch.empty_like(self._sums[i], dtype=p.dtype)
+        torch.mul(self._sums[i], factor, out=gradient)
+        if placements is None:
+            return gradient
+        assert isinstance(p, DTensor)
+        return dtensor_of(gradient, p.device_mesh, placements, p.shape, p.stride())
+
+    def _scaled_hidden(self, factor: Tensor, keep: bool) -> Tensor | None:
+        if self.hidden is None:
+            return None
+        gradient = self.hidden.mul(factor) if keep else self.hidden.mul_(factor)
+        return self._form.wrap(gradient.view(self._form.shape), self._hidden_placements)
+
+
+class _InForward(torch.autograd.Function):
+    """A loss whose gradients are computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: ChunkedLoss, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        held = HeldGradients(loss.head, _Rows(hidden), ctx.needs_input_grad[1], parameters)
+        with held.computing(loss.head):
+            loss_sum, losses = loss.run(hidden, held)
+        ctx.held = held
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)
+        return loss_sum, losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        held: HeldGradients = ctx.held
+        if factor is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return (None, *held.scaled(factor, keeps_graph()))
+
+
+@contextmanager
+def _plainly_saved() -> Iterator[None]:
+    """Inside the context autograd saves tensors as they are: the graph of a chunk ends before its forward does.
+
+    Hooks of a checkpoint would compute the forward again, those of an offload would move the logits.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+#: Released slabs, by head. A slab is used again, so that a plan of the engine's memory has a place for it.
+_released: weakref.WeakKeyDictionary[nn.Module, list[Slab]] = weakref.WeakKeyDictionary()
+
+
+def _lease(head: nn.Module, parameters: Sequence[Tensor]) -> tuple[Slab | None, list[Tensor]]:
+    """Memory for the sums of the gradients of these parameters, and its views."""
+    if not parameters:
+        return None, []
+    locals_ = [local_of(p) if isinstance(p, DTensor) else p for p in parameters]
+    dtypes = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
+    sizes = [p.numel() * dtype.itemsize for p, dtype in zip(locals_, dtypes, strict=True)]
+    starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
+    owner = _owner(parameters[0])
+    device = locals_[0].device
+    slab = _take(head, owner, starts[-1], device)
+    slab.lease()
+    views = [
+        slab.view(dtype, start // dtype.itemsize, p.shape)
+        for p, dtype, start in zip(locals_, dtypes, starts, strict=False)
+    ]
+    return slab, views
+
+
+def _owner(parameter: Tensor) -> Owner | None:
+    """The owner of the memory of the parameter's unit; None without a unit."""
+    sharded = parameter.__dict__.get(STANDS_FOR)
+    unit = None if sharded is None else unit_of(sharded)
+    return None if unit is None else unit.site.owner  # type: ignore[no-any-return]
+
+
+def _take(head: nn.Module, owner: Owner | None, nbytes: int, device: torch.device) -> Slab:
+    released = _released.setdefault(head, [])
+    while released:
+        slab = released.pop()
+        if slab.nbytes == nbytes and slab.device == device and (owner is None or slab.owner is owner):
+            return slab
+    return Slab(nbytes, device, HEAD_GRADIENT, owner or Owner(type(head).__name__))
+
+
+def _give_back(slab: Slab | None, head: weakref.ref[nn.Module]) -> None:
+    if slab is not None:
+        slab.release()
+        if (module := head()) is not None:
+            _released.setdefault(module, []).append(slab)

@@ -1,0 +1,23 @@
+"""The example of docs/activations.md runs as a reader would paste it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import multirank
+
+PAGE = Path(__file__).parents[2] / "docs" / "activations.md"
+
+
+@pytest.mark.extensive("imports transformers on every rank")
+@multirank(2)
+def test_the_example_runs(rank: int, world_size: int) -> None:
+    pytest.importorskip("transformers")
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example, PAGE.name, "exec"), names)
+    model = names["model"]
+    assert all(p.grad is not None for p in model.parameters())  # type: ignore[attr-defined]
