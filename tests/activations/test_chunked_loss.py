@@ -281,7 +281,7 @@ def _compare(model: nn.Module, expected: dict[str, Tensor], dtype: torch.dtype) 
 
 
 @multirank(2)
-@pytest.mark.parametrize("units", ["head", "root"])
+@pytest.mark.parametrize("units", ["head", "norm and head", "root"])
 def test_under_torchs_own_engine(rank: int, world_size: int, units: str) -> None:
     model = built(chunks=3)
     plain = Plain(model, FP32, FACTOR)

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "activations.md"
 @multirank(2)
 def test_the_example_runs(rank: int, world_size: int) -> None:
     pytest.importorskip("transformers")
-    example, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example, PAGE.name, "exec"), names)
     model = names["model"]

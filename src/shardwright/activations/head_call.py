@@ -92,7 +92,7 @@ def _those(hooks: dict[int, Any], chosen: Callable[[Any], bool], yes: bool = Tru
 def _casts(hooks: dict[int, Any]) -> Iterator[tuple[int, Any]]:
     """Hooks that cast logits as the policies of hooks that shard say."""
     for key, hook in _those(hooks, _shards).items():
-        owner = hook.__self__
+        owner = _owner(hook)
         policy = owner.unit.arguments.policy if isinstance(owner, Calls) else owner._mp_policy
         if policy.output_dtype is not None:
             yield key, functools.partial(_cast, policy.output_dtype)
@@ -124,5 +124,12 @@ def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _shards(hook: Any) -> bool:
     """Whether a hook gathers or frees weights."""
-    owner = getattr(hook, "__self__", None)
+    owner = _owner(hook)
     return isinstance(owner, Calls | ModuleState) or type(owner).__module__.startswith(_FSDP2)
+
+
+def _owner(hook: Any) -> Any:
+    """The object whose method a hook is; torch wraps it for a group of modules."""
+    while hook is not None and not hasattr(hook, "__self__"):
+        hook = getattr(hook, "__wrapped__", None)
+    return getattr(hook, "__self__", None)

@@ -13,6 +13,10 @@ import torch
 from shardwright.engine.base.offload import Host
 
 
+class HostMemoryError(RuntimeError):
+    """Activations do not fit into the memory of the host that they may use."""
+
+
 class HostPool:
     """Page-locked buffers. Each has a power of two as its size, as torch's allocator of such memory gives it.
 
@@ -44,14 +48,14 @@ class HostPool:
         """A buffer of so many bytes or more, until :meth:`give_back`.
 
         Raises:
-            RuntimeError: the limit would be exceeded; or a graph is captured, while no memory may be allocated.
+            HostMemoryError: the limit would be exceeded; or a graph is captured, while no memory may be allocated.
         """
         capturing = self._host.streams.capturing
         size = rounded(nbytes)
         if self._free[size]:
             buffer = self._free[size].pop()
         elif capturing:
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"A CUDA graph is captured, and activations need {nbytes:,} bytes more of the host's memory than the "
                 "steps before the capture, which cannot be allocated now. Give the steps before the capture the same "
                 "shapes, or leave offload_activations out."
@@ -71,7 +75,7 @@ class HostPool:
         if self.nbytes + size > self.limit:
             self._forget_free()
         if self.nbytes + size > self.limit:
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"Activations need more than the {self.limit:,} bytes of the host's memory that "
                 f"offload_activations may use on this rank: {self.nbytes:,} are in use, and {size:,} more are needed. "
                 "Offload fewer blocks, keep less with activation checkpointing, or raise host_bytes."

@@ -30,7 +30,7 @@ from shardwright._torch import (
     tree_leaves,
     tree_map,
 )
-from shardwright.activations.host_pool import HostPool, rounded
+from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
 from shardwright.comm.streams import streams_for
 from shardwright.engine.base.offload import Host
 from shardwright.memory import is_in_slab
@@ -201,7 +201,7 @@ class ActivationOffload:
         host, pool = self._host, self._pool
         assert host is not None and pool is not None
         saved = call.live()
-        new = [each for each in saved if each.buffer is None]
+        new = [each for each in saved if each.buffer is None and each.has_bytes]
         if not self.host_bytes and new:
             self._check_host(sum(rounded(each.nbytes) for each in new), pool.limit)
         if new:
@@ -216,7 +216,7 @@ class ActivationOffload:
         blocks = self._settings[0]
         # The last block's storages stay on the device.
         if first * max(1, blocks - 1) > limit:
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"The activations of {blocks} blocks need about {first * (blocks - 1):,} bytes of the host's memory, "
                 f"of which this rank may use {limit:,}. Offload fewer blocks, keep less with activation checkpointing, "
                 "use smaller batches or fewer ranks on this host, or raise host_bytes."
@@ -499,6 +499,11 @@ class _Storage:
         assert self.memory is not None
         elements = (self.start + offset) // dtype.itemsize
         return torch.empty(0, dtype=dtype, device=self.device).set_(self.memory, elements, size, stride)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the device has them. An engine may have freed its own memory, which it fills again for backward."""
+        return self.memory is not None and self.memory.nbytes() >= self.start + self.nbytes
 
     @property
     def device_bytes(self) -> Tensor:

@@ -308,8 +308,13 @@ class Recorder:
         self._events.append(Phase(name))
 
     def look_at_backward(self) -> None:
-        """Begin the phase ``backward`` or ``forward`` if autograd has begun or ended a backward since the last call."""
-        if in_backward() != (self.current_phase == "backward"):
+        """Begin the phase ``backward`` or ``forward`` if autograd has begun or ended a backward since the last call.
+
+        A backward that runs inside the forward of a module, as that of a loss in chunks, is a part of forward.
+        """
+        if in_backward() != (self.current_phase == "backward") and not (
+            self.modules and self.current_phase != "backward"
+        ):
             self.phase("backward" if self.current_phase != "backward" else "forward")
 
     # -- the result
@@ -379,7 +384,7 @@ def _group(group: str, taken: str, freed: str | None) -> str:
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
-_SHOWN = tuple(_OWN + room + os.sep for room in ("train",))
+_SHOWN = tuple(_OWN + room + os.sep for room in ("train", "activations"))
 #: It reads scales of weights in float8, where the trainer calls it.
 _TORCHAO = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "torchao") + os.sep
 _TRACING = os.path.dirname(__file__) + os.sep

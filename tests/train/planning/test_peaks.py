@@ -24,6 +24,7 @@ LLAMA: dict[str, str] = {
     "full": "activations.checkpoint=full",
     "micro-batches": "train.micro_batch=2",
     "lora": "finetune.method=lora",
+    "loss in chunks": "train.loss_chunks=4",
 }
 MORE: dict[str, str] = {
     "ops": "activations.checkpoint=ops",
@@ -43,6 +44,7 @@ MORE: dict[str, str] = {
     "dora": "finetune.method=dora",
     "tensor": "parallel.tensor=2",
     "fsdp2": "parallel.engine=fsdp2",
+    "loss in chunks, bf16": "train.loss_chunks=4 parallel.param_dtype=bfloat16 parallel.memory=arena",
     "longer": "train.seq_len=512 train.micro_batch=2",
 }
 #: Each expert gets as many tokens from the other ranks, in the plan and in the step.

@@ -78,6 +78,11 @@ class LanguageModel(nn.Module):
     def head(self) -> list[nn.Module]:
         """The parts that forward uses last, and the embedding if it has the same matrix."""
 
+    def output_layer(self) -> nn.Module | None:
+        """The module whose result are the logits, before soft caps and scales, for `train.loss_chunks`. None: not
+        known."""
+        return None
+
     def num_params(self) -> int:
         """Number of parameters; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.parameters())

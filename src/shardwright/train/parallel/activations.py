@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import shardwright as sw
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.activations.deferred_logits import LossInForward
 from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
@@ -18,7 +20,17 @@ if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
 
 
 def prepare_blocks(model: LanguageModel, config: Config) -> None:
-    """Checkpoint the activations of the model's blocks and compile them, as far as `config` says so."""
+    """Checkpoint the activations of the model's blocks, compile the blocks, and let activations wait in the host's
+    memory, as far as `config` says so."""
+    _checkpoint_and_compile(model, config)
+    settings, blocks = config.activations, model.blocks()
+    if settings.offload == "inputs" and settings.checkpoint == "layers":
+        blocks = blocks[:: settings.every]
+    if settings.offload != "none":
+        sw.offload_activations(blocks, settings.offload)
+
+
+def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:
     settings, blocks = config.activations, model.blocks()
     if config.train.compile == "none":
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
@@ -33,6 +45,15 @@ def prepare_blocks(model: LanguageModel, config: Config) -> None:
     compile_blocks(blocks, config.train.compile, model.whole_graph)
     if apart:
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
+
+
+def prepare_loss(model: LanguageModel, config: Config) -> LossInForward | None:
+    """Let the model's forward end with a loss of logits that are never whole, as far as `config` says so."""
+    if not config.train.loss_chunks:
+        return None
+    head = model.output_layer()
+    assert head is not None  # else `model_conflicts` has refused it
+    return LossInForward(model, head, config.train.loss_chunks)
 
 
 class Recompiles:

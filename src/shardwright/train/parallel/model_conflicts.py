@@ -50,6 +50,12 @@ def _would_mix(key: str, expected: str, best_fit: bool) -> Conflict[BuiltJob]:
     )
 
 
+def _output_layer(job: BuiltJob) -> object:
+    # A module of another class may lack it, see `language_model.NEEDED`.
+    find = getattr(job.model, "output_layer", None)
+    return None if find is None else find()
+
+
 BUILT: tuple[Conflict[BuiltJob], ...] = (
     # A graph captures one step: it cannot have other numbers, documents or padding in the next one.
     Conflict(
@@ -75,6 +81,20 @@ BUILT: tuple[Conflict[BuiltJob], ...] = (
         lambda job: (
             "expected false with data.packing 'none' and a model with losses beside the cross-entropy, which must not "
             f"count padding, found true; its amount changes in every step. Or set {UNMASKED}"
+        ),
+    ),
+    Conflict(
+        ("train.loss_chunks", "model.kind"),
+        lambda job: bool(job.config.train.loss_chunks) and (job.model.has_loss or _output_layer(job) is None),
+        lambda job: (
+            f"expected 0 with {model_in_words(job.config.model.shape(), job.config.model.kind)}, "
+            + (
+                "which computes its own loss"
+                if job.model.has_loss
+                else f"a {type(getattr(job.model, 'model', job.model)).__name__} without an output layer that is known "
+                "(output_layer())"
+            )
+            + f", found {toml_value(job.config.train.loss_chunks)}"
         ),
     ),
     _would_mix("data.packing", "'none' or 'split'", best_fit=True),

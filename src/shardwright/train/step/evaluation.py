@@ -12,17 +12,19 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright import board as boards
 from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
 from shardwright.train.data.dataset import validation_samples
+from shardwright.train.data.samples.batch import Batch
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.models.sampling import NonFiniteLogitsError, sample
 from shardwright.train.parallel import recipe
 from shardwright.train.step.hooks import means
+from shardwright.train.step.losses import cross_entropy
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 from shardwright.train.step.trainer import Trainer
 
@@ -72,6 +74,8 @@ def check_model(trainer: Trainer) -> None:
                 f"{error}. A model with its own loss needs logits only for the sample after the last step: or set "
                 "run.sample_tokens to 0"
             ) from error
+        if trainer.config.train.loss_chunks:
+            _check_chunks(trainer, tokens, logits)
         # A loss of its own may have other targets than the next token.
         later = (
             length > 1
@@ -83,6 +87,20 @@ def check_model(trainer: Trainer) -> None:
         raise ExtensionError(
             f"{owner} is not causal: another last token changes the logits of tokens before it. Each token would "
             "see the token that it shall predict, and the loss would mean nothing. Give its attention a causal mask"
+        )
+
+
+def _check_chunks(trainer: Trainer, tokens: Tensor, logits: Tensor) -> None:
+    """Compare the losses of logits that are never whole with those of the whole ones."""
+    owner = trainer.facts.in_words
+    batch = Batch(tokens, tokens, None, None)
+    found = outputs.called(f"train.loss_chunks: forward of {owner}", trainer.losses.of_tokens, batch)
+    expected = cross_entropy(logits, tokens)
+    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
+        raise ExtensionError(
+            f"train.loss_chunks: the losses of {owner} differ if its logits are computed in chunks, by "
+            f"{(found - expected).abs().max().item():.3g}. Its code must use the result of its output layer for "
+            "nothing but the logits; or set train.loss_chunks to 0"
         )
 
 

@@ -6,12 +6,15 @@ draws samples or communicates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
+from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.samples.batch import Batch
@@ -21,6 +24,8 @@ from shardwright.train.models.packed import whole, within_trained
 from shardwright.train.parallel.engines import Engine
 from shardwright.train.parallel.model_conflicts import BuiltJob
 from shardwright.train.parallel.world import World
+
+Result = TypeVar("Result")
 
 
 class Losses:
@@ -40,11 +45,13 @@ class Losses:
         model: nn.Module,
         plain: LanguageModel,
         vocab_size: int,
+        chunked: LossInForward | None,
     ) -> None:
-        """`model` is `plain` after `engine` has spread it. `vocab_size` is the tokenizer's."""
+        """`model` is `plain` after `engine` has spread it, and `chunked` its forward, or None for whole logits.
+        `vocab_size` is the tokenizer's."""
         self._in_words = model_in_words(config.model.shape(), config.model.kind)
         self._engine, self._world = engine, world
-        self._model, self._vocab_size = model, vocab_size
+        self._model, self._vocab_size, self._chunked = model, vocab_size, chunked
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
         self._numbers_padding = BuiltJob(config, plain).numbers_padding
         self.auxiliary = plain.auxiliary
@@ -70,32 +77,77 @@ class Losses:
 
     def sums(self, batch: Batch) -> Tensor:
         """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32 [1 + auxiliaries]."""
-        if not self.auxiliary:
+        if self.has_loss:
             return self.of_tokens(batch).sum()[None]
-        with self._engine.compute_precision(self._world.device):
-            documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
-            returned = self._model(batch.inputs, extras=True, **documents)
-        targets_BS = batch.targets
-        logits, extras = outputs.check_pair(self._in_words, returned)
-        logits_BSV = outputs.check_logits(self._in_words, logits, targets_BS, self._vocab_size)
-        sums = outputs.auxiliary_sums(
-            self._in_words, self._auxiliary_sums, self.auxiliary, extras, targets_BS
+        if not self.auxiliary:
+            return self._computed(
+                batch, documents_of(batch), lambda returned: self._cross_entropy(returned, batch)[0][None]
+            )
+        documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
+        return self._computed(
+            batch, {"extras": True, **documents}, lambda returned: self._all(returned, batch)
         )
-        return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
+
+    def _all(self, returned: Any, batch: Batch) -> Tensor:
+        logits, extras = outputs.check_pair(self._in_words, returned)
+        outputs.check_logits(self._in_words, logits, batch.targets, self._vocab_size)
+        sums = outputs.auxiliary_sums(
+            self._in_words, self._auxiliary_sums, self.auxiliary, extras, batch.targets
+        )
+        return torch.stack([self._cross_entropy(logits, batch)[0], *map(whole, sums)])
+
+    def _computed(
+        self,
+        batch: Batch,
+        arguments: Mapping[str, Any],
+        function: Callable[[Any], Result],
+        chunks: bool = True,
+    ) -> Result:
+        """What `function` makes of the model's logits. They are not computed with `train.loss_chunks`, if `chunks`."""
+        precision = self._engine.compute_precision(self._world.device)
+        if self._chunked is None or not chunks:
+            with precision:
+                returned = self._model(batch.inputs, **arguments)
+            return function(returned)
+        with precision, self._chunked.computing(function):
+            return self._model(batch.inputs, **arguments)  # type: ignore[no-any-return]
+
+    def _cross_entropy(self, logits: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of the losses, and the loss of every token, float32 [B * S]."""
+        logits = outputs.check_logits(self._in_words, logits, batch.targets, self._vocab_size)
+        if isinstance(logits, DeferredLogits):
+            loss_sum, losses = logits.cross_entropy(batch.targets)
+            return loss_sum, losses.flatten()
+        if self._chunked is not None and self._chunked.runs:
+            raise ExtensionError(
+                f"train.loss_chunks: forward of {self._in_words} returned other logits than those of its output layer, "
+                f"a {type(self._chunked.head).__name__}; call that layer once, at the end of forward, or set "
+                "train.loss_chunks to 0"
+            )
+        losses = cross_entropy(logits, batch.targets)
+        return losses.sum(), losses
 
     def of_tokens(self, batch: Batch) -> Tensor:
-        """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
-        return self.of_tokens_and_logits(batch, logits=False)[0]
+        """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]. With
+        `train.loss_chunks` it has no graph."""
+        if self.has_loss:
+            with self._engine.compute_precision(self._world.device):
+                return self._model(batch.inputs, batch=batch).float()[None]  # type: ignore[no-any-return]
+        return self._computed(
+            batch, documents_of(batch), lambda returned: self._cross_entropy(returned, batch)[1]
+        )
 
     def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
         """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for. A model with its own loss
         has none."""
-        with self._engine.compute_precision(self._world.device):
-            if self.has_loss:
-                return self._model(batch.inputs, batch=batch).float()[None], None
-            returned = self._model(batch.inputs, **documents_of(batch))
-        logits_BSV = outputs.check_logits(self._in_words, returned, batch.targets, self._vocab_size)
-        return cross_entropy(logits_BSV, batch.targets), whole(logits_BSV) if logits else None
+        if self.has_loss or not logits:
+            return self.of_tokens(batch), None
+        return self._computed(
+            batch,
+            documents_of(batch),
+            lambda returned: (self._cross_entropy(returned, batch)[1], whole(returned)),
+            chunks=False,
+        )
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
+from shardwright.activations.host_pool import HostMemoryError
 from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
@@ -24,11 +25,11 @@ from shardwright.train.config.catalog.hooks import Fault, StepInProgress, Traine
 from shardwright.train.config.conflicts.configurations import LENGTH
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.data.dataset import Dataset, extended
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel import float8, recipe
-from shardwright.train.parallel.activations import Recompiles, prepare_blocks
+from shardwright.train.parallel.activations import Recompiles, prepare_blocks, prepare_loss
 from shardwright.train.parallel.checks import check_batch_fits
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.model_conflicts import check_model_goes_with
@@ -107,8 +108,9 @@ class Trainer:
         matrices = recipe.matrix_names(plain)
         float8.convert(plain, config)
         prepare_blocks(plain, config)
+        chunked = prepare_loss(plain, config)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
-        self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size)
+        self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size, chunked)
         self.optimizer = recipe.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step, once.
         self.forward_backward: Callable[..., Tensor] = self._forward_backward
@@ -221,7 +223,7 @@ class Trainer:
         """Forward and backward, reduced and clipped."""
         boards.at(boards.MODEL)
         arguments = self.losses.weights(data.counts), *data.tensors
-        with recipe.parallel_loss(self.config.parallel):
+        with recipe.parallel_loss(self.config.parallel), as_user_errors(HostMemoryError, prefix="activations.offload: "):
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         norm = self.clip_gradients()

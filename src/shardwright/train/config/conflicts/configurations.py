@@ -95,6 +95,12 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
     _of_another_checkpointing("activations.every", "layers"),
     _of_another_checkpointing("activations.budget", "budget"),
+    Conflict(
+        ("activations.offload", "activations.checkpoint"),
+        lambda c: c.activations.offload == "inputs" and c.activations.checkpoint == "none",
+        "expected 'none' or 'blocks' with activations.checkpoint = 'none', found {activations.offload!r}; without "
+        "checkpointing a block keeps more than its inputs. Or set activations.checkpoint to 'full'",
+    ),
     *(_of_adapters(name) for name in FinetuneConfig.model_fields if name != "method"),
     Conflict(
         ("finetune.dropout", "finetune.method"),
@@ -289,6 +295,12 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "one flat parameter",
     ),
     Conflict(
+        ("train.loss_chunks", "parallel.engine"),
+        lambda c: bool(c.train.loss_chunks) and c.parallel.facts.flattens,
+        "expected 0 with parallel.engine {parallel.engine!r}, found {train.loss_chunks!r}; the weight of its output "
+        "layer is part of a flat parameter",
+    ),
+    Conflict(
         ("train.float8", "finetune.method"),
         lambda c: c.finetune.method != "full" and c.train.float8 != "none",
         "expected 'none' with finetune.method = {finetune.method!r}, found {train.float8!r}; layers in float8 have no "
@@ -323,6 +335,12 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         lambda c: c.activations.checkpoint == "budget" and c.train.compile != "inductor",
         "expected train.compile = 'inductor' with 'budget', found {train.compile!r}; only the compiler knows "
         "which activations a block keeps. Or use 'ops'",
+    ),
+    Conflict(
+        ("activations.offload", "parallel.engine"),
+        lambda c: c.activations.offload != "none" and c.parallel.facts.flattens,
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {activations.offload!r}; its weights are views "
+        "of flat memory, and would move with the activations",
     ),
     Conflict(
         ("train.compile", "parallel.engine"),

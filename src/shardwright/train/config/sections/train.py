@@ -43,6 +43,14 @@ class TrainConfig(Section):
             "after the last one (least communication)."
         ),
     )
+    loss_chunks: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default=0,
+        description=(
+            "Compute the logits and the loss of a micro-batch, and their gradients, in this many chunks of tokens, so "
+            "that the logits are never whole. 0: whole. auto: the logits of a chunk take at most 256 MiB in float32. "
+            "Gradients then differ in rounding."
+        ),
+    )
     cuda_graph: bool = Field(
         default=False,
         description=(

@@ -35,6 +35,9 @@ class ForeignModel(LanguageModel):
     def head(self) -> list[nn.Module]:
         return list(self.units.head)
 
+    def output_layer(self) -> nn.Module | None:
+        return self.units.output
+
 
 def module_names(model: nn.Module) -> KeyMap | None:
     """The names that tensors have in the module of another package or of a user. None: the model is that module."""

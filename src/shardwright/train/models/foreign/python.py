@@ -160,6 +160,11 @@ def _problems(model: nn.Module) -> list[str]:
             problems.append(
                 f"whose {name}() returns {_in_words(modules)}, not a list of modules of the model"
             )
+    if (output := _offered(model, "output_layer")) is not None:
+        misfits = _misfit("output_layer", output)
+        if not misfits and output() not in set(model.modules()):
+            misfits = [f"whose output_layer() returns {_in_words(output())}, not a module of the model"]
+        problems += misfits
     return problems
 
 
@@ -190,9 +195,11 @@ def _offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
 def _units(model: nn.Module, shape: PythonShape) -> Units:
     blocks, head = _offered(model, "blocks"), _offered(model, "head")
     own = list(blocks()) if blocks is not None and not shape.blocks else None
+    output = _offered(model, "output_layer")
     units = find_units(
         model,
         shape.blocks,
+        output=output() if output is not None else None,
         blocks=own,
         way=", or give the model a method blocks() that returns its layers as a list",
     )

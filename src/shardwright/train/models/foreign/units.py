@@ -22,12 +22,14 @@ class Units:
         blocks: in the order in which forward runs them.
         head: what forward uses last, and the embedding if it has the same matrix.
         tied: whether embedding and output layer have the same matrix.
+        output: the output layer; None: not found.
     """
 
     name: str
     blocks: list[nn.Module]
     head: list[nn.Module]
     tied: bool
+    output: nn.Module | None = None
 
 
 def find_units(
@@ -76,7 +78,7 @@ def find_units(
         head.insert(0, embedding)
     if output is not None and output in outside:
         head.append(output)
-    return Units(name, blocks, list(dict.fromkeys(head)), tied)
+    return Units(name, blocks, list(dict.fromkeys(head)), tied, output)
 
 
 def _after_blocks(model: nn.Module, name: str) -> list[nn.Module]:

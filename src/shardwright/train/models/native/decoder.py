@@ -68,6 +68,9 @@ class Decoder(LanguageModel):
         """The parts that forward uses last, and the embedding where it shares their matrix."""
         return [*([self.tok_embeddings] if self.tied else []), self.norm, self.output]
 
+    def output_layer(self) -> nn.Module:
+        return self.output
+
     def length_of(self, tokens_BS: Tensor) -> int:
         """The tokens of a sample, S for [B, S]. Raises ValueError where that is more than `max_seq_len`."""
         length = tokens_BS.shape[1]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.activations.deferred_logits import DeferredLogits
 from shardwright.train.config.shapes.presets import HYBRID_PRESETS, HybridConfig
 from shardwright.train.models.native.decoder import (
     EMBEDDING_STD,
@@ -259,9 +260,13 @@ def _sums_of_documents(extras: Extras, documents: Documents, targets_BS: Tensor)
         both = torch.stack((trained_BS, following_BS != IGNORED), dim=-1).float()
         trained, predicted = documents.sums(both).unbind(-1)
         scale_BS = trained / predicted.clamp(min=1)
-        targets, logits = following_BS[:, :-1].flatten(), extras.mtp_logits_BSV.float().flatten(0, 1)
-        losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
-        sums["mtp"] = (losses * scale_BS[:, :-1].flatten()).sum()
+        targets_BS, scale_BS = following_BS[:, :-1], scale_BS[:, :-1]
+        if isinstance(extras.mtp_logits_BSV, DeferredLogits):
+            sums["mtp"] = extras.mtp_logits_BSV.cross_entropy(targets_BS, scale_BS, IGNORED)[0]
+        else:
+            logits = extras.mtp_logits_BSV.float().flatten(0, 1)
+            losses = F.cross_entropy(logits, targets_BS.flatten(), reduction="none", ignore_index=IGNORED)
+            sums["mtp"] = (whole(losses) * scale_BS.flatten()).sum()
     return sums
 
 
@@ -343,9 +348,13 @@ class Hybrid(Decoder):
         if extras.imbalance_B is not None:
             sums["balance"] = (extras.imbalance_B * trained_BS.sum(1)).sum()
         if extras.mtp_logits_BSV is not None:
+            scale_B = trained_BS.sum(1) / trained_BS[:, 1:].sum(1).clamp(min=1)
+            if isinstance(extras.mtp_logits_BSV, DeferredLogits):
+                scale_BS = scale_B.unsqueeze(1).expand_as(targets_BS[:, 1:])
+                sums["mtp"] = extras.mtp_logits_BSV.cross_entropy(targets_BS[:, 1:], scale_BS, IGNORED)[0]
+                return sums
             logits, targets = extras.mtp_logits_BSV.float().flatten(0, 1), targets_BS[:, 1:].flatten()
             losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
-            scale_B = trained_BS.sum(1) / trained_BS[:, 1:].sum(1).clamp(min=1)
             sums["mtp"] = (losses.view(len(targets_BS), -1).sum(1) * scale_B).sum()
         return sums
 
