@@ -62,11 +62,14 @@ class HostPool:
             )
         else:
             self._check_room(size)
-            buffer = self._host.zeros(size, torch.uint8)
+            buffer = self._allocate(size)
             self.nbytes += size
         if capturing:
             self._of_graphs.add(buffer.data_ptr())
         return buffer
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        return self._host.zeros(size, torch.uint8)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self._free[buffer.nbytes].append(buffer)

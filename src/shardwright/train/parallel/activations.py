@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import shardwright as sw
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
+from shardwright.activations import offload
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
 from shardwright.activations.deferred_logits import LossInForward
 from shardwright.train.models.language_model import LanguageModel
@@ -27,7 +27,7 @@ def prepare_blocks(model: LanguageModel, config: Config) -> None:
     if settings.offload == "inputs" and settings.checkpoint == "layers":
         blocks = blocks[:: settings.every]
     if settings.offload != "none":
-        sw.offload_activations(blocks, settings.offload)
+        offload.offload_activations(blocks, settings.offload, min_bytes=offload.SMALLEST)
 
 
 def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:

@@ -223,7 +223,10 @@ class Trainer:
         """Forward and backward, reduced and clipped."""
         boards.at(boards.MODEL)
         arguments = self.losses.weights(data.counts), *data.tensors
-        with recipe.parallel_loss(self.config.parallel), as_user_errors(HostMemoryError, prefix="activations.offload: "):
+        with (
+            recipe.parallel_loss(self.config.parallel),
+            as_user_errors(HostMemoryError, prefix="activations.offload: "),
+        ):
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         norm = self.clip_gradients()

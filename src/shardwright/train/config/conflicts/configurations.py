@@ -339,8 +339,8 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
     Conflict(
         ("activations.offload", "parallel.engine"),
         lambda c: c.activations.offload != "none" and c.parallel.facts.flattens,
-        "expected 'none' with parallel.engine {parallel.engine!r}, found {activations.offload!r}; its weights are views "
-        "of flat memory, and would move with the activations",
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {activations.offload!r}; its weights are "
+        "views of flat memory, and would move with the activations",
     ),
     Conflict(
         ("train.compile", "parallel.engine"),
