@@ -87,6 +87,13 @@ def test_a_plan_has_the_peak_of_the_step(words: str) -> None:
     compare(config_of(words), words, 0.001)
 
 
+def test_a_plan_names_the_gradient_that_a_loss_in_chunks_holds() -> None:
+    program = program_of(config_of("train.loss_chunks=4"), 2, "cpu")
+    assert [owner.unit for owner in program.owners if "head gradient" in owner.unit] == [
+        "head gradient of norm"
+    ]
+
+
 @pytest.mark.extensive("each setting")
 @pytest.mark.parametrize("words", MORE.values(), ids=MORE)
 def test_a_plan_has_the_peak_of_the_step_with_each_setting(words: str) -> None:

@@ -103,7 +103,7 @@ class Losses:
         function: Callable[[Any], Result],
         chunks: bool = True,
     ) -> Result:
-        """What `function` makes of the model's logits. They are not computed with `train.loss_chunks`, if `chunks`."""
+        """The result of `function` on the model's logits; with `train.loss_chunks` they are a record, if `chunks`."""
         precision = self._engine.compute_precision(self._world.device)
         if self._chunked is None or not chunks:
             with precision:
