@@ -528,7 +528,7 @@ class _View:
         self.storage = storage
         self._dtype, self.size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         #: From the first byte that moves.
-        self._offset = tensor.storage_offset() * tensor.element_size() - storage.start
+        self._offset = int(tensor.storage_offset()) * tensor.element_size() - storage.start
         self._as_saved: Callable[[Tensor], Tensor] | None = None
         if isinstance(whole, DTensor):
             mesh, placements, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
@@ -560,5 +560,5 @@ def _is_plain(tensor: Any) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the number of bytes up to its last one."""
-    last: int = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.storage_offset() * tensor.element_size(), (last + 1) * tensor.element_size()
+    last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) * tensor.element_size(), (last + 1) * tensor.element_size()
