@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -114,3 +116,12 @@ def test_weights_never_move(rank: int, world_size: int, checkpoint: str) -> None
         loss_of(model(batch), batch).backward()
         sizes.append(offload.host_bytes)
     assert sizes[0] == sizes[1] > 0
+
+
+@multirank(2)
+def test_the_example_of_the_page_runs(rank: int, world_size: int) -> None:
+    page = Path(__file__).parents[2] / "docs" / "activation_offload.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, page.name, "exec"), names)
+    assert names["offload"].host_bytes > 0
