@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from shardwright import comm_hooks, layout, optim
     from shardwright.activations.chunked_loss import chunked_cross_entropy
+    from shardwright.activations.offload import offload_activations
     from shardwright.checkpoint import (
         AsyncCheckpoint,
         load_checkpoint,
@@ -106,6 +107,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "memory_report",
+    "offload_activations",
     "open_checkpoint",
     "optim",
     "plan",
@@ -165,6 +167,7 @@ _HOMES = {
     "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
     "replace_torch": "shardwright.engine",
+    "offload_activations": "shardwright.activations.offload",
     "open_checkpoint": "shardwright.checkpoint",
     "receive_weights": "shardwright.checkpoint",
     "save_checkpoint": "shardwright.checkpoint",

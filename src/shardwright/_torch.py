@@ -160,6 +160,29 @@ else:
         _exchange()
 
 
+_top_hooks_of_saved_tensors = _probe(torch._C, "_autograd", "_top_saved_tensors_default_hooks")
+
+
+def saves_for_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` (not its reentrant form) decides what autograd saves now."""
+    hooks = _top_hooks_of_saved_tensors(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:
+    """The results that the forward mode of ``create_selective_checkpoint_contexts`` has kept.
+
+    Returns:
+        A container, a key of it, and the entry there, for each. The leaves of an entry are wrappers that have the
+        tensor as ``val``. Backward calls their ``get_val``.
+    """
+    found = []
+    for entries in mode.storage.values():
+        keys = list(entries) if isinstance(entries, dict) else range(len(entries))
+        found += [(entries, key, entries[key]) for key in keys]
+    return found
+
+
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
     """A storage over the first bytes of a flat tensor of bytes, whose memory it keeps alive."""
     return torch.from_dlpack(_to_dlpack(memory[:nbytes])).untyped_storage()

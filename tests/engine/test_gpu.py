@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright.activations.checkpointing import checkpoint_blocks
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 pytestmark = [
@@ -62,6 +63,37 @@ def test_training_equals_the_plain_model(compute: torch.dtype | None, reshard: b
         work.zero_grad()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(p), q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["none", "full", "ops"])
+def test_offload_of_activations_keeps_bits_and_frees_memory(kind: str) -> None:
+    batch = torch.randint(11, (64, 128), generator=torch.Generator().manual_seed(0)).cuda()
+    outcomes, peaks, host_bytes = [], [], 0
+    for offloaded in (False, True):
+        model = build(layers=6, dim=256, hidden=1024)
+        checkpoint_blocks(model.blocks, kind)
+        model = shard(model)
+        if offloaded:
+            offload = sw.offload_activations(model.blocks)
+        optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for step in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            peak = torch.cuda.max_memory_allocated() - before
+            found += [loss.detach(), *(full(p.grad).clone() for p in model.parameters())]
+            if offloaded and step:
+                assert offload.host_bytes == host_bytes
+            host_bytes = offload.host_bytes if offloaded else 0
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append(found)
+        peaks.append(peak)
+    assert all(map(torch.equal, *outcomes))
+    assert host_bytes > 0 and peaks[1] < peaks[0]
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwright.activations.offload import note_policy
+
 #: Results that "ops" keeps, by name: what a block mostly works for, matrix products and attention.
 SAVED_OPS = frozenset({"torch_attn::_varlen_attn"}) | frozenset(
     f"aten::{name}"
@@ -54,10 +56,17 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], kind: str, every: int = 1, dr
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if kind == "ops":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _contexts
     for number, block in enumerate(blocks):
         if kind in ("full", "ops") or (kind == "layers" and number % every == 0):
             block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def _contexts() -> tuple[Any, Any]:
+    """The dispatch modes of one selective checkpoint, in forward and in its recomputation."""
+    keeps, recomputes = create_selective_checkpoint_contexts(_policy)
+    note_policy(keeps)
+    return keeps, recomputes
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -12,7 +12,7 @@ computation has several streams, *rejoin* orders all of them after the releases.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -34,7 +34,8 @@ class Streams(Protocol):
     def fork(self, name: str) -> AbstractContextManager[None]:
         """Queue the work inside the context on the side stream ``name``.
 
-        Streams are "gather", "reduce" and "all_reduce"; offload has "upload" and "download".
+        Streams are "gather", "reduce" and "all_reduce"; offload has "upload" and "download". Activations go to the host
+        on "store" and come back on "fetch".
         """
 
     def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
@@ -123,6 +124,18 @@ class HostStreams:
         raise NotImplementedError("the CPU has no graphs")
 
 
+class _SideStreams(dict[str, Any]):
+    """Side streams by name. One without a name in ``names`` is made at its first use."""
+
+    def __init__(self, make: Callable[[], Any], names: Iterable[str]) -> None:
+        super().__init__((name, make()) for name in names)
+        self._make = make
+
+    def __missing__(self, name: str) -> Any:
+        stream = self[name] = self._make()
+        return stream
+
+
 class DeviceStreams:
     """CUDA and similar devices: high-priority streams for each kind of collective and copy, ordered by events.
 
@@ -136,7 +149,7 @@ class DeviceStreams:
         self._device = device
         self.captures = hasattr(self._api, "CUDAGraph")
         names = ("gather", "reduce", "all_reduce", "upload", "download")
-        self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
+        self._side = _SideStreams(lambda: self._api.Stream(device=device, priority=-1), names)
         self._has_events = False  #: whether gathers had to wait for a user's event
         self._computations: dict[int, Any] = {}  #: streams of the computation since the last rejoin
 

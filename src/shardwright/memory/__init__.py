@@ -11,6 +11,7 @@ from shardwright.memory.slab import (
     Owner,
     Slab,
     Source,
+    is_in_slab,
     observe,
     resize,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Recorder",
     "Slab",
     "Source",
+    "is_in_slab",
     "observe",
     "pack",
     "peak",

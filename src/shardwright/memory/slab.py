@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from shardwright._torch import block_of, swap_memory
+from shardwright._torch import block_of, storage_key, swap_memory
 
 
 @runtime_checkable
@@ -121,6 +121,19 @@ class Owner:
         self.slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
 
 
+#: The slabs of this process by the keys of their storages.
+_slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
+
+
+def is_in_slab(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is a view of a slab's memory, also while the slab has none."""
+    key = storage_key(tensor)
+    slab = _slabs.get(key)
+    return (
+        slab is not None and storage_key(slab._storage) == key
+    )  # a slab of the host's memory gets another one
+
+
 class Slab:
     """Memory of one unit, leased and released.
 
@@ -139,6 +152,7 @@ class Slab:
         self.leased: bool = False
         self._lender: Allocator = DYNAMIC  #: the allocator of its present memory
         self._storage = torch.UntypedStorage(0, device=device)
+        _slabs[storage_key(self._storage)] = self
         self._lease_memory: torch.Tensor | None = None  #: an allocator's memory, while leased from it
         #: A storage over the memory of the last lease, and its address. Kept if the next lease returns the same memory.
         self._block: torch.UntypedStorage | None = None

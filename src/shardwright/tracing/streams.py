@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from shardwright.activations.host_pool import HostPool
 from shardwright.comm.streams import HostStreams
 from shardwright.engine.base.offload import Host
 from shardwright.planner.program import HOST
@@ -83,11 +85,17 @@ def memory_of_host(recorder: Recorder) -> Iterator[None]:
 
     The host also computes what follows from tensors there, until the engine copies them to the device.
     """
-    zeros, copy_of, lifted = Host.zeros, Host.copy_of, Host.lifted
+    allocate = HostPool._allocate
+    zeros, copy_of, lifted, own = Host.zeros, Host.copy_of, Host.lifted, Host.bytes_for_rank
 
     def on_host(self: Host, *arguments: Any) -> Any:
         with recorder.on(HOST):
             return zeros(self, *arguments)
+
+    def for_activations(self: HostPool, size: int) -> torch.Tensor:
+        buffer = allocate(self, size)
+        recorder.claim("activations", [("activations of blocks", buffer)])
+        return buffer
 
     def copied(self: Host, tensor: torch.Tensor) -> torch.Tensor:
         with recorder.on(HOST):
@@ -98,10 +106,14 @@ def memory_of_host(recorder: Recorder) -> Iterator[None]:
             return lifted(self, tensor)
 
     Host.zeros, Host.copy_of, Host.lifted = on_host, copied, on_device  # type: ignore[method-assign, assignment]
+    Host.bytes_for_rank = lambda self: sys.maxsize  # type: ignore[method-assign]  # the host is another one
+    HostPool._allocate = for_activations  # type: ignore[method-assign]
     try:
         yield
     finally:
         Host.zeros, Host.copy_of, Host.lifted = zeros, copy_of, lifted  # type: ignore[method-assign]
+        Host.bytes_for_rank = own  # type: ignore[method-assign]
+        HostPool._allocate = allocate  # type: ignore[method-assign]
 
 
 @contextmanager

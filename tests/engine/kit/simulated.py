@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from shardwright.activations.checkpointing import checkpoint_blocks
 from shardwright.comm import DeviceStreams
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.extend.strategies import resolve
@@ -62,6 +63,8 @@ class Case(NamedTuple):
     steps: str = "optimizer"  #: or "in backward"
     recompute: str = "none"  #: or "recomputed", or "reentrant"
     graphed: bool = False  #: forward and backward are a graph from the third step on
+    #: of the host: "none", "blocks", or what a checkpoint of `checkpoint_blocks` keeps of them: "full", "ops".
+    activations: str = "none"
 
     @property
     def legal(self) -> bool:
@@ -165,6 +168,11 @@ def build(case: Case, mesh: DeviceMesh) -> Net:
         sw.fully_shard(block, **options)
     if case.event == "list unit":
         sw.fully_shard([model.norm, model.head], **options)
+    if case.activations != "none":
+        checkpoint_blocks(model.blocks, case.activations)
+        sw.offload_activations(
+            model.blocks, "inputs" if case.activations == "full" else "blocks", min_bytes=0
+        )
     return sw.fully_shard(model, memory=case.memory, prefetch=case.prefetch, **options)
 
 

@@ -78,6 +78,15 @@ FILES: list[tuple[str, str]] = [
         "[activations]\ncheckpoint = true",
         "activations.checkpoint: expected one of none, full, layers, ops, budget, found",
     ),
+    (
+        "[activations]\noffload = 'inputs'",
+        "activations.offload: expected 'none' or 'blocks' with activations.checkpoint = 'none', found 'inputs'",
+    ),
+    (
+        "[activations]\noffload = 'blocks'\n[parallel]\nengine = 'fsdp1'",
+        "activations.offload: expected 'none' with parallel.engine 'fsdp1', found 'blocks'; its weights are views",
+    ),
+    ("[activations]\noffload = true", "activations.offload: expected one of none, blocks, inputs, found true"),
     ("[activations]\nbudget = 0.3", "activations.budget: only for checkpoint = 'budget'; with 'none' expected 0.5"),
     ("[validation]\nevery = -1", "validation.every: expected an integer >= 0, found -1"),
     ("[checkpoint]\ndir = 'x'", "wrong.toml: unknown key checkpoint.dir; did you mean run.dir?"),
@@ -806,6 +815,7 @@ ADVICE: list[tuple[str, str]] = [
     ("tiny --parallel.engine fsdp2 --optimizer.name muon", "--optimizer.name adamw"),
     ("tiny --parallel.engine fsdp1 --train.compile inductor", "--train.compile none"),
     ("tiny --activations.checkpoint budget", "--activations.checkpoint ops"),
+    ("tiny --activations.offload inputs", "--activations.checkpoint full"),
     ("tiny --finetune.method dora --finetune.dropout 0.1", "--finetune.method lora"),
     ("tiny --data.validation_fraction 0", "--validation.every 0"),
     ("tiny --data.validation_fraction 0", "--data.validation_source sound.txt"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,11 +28,11 @@ def device(folder: Path, gib: float) -> Path:
     return path
 
 
-def train(job: Path, plan: str, gib: float) -> tuple[int, RunFolder]:
+def train(job: Path, plan: str, gib: float, more: str = "") -> tuple[int, RunFolder]:
     """The status of a run of two steps with a plan for such a GPU, and its folder."""
     run = job.parent / "run"
     words = ("--run.plan", plan, "--run.plan_device", str(device(job.parent, gib)), "--run.dir", str(run))
-    return train_here(job, *words, "--train.steps", "2"), RunFolder(run)
+    return train_here(job, *words, "--train.steps", "2", *more.split()), RunFolder(run)
 
 
 def test_a_job_that_fits_runs_and_has_its_plan(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +61,18 @@ def test_a_job_that_does_not_fit_runs_with_a_warning(job: Path, capsys: pytest.C
     error = capsys.readouterr().err
     assert status == 0
     assert error.count("warning: this job does not fit into the memory of its GPUs, by its plan: ") == 1
+
+
+def test_a_job_that_needs_more_memory_of_the_host_is_refused(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=1000))
+    monkeypatch.setattr(forecast, "psutil", memory)
+    words = "--activations.offload blocks --parallel.engine shardwright --parallel.offload cpu"
+    status, _ = train(job, "warn", 80, words)
+    error = capsys.readouterr().err
+    assert status == 2 and len(error.splitlines()) == 1
+    assert "of the host's memory, by its plan, and this machine has 0.00: each of its 1 ranks here" in error
 
 
 def test_a_job_whose_exact_figures_exceed_the_gpu_is_refused(

@@ -7,6 +7,7 @@ one memory, so nothing happens. About an optimizer's state this file knows only 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,12 @@ class Host:
         self.streams = streams
         self.device = device
         self._pin = pin_memory and device.type != "cpu"
+
+    def bytes_for_rank(self) -> int:
+        """Bytes of this host's memory, divided by its ranks."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return memory // max(1, int(ranks) if ranks.isdecimal() else 1)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=_CPU, pin_memory=self._pin)

@@ -133,10 +133,12 @@ def _head(config: Config, ranks: int, device: Device) -> str:
     count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
     way = parallel.strategy if parallel.facts.has_own_keys else f"engine {parallel.engine}"
     compiled = "" if train.compile == "none" else f", blocks compiled by {train.compile}"
+    offload = config.activations.offload
+    offloaded = "" if offload == "none" else f", offload {offload!r}"
     return (
         f"{model_in_words(config.model.shape(), config.model.kind)} ({parameters:,} parameters)\n"
         f"{ranks} x {device.name}, {way}, {parallel.param_dtype}, {config.optimizer.name}, "
-        f"activations.checkpoint {config.activations.checkpoint!r}{compiled}\n"
+        f"activations.checkpoint {config.activations.checkpoint!r}{offloaded}{compiled}\n"
         f"global batch {train.global_batch:,} in {counted(count, 'micro-batch', 'micro-batches')} of "
         f"{train.micro_batch} x {train.seq_len:,} tokens on each rank"
     )

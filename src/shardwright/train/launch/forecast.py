@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import shardwright
@@ -62,6 +63,7 @@ class Forecast:
         self._refuses = config.run.plan == "refuse"
         self._config_file, self._file = folder.logs / "plan.toml", plan_file(folder)
         self._device = f"{ranks}x{config.run.plan_device or LOCAL}"
+        self._ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         with writing(folder.logs):
             folder.logs.mkdir(parents=True, exist_ok=True)
             self._config_file.write_text(config.to_toml(), encoding="utf-8")
@@ -96,6 +98,8 @@ class Forecast:
             return
         if figures["fits"] == "no" and (self._refuses or _cannot_fit(figures)):
             raise UserError(f"run.plan: {self._in_words(figures)}")
+        if shortage := self._shortage_of_host(figures):
+            raise UserError(f"run.plan: {shortage}")
         self._warn(figures)
 
     def stop(self) -> None:
@@ -111,8 +115,21 @@ class Forecast:
             self._warn(figures)
 
     def _warn(self, figures: Mapping[str, Any]) -> None:
-        if figures["fits"] != "yes":
-            print(f"warning: {self._in_words(figures)}", file=sys.stderr, flush=True)
+        problems = [self._in_words(figures)] if figures["fits"] != "yes" else []
+        for problem in filter(None, [*problems, self._shortage_of_host(figures)]):
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
+
+    def _shortage_of_host(self, figures: Mapping[str, Any]) -> str:
+        """Empty if the ranks' parts of the host's memory fit into it."""
+        need, memory = self._ranks_here * sum(figures["host"].values()), psutil.virtual_memory().total
+        if need <= memory:
+            return ""
+        parts = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in figures["host"].items())
+        return (
+            f"this job needs {need / GIB:.2f} GiB of the host's memory, by its plan, and this machine has "
+            f"{memory / GIB:.2f}: each of its {self._ranks_here} ranks here {parts}. Use less of activations.offload "
+            "or parallel.offload, a smaller train.micro_batch, or fewer ranks on this machine"
+        )
 
     def _figures(self) -> dict[str, Any] | None:
         return read_plan(self._file) if self._process.returncode in (0, 3) else None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardwright._torch import allow_graphs, compiled_graphs, set_activation_memory_budget
+from shardwright.activations import offload
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
 from shardwright.activations.deferred_logits import LossInForward
 from shardwright.train.models.language_model import LanguageModel
@@ -21,7 +22,17 @@ GRAPHS = 8  #: that torch may make of each kind of block
 
 
 def prepare_blocks(model: LanguageModel, config: Config) -> None:
-    """Checkpoint the activations of the model's blocks and compile them, as far as `config` says so."""
+    """Checkpoint the activations of the model's blocks, compile the blocks, and let activations wait in the host's
+    memory, as far as `config` says so."""
+    _checkpoint_and_compile(model, config)
+    settings, blocks = config.activations, model.blocks()
+    if settings.offload == "inputs" and settings.checkpoint == "layers":
+        blocks = blocks[:: settings.every]
+    if settings.offload != "none":
+        offload.offload_activations(blocks, settings.offload, min_bytes=offload.SMALLEST)
+
+
+def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:
     settings, blocks = config.activations, model.blocks()
     if config.train.compile == "none":
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)

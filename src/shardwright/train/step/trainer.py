@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import board as boards
+from shardwright.activations.host_pool import HostMemoryError
 from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
@@ -24,7 +25,7 @@ from shardwright.train.config.catalog.hooks import Fault, StepInProgress, Traine
 from shardwright.train.config.conflicts.configurations import LENGTH
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.data.dataset import Dataset, extended
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel import float8, recipe
@@ -222,7 +223,10 @@ class Trainer:
         """Forward and backward, reduced and clipped."""
         boards.at(boards.MODEL)
         arguments = self.losses.weights(data.counts), *data.tensors
-        with recipe.parallel_loss(self.world.dims):
+        with (
+            recipe.parallel_loss(self.world.dims),
+            as_user_errors(HostMemoryError, prefix="activations.offload: "),
+        ):
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         norm = self.clip_gradients()

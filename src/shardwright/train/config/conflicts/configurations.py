@@ -94,6 +94,12 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
     _of_another_checkpointing("activations.every", "layers"),
     _of_another_checkpointing("activations.budget", "budget"),
+    Conflict(
+        ("activations.offload", "activations.checkpoint"),
+        lambda c: c.activations.offload == "inputs" and c.activations.checkpoint == "none",
+        "expected 'none' or 'blocks' with activations.checkpoint = 'none', found {activations.offload!r}; without "
+        "checkpointing a block keeps more than its inputs. Or set activations.checkpoint to 'full'",
+    ),
     *(_of_adapters(name) for name in FinetuneConfig.model_fields if name != "method"),
     Conflict(
         ("finetune.dropout", "finetune.method"),
@@ -324,6 +330,12 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         lambda c: c.activations.checkpoint == "budget" and c.train.compile != "inductor",
         "expected train.compile = 'inductor' with 'budget', found {train.compile!r}; only the compiler knows "
         "which activations a block keeps. Or use 'ops'",
+    ),
+    Conflict(
+        ("activations.offload", "parallel.engine"),
+        lambda c: c.activations.offload != "none" and c.parallel.facts.flattens,
+        "expected 'none' with parallel.engine {parallel.engine!r}, found {activations.offload!r}; its weights are "
+        "views of flat memory, and would move with the activations",
     ),
     Conflict(
         ("train.compile", "parallel.engine"),

@@ -84,7 +84,8 @@ def _of_layers(config: Config) -> Series | None:
     if not count:
         return None
     validates = 1 if config.validation.every else 0  # its second round gathers one layer less
-    least = max(-(-(2 * ENDS + validates + 2 * max(prefetch - 1, 0)) // period), 2)
+    offloads = 2 if config.activations.offload != "none" else 0  # its copies are of neighbours
+    least = max(-(-(2 * ENDS + validates + offloads + 2 * max(prefetch - 1, 0)) // period), 2)
 
     def keys(parts: int) -> dict[str, Any] | None:
         end = range(first + period * count, len(layers.kinds))

@@ -10,7 +10,8 @@ from shardwright.train.config.sections.base import Section
 
 
 class ActivationConfig(Section):
-    """Activations that are kept from forward to backward. The others are computed again, with the same precision."""
+    """Activations that are kept from forward to backward, and where. The others are computed again, in the same
+    precision."""
 
     checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
         default="none",
@@ -31,5 +32,12 @@ class ActivationConfig(Section):
         le=1,
         description=(
             "For checkpoint = budget: the fraction of the activations that may be kept. 0 means full, 1 means none."
+        ),
+    )
+    offload: Literal["none", "blocks", "inputs"] = Field(
+        default="none",
+        description=(
+            "Activations that wait in the host's memory and come back a block ahead. blocks: all that a block keeps. "
+            "inputs: the inputs of the blocks that checkpoint computes again. Same numbers."
         ),
     )
