@@ -7,7 +7,7 @@ causal work as the others. The computation itself is an argument. Nothing here k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -137,12 +137,8 @@ def attention(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        mask, whole_causal = _mask(part, attn_mask, is_causal, window, documents, q.device)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=whole_causal, scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        ).transpose(1, 2)  # fmt: skip
+        mask = None if attn_mask is None else _of_part(attn_mask, part)
+        return attend_part(q, k, v, part, is_causal, window, documents, mask, dropout_p, scale)
 
     if split is None or ranks == 1:
         every = range(length)
@@ -150,6 +146,32 @@ def attention(
     else:
         out = exchanged(split, q, k, v, kernel, causal=is_causal, window=window)
     return out.transpose(1, 2)
+
+
+def attend_part(
+    q_BRHK: Tensor,
+    k_BKGK: Tensor,
+    v_BKGK: Tensor,
+    part: Part,
+    causal: bool = True,
+    window: int | None = None,
+    documents_BS: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Torch's attention as a kernel for `exchanged`: [B, rows, H, K]. `mask` is that of the part, for all of it."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BRHK, k_BKGK, v_BKGK))
+    attn_mask: Any = mask
+    plain = mask is None and window is None and documents_BS is None
+    if plain and causal and not part.is_whole and q.device.type == "cuda":
+        attn_mask = causal_lower_right(len(part.rows), len(part.keys))  # a kernel without a mask in memory
+    elif mask is None and not (plain and (part.is_whole or not causal)):
+        attn_mask = visible(part, q.device, causal, window, documents_BS)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=causal and attn_mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    ).transpose(1, 2)  # fmt: skip
 
 
 def visible(
@@ -175,26 +197,13 @@ def visible(
     return seen
 
 
-def _mask(
-    part: Part,
-    attn_mask: Tensor | None,
-    causal: bool,
-    window: int | None,
-    documents: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor | None, bool]:
-    """`attn_mask` and `is_causal` of torch's attention for a part."""
-    if attn_mask is not None:
-        heads = part.heads if attn_mask.shape[1] > 1 else range(1)
-        rows = part.rows if attn_mask.shape[2] > 1 else range(1)
-        keys = part.keys if attn_mask.shape[3] > 1 else range(1)
-        return attn_mask[:, heads.start : heads.stop, rows.start : rows.stop, keys.start : keys.stop], False
-    if window is None and documents is None:
-        if part.is_whole or not causal:
-            return None, causal
-        if device.type == "cuda":  # a kernel without a mask in memory
-            return causal_lower_right(len(part.rows), len(part.keys)), False
-    return visible(part, device, causal, window, documents), False
+def _of_part(mask: Tensor, part: Part) -> Tensor:
+    """The part of a mask [B, H, S, S], of which each size may be 1."""
+    ranges = (part.heads, part.rows, part.keys)
+    for dim, own in enumerate(ranges, start=1):
+        if mask.shape[dim] > 1:
+            mask = mask.narrow(dim, own.start, len(own))
+    return mask
 
 
 def _repeated(x_BSGK: Tensor, copies: int) -> Tensor:

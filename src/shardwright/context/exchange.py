@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwright.comm.rows import RowExchange, RowGather
+from shardwright.context.rows import RowExchange, RowGather
 from shardwright.context.split import Split
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.rows import RowGather
+from shardwright.context.rows import RowGather
 
 
 class Split:
@@ -83,8 +83,15 @@ def within(split: Split) -> Iterator[None]:
 
 
 @contextmanager
-def whole_samples(split: Split) -> Iterator[None]:
-    """Every rank computes whole samples inside, without exchanges, as for a text that is generated token by token."""
+def whole_samples(split: Split | None) -> Iterator[None]:
+    """Every rank computes whole samples inside, without exchanges, as for a text that is generated token by token.
+
+    Args:
+        split: the ranks that divide samples outside; None: there are none.
+    """
+    if split is None:
+        yield
+        return
     before, split.active = split.active, False
     try:
         yield

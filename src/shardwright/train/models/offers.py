@@ -6,12 +6,13 @@ from shardwright.train.config.catalog.kinds import Offers
 
 
 def llama() -> Offers:
-    from shardwright.train.models.native import hugging_face_tables, llama, plans
+    from shardwright.train.models.native import context, hugging_face_tables, llama, plans
 
     return Offers(
         model=llama.Llama,
         tensor_plan=plans.llama_plan,
         uneven=plans.llama_uneven,
+        divide_samples=context.divide_samples,
         key_map=hugging_face_tables.llama_keys,
         config_json=hugging_face_tables.llama_config,
         shapes={"llama": hugging_face_tables.llama_shape},

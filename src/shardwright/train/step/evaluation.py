@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright import board as boards
 from shardwright.comm.noted import noted
+from shardwright.context import shard, whole_samples
 from shardwright.extend import ExtensionError
 from shardwright.train.data.dataset import validation_samples
 from shardwright.train.models import outputs
@@ -131,7 +132,8 @@ def validate(trainer: Trainer) -> Validation:
             continue
         totals[:1, 0] += losses.double().sum()
         if logits is not None:
-            totals[1:] += world.figures(trainer.hooks.validate(logits, batch.targets)).view(-1, 2)
+            targets = batch.targets if world.context is None else shard(batch.targets, world.context)
+            totals[1:] += world.figures(trainer.hooks.validate(logits, targets)).view(-1, 2)
     trainer.model.train()
     trainer.engine.free_gathered(trainer.model)
     row = torch.cat([totals.flatten(), marks(totals, world.rank)])
@@ -158,7 +160,8 @@ def sample_text(trainer: Trainer) -> Sample:
         answer = answer[:-1]
     prompt, expected = tokenizer.decode(ids), None if answer is None else tokenizer.decode(answer)
     try:
-        with torch.compiler.set_stance("force_eager"):  # every token is of another length
+        # Every text is of another length. Ranks that divide samples compute the same one.
+        with torch.compiler.set_stance("force_eager"), whole_samples(trainer.world.context):
             tokens = sample(
                 trainer.model, torch.tensor(ids), count=trainer.config.run.sample_tokens, temperature=0.8,
                 top_k=50, seed=0, context=trainer.config.train.seq_len, device=trainer.world.device,

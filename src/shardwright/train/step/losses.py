@@ -7,11 +7,13 @@ draws samples or communicates.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.context import shard
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.samples.batch import Batch
@@ -62,7 +64,7 @@ class Losses:
 
         Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
         """
-        return (self._factors * (self._world.data_size / counts)).float()
+        return (self._factors * (self._world.dims.averaging / counts)).float()
 
     def zeros(self) -> Tensor:
         """Sums over no batch: float64 [1 + auxiliaries]."""
@@ -74,7 +76,8 @@ class Losses:
             return self.of_tokens(batch).sum()[None]
         with self._engine.compute_precision(self._world.device):
             documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
-            returned = self._model(batch.inputs, extras=True, **documents)
+            batch, arguments = self.own_part(batch, documents)
+            returned = self._model(batch.inputs, extras=True, **arguments)
         targets_BS = batch.targets
         logits, extras = outputs.check_pair(self._in_words, returned)
         logits_BSV = outputs.check_logits(self._in_words, logits, targets_BS, self._vocab_size)
@@ -82,6 +85,20 @@ class Losses:
             self._in_words, self._auxiliary_sums, self.auxiliary, extras, targets_BS
         )
         return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
+
+    def own_part(self, batch: Batch, arguments: Mapping[str, Tensor]) -> tuple[Batch, dict[str, Tensor]]:
+        """The batch and the arguments of forward beside its tokens, for the tokens of them that this rank has.
+
+        Where ranks divide samples, positions are those in the whole sample, and `documents` are whole.
+        """
+        split = self._world.context
+        if split is None:
+            return batch, dict(arguments)
+        positions_BS = arguments.get("positions")
+        if positions_BS is None:
+            positions_BS = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).expand_as(batch.inputs)
+        own = replace(batch, inputs=shard(batch.inputs, split), targets=shard(batch.targets, split))
+        return own, {**arguments, "positions": shard(positions_BS, split)}
 
     def of_tokens(self, batch: Batch) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
@@ -92,8 +109,10 @@ class Losses:
         has none."""
         with self._engine.compute_precision(self._world.device):
             if self.has_loss:
-                return self._model(batch.inputs, batch=batch).float()[None], None
-            returned = self._model(batch.inputs, **documents_of(batch))
+                batch, arguments = self.own_part(batch, {})
+                return self._model(batch.inputs, batch=batch, **arguments).float()[None], None
+            batch, arguments = self.own_part(batch, documents_of(batch))
+            returned = self._model(batch.inputs, **arguments)
         logits_BSV = outputs.check_logits(self._in_words, returned, batch.targets, self._vocab_size)
         return cross_entropy(logits_BSV, batch.targets), whole(logits_BSV) if logits else None
 

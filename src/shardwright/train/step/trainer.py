@@ -106,6 +106,7 @@ class Trainer:
         check_same_model(plain, world.mesh, self.facts.in_words)
         matrices = recipe.matrix_names(plain)
         float8.convert(plain, config)
+        recipe.divide_samples(plain, config, world.context)
         prepare_blocks(plain, config)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
         self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size)

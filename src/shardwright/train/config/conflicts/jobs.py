@@ -60,6 +60,11 @@ STARTED: tuple[Conflict[Sections], ...] = (
         "expected 1 with train.cuda_graph, found {parallel.tensor}; leave train.cuda_graph at its default",
     ),
     Conflict(
+        ("parallel.context", "train.cuda_graph"),
+        lambda c: c.parallel.context > 1 and c.train.cuda_graph,
+        "expected 1 with train.cuda_graph, found {parallel.context}; leave train.cuda_graph at its default",
+    ),
+    Conflict(
         ("parallel.expert", "model.pattern"),
         lambda c: c.parallel.expert > 1 and not _experts(c),
         "expected 1 for a model without experts, found {parallel.expert}",

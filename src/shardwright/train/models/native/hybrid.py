@@ -26,7 +26,7 @@ from shardwright.train.models.native.decoder import (
 )
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
-from shardwright.train.models.packed import IGNORED, Documents, documents_of, whole
+from shardwright.train.models.packed import IGNORED, Documents, whole
 
 __all__ = ["HYBRID_PRESETS", "Extras", "Hybrid", "HybridConfig"]
 
@@ -313,7 +313,7 @@ class Hybrid(Decoder):
         no layer knows positions.
         """
         length = self.length_of(tokens_BS)
-        packed = documents_of(documents, tokens_BS)
+        packed = self.documents_in(documents, tokens_BS)
         embedded_BSD = self.tok_embeddings(tokens_BS)
         x_BSD, uneven = _through(self.layers, embedded_BSD, packed)
         if not extras:

@@ -1,6 +1,7 @@
 """Exchanges of rows between the ranks of a group, which autograd knows: to other ranks, and to all of them.
 
-Rows are the first dimension of a tensor. Nothing here knows what a row is.
+Rows are the first dimension of a tensor. Nothing here knows what a row is. torch.compile traces them, which it does not
+in `comm`.
 """
 
 from __future__ import annotations
