@@ -65,11 +65,14 @@ def exchanged(
         window: a query sees only so many keys, itself the last one. For causal attention.
     """
     heads, ranks = q_BSHK.shape[2], split.ranks
+    if not split.divides:
+        every = range(q_BSHK.shape[1])
+        return kernel(q_BSHK, k_BSGK, v_BSGK, Part(len(every), every, every, range(heads)))
     length = q_BSHK.shape[1] * ranks
     every, own = range(length), split.part(length)
     if heads % ranks == 0:
         copies = exchange.copies_of_heads(heads, k_BSGK.shape[2], ranks)
-        keys_and_values = [_repeated(t, copies) for t in (k_BSGK, v_BSGK)]
+        keys_and_values = [exchange.repeated(t, copies) for t in (k_BSGK, v_BSGK)]
         q, k, v = exchange.to_heads(split, [q_BSHK, *keys_and_values])
         own_heads = range(split.rank * q.shape[2], (split.rank + 1) * q.shape[2])
         return exchange.to_tokens(split, kernel(q, k, v, Part(length, every, every, own_heads)))
@@ -129,10 +132,8 @@ def attention(
         ValueError: shapes that do not fit each other.
     """
     split = current() if mesh is None else mesh if isinstance(mesh, Split) else Split(mesh)
-    if split is not None and not split.active:
-        split = None
-    ranks = 1 if split is None else split.ranks
-    length = query.shape[2] * ranks
+    divides = split is not None and split.divides
+    length = query.shape[2] * (split.ranks if split is not None and divides else 1)
     _check(query, key, value, attn_mask, length, is_causal, window, documents, enable_gqa)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
 
@@ -140,12 +141,8 @@ def attention(
         mask = None if attn_mask is None else _of_part(attn_mask, part)
         return attend_part(q, k, v, part, is_causal, window, documents, mask, dropout_p, scale)
 
-    if split is None or ranks == 1:
-        every = range(length)
-        out = kernel(q, k, v, Part(length, every, every, range(q.shape[2])))
-    else:
-        out = exchanged(split, q, k, v, kernel, causal=is_causal, window=window)
-    return out.transpose(1, 2)
+    split = split or Split(None)
+    return exchanged(split, q, k, v, kernel, causal=is_causal, window=window).transpose(1, 2)
 
 
 def attend_part(
@@ -159,19 +156,46 @@ def attend_part(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Torch's attention as a kernel for `exchanged`: [B, rows, H, K]. `mask` is that of the part, for all of it."""
+    """Torch's attention as a kernel for `exchanged`: [B, rows, H, K].
+
+    Args:
+        q_BRHK, k_BKGK, v_BKGK, part: as for a `Kernel`.
+        causal, window, documents_BS: as for `visible`.
+        mask: of the part, in the place of those.
+        dropout: probability of a dropped weight.
+        scale: of the scores; None: 1 / sqrt(K).
+        sinks: of each query head of the part, the score of a key that every query sees, and that has no value.
+    """
+    if sinks is not None:
+        scale = q_BRHK.shape[-1] ** -0.5 if scale is None else scale
+        q_BRHK, k_BKGK, v_BKGK = _with_sinks(q_BRHK, k_BKGK, v_BKGK, sinks / scale)
     q, k, v = (t.transpose(1, 2) for t in (q_BRHK, k_BKGK, v_BKGK))
     attn_mask: Any = mask
+    first = 0 if sinks is None else 1
     plain = mask is None and window is None and documents_BS is None
-    if plain and causal and not part.is_whole and q.device.type == "cuda":
-        attn_mask = causal_lower_right(len(part.rows), len(part.keys))  # a kernel without a mask in memory
-    elif mask is None and not (plain and (part.is_whole or not causal)):
-        attn_mask = visible(part, q.device, causal, window, documents_BS)
+    square = part.is_whole and sinks is None
+    if plain and causal and not square and q.device.type == "cuda":
+        attn_mask = causal_lower_right(q.shape[2], k.shape[2])  # a kernel without a mask in memory
+    elif mask is None and not (plain and (square or not causal)):
+        attn_mask = F.pad(visible(part, q.device, causal, window, documents_BS), (first, 0), value=True)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=causal and attn_mask is None, scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     ).transpose(1, 2)  # fmt: skip
+
+
+def _with_sinks(q_BRHK: Tensor, k_BKGK: Tensor, v_BKGK: Tensor, sinks_H: Tensor) -> tuple[Tensor, ...]:
+    """Queries and keys that are wider, and a first key whose product with a query of head h is `sinks_H[h]`."""
+    wider = 8  # kernels take multiples of it
+    q = F.pad(q_BRHK, (0, wider - 1))
+    q = torch.cat((q, sinks_H.to(q.dtype).view(-1, 1).expand(*q.shape[:-1], 1)), dim=-1)
+    k = F.pad(k_BKGK, (0, wider, 0, 0, 1, 0))
+    k = torch.cat(
+        (F.pad(k.new_zeros(*k.shape[:1], 1, k.shape[2], k.shape[3] - 1), (0, 1), value=1), k[:, 1:]), dim=1
+    )
+    return q, k, F.pad(v_BKGK, (0, 0, 0, 0, 1, 0))
 
 
 def visible(
@@ -204,13 +228,6 @@ def _of_part(mask: Tensor, part: Part) -> Tensor:
         if mask.shape[dim] > 1:
             mask = mask.narrow(dim, own.start, len(own))
     return mask
-
-
-def _repeated(x_BSGK: Tensor, copies: int) -> Tensor:
-    """Each head so many times in turn. Its gradient is a sum in a fixed order."""
-    if copies == 1:
-        return x_BSGK
-    return x_BSGK.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
 
 
 def _check(

@@ -26,6 +26,13 @@ def copies_of_heads(heads: int, shared_heads: int, ranks: int) -> int:
     return ranks // shared_heads if ranks % shared_heads == 0 else heads // shared_heads
 
 
+def repeated(x_BSHK: Tensor, copies: int) -> Tensor:
+    """Each head so many times in turn. Its gradient is a sum in a fixed order."""
+    if copies == 1:
+        return x_BSHK
+    return x_BSHK.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
+
+
 def to_heads(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
     """From [B, S / ranks, H, K] to [B, S, H / ranks, K] of each tensor: heads in rank order. H and K may differ."""
     ranks = split.ranks

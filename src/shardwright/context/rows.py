@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright._torch import all_gather_single
 from shardwright.comm.noted import noted
 
 
@@ -47,7 +48,7 @@ class RowGather(torch.autograd.Function):
         ctx.group = group
         result = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
         with _noted_unless_compiled("all-gather of rows", group, result.nbytes):
-            dist.all_gather_into_tensor(result, rows.contiguous(), group=group)
+            all_gather_single(result, rows.contiguous(), group=group)
         return result
 
     @staticmethod

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.context.rows import RowGather
@@ -20,21 +21,31 @@ class Split:
     """The ranks of a mesh of one dimension that divide each sample, as one of them sees them.
 
     Attributes:
-        group: their process group.
+        group: their process group; None for one rank without a mesh.
         ranks: the number of ranks.
         rank: the number of this one; the part of a sample that it has.
         active: False while every rank computes whole samples, see `whole_samples`.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        """Raises ValueError for a mesh of several dimensions."""
+    group: ProcessGroup | None
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        """None: this rank has whole samples. Raises ValueError for a mesh of several dimensions."""
+        self.active = True
+        if mesh is None:
+            self.group, self.ranks, self.rank = None, 1, 0
+            return
         if mesh.ndim != 1:
             raise ValueError(
                 f"mesh: expected one dimension, whose ranks divide each sample, found {mesh.ndim} "
                 f"({mesh.mesh_dim_names}); take one of them, such as mesh['context']"
             )
         self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.active = True
+
+    @property
+    def divides(self) -> bool:
+        """Whether a rank has a part of a sample at this moment."""
+        return self.active and self.ranks > 1
 
     def part(self, length: int) -> range:
         """The tokens that this rank has of a sample of so many.
@@ -64,7 +75,7 @@ def current() -> Split | None:
     """The split of the module that runs, see `context_parallel`; None outside of such modules, and if it has one rank
     or computes whole samples."""
     split = _in_use.split
-    return split if split is not None and split.active and split.ranks > 1 else None
+    return split if split is not None and split.divides else None
 
 
 def in_use() -> Split | None:
@@ -133,7 +144,7 @@ def gather(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
 
 
 def positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """The positions of the tokens that the running module has, from this rank's first one on: shape [length], int64 integers.
+    """The positions in the whole sample of the tokens that the running module has: int64, of shape [length].
 
     Without context parallelism they begin at 0.
 

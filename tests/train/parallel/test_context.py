@@ -15,29 +15,41 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from shardwright.context import Split, shard
+from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.context import divide_samples
 from shardwright.train.parallel.checks import check_ranks
-from shardwright.train.step.evaluation import sample_text, validate
+from shardwright.train.step.evaluation import check_model, sample_text, validate
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import everything, generate
 from tests.support.pool import WorkerPools, multirank, run_case, world_mesh
-from tests.train.kit.jobs import trainer
+from tests.train.kit.jobs import HYBRID, trainer
 from tests.train.kit.parallel import plain_steps, take_steps
 from tests.train.models.kit import packed
-from tests.train.parallel.kit.context import documents, hybrid, job
+from tests.train.models.kit.architectures import folder_with
+from tests.train.models.kit.foreign import NATIVE
+from tests.train.parallel.kit.context import documents, job
 
 STEPS = 2
-TIMEOUT = 1800 if everything() else 120
+TIMEOUT = 3600 if everything() else 300  # compiled rows take 15 s each on two cores
 HEADS: dict[str, dict[str, Any]] = {
     "grouped": {"n_heads": 4, "n_kv_heads": 2},
     "fewer shared heads than ranks": {"n_heads": 4, "n_kv_heads": 1},
-    "fewer heads than ranks": {"n_heads": 1, "n_kv_heads": 1, "dim": 16},
+    "fewer heads than ranks": {"n_heads": 1, "n_kv_heads": 1},
 }
-MODELS: dict[str, dict[str, Any]] = {"llama": {}}
+USERS = "tests.train.models.kit.attending_module"
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "hybrid": HYBRID,
+    "mamba": HYBRID | {"pattern": "M*M-", "mtp_pattern": "M*", "mamba_groups": 1},
+    "hf": {"kind": "hf", "path": "gemma3_text"},
+    "hf-balance": {"kind": "hf", "path": "mixtral"},
+    "python": {"kind": "python", "target": f"{USERS}:Model"},
+    "python-loss": {"kind": "python", "target": f"{USERS}:Asking"},
+}
 #: By name, keys of `[parallel]`.
 ENGINES: dict[str, dict[str, Any]] = {
     "zero3": {},
@@ -63,18 +75,35 @@ NORM, WEIGHTS = {"float32": 2e-5, "bfloat16": 3e-2}, {"float32": 2e-6, "bfloat16
 
 def excluded(one: str, a: Any, other: str, b: Any) -> bool:
     pair = {one: a, other: b}
-    return pair.get("engine") == "hsdp" and pair.get("ranks") not in (None, (4, 2))
+    model = str(pair.get("model", ""))
+    return (
+        (pair.get("engine") == "hsdp" and pair.get("ranks") not in (None, (4, 2)))
+        # The router of experts decides otherwise after another rounding; torch compiles experts only in bfloat16.
+        or (model in ("hybrid", "hf-balance") and "bfloat16" in pair.values())
+        or (model in ("hybrid", "hf-balance") and "aot_eager" in pair.values())
+        or (model.startswith("python") and pair.get("packing") in ("mask", "best_fit"))
+        or (model.startswith(("python", "hf")) and pair.get("heads") not in (None, "grouped"))
+    )
 
 
 ROWS = generate(AXES, excluded, *((3, 0) if everything() else (2, 0)))
 
 
-def config_of(row: dict[str, Any], context: int) -> Config:
-    packing = row["packing"]
+def config_of(row: dict[str, Any], context: int, folder: Path) -> Config:
+    packing, model = row["packing"], MODELS[row["model"]]
+    if model.get("kind") in ("hf", "python"):
+        model = {**dict.fromkeys(NATIVE), **model}
+        if "path" in model:
+            model["path"] = str(folder / model["path"])
+    else:
+        model = model | HEADS[row["heads"]]
     return job(
         context,
-        model=MODELS[row["model"]] | HEADS[row["heads"]],
-        data={"packing": "split" if packing == "mask" else packing, "document_mask": packing == "mask" or "auto"}
+        model=model,
+        data={
+            "packing": "split" if packing == "mask" else packing,
+            "document_mask": packing == "mask" or "auto",
+        }
         | ({"document_mask": False} if packing == "split" else {}),
         activations={"checkpoint": row["checkpoint"]},
         train={"compile": row["compile"]},
@@ -89,12 +118,15 @@ def found_by(job: Trainer) -> tuple[list[tuple[float, float]], dict[str, Any], f
     return steps, weights, validate(job).loss
 
 
-def check(row: dict[str, Any], rank: int, world_size: int) -> None:
+def check(row: dict[str, Any], rank: int, world_size: int, folder: Path) -> None:
     results = []
     for context in (1, row["ranks"][1]):
         torch._dynamo.reset()
-        config = config_of(row, context)
-        results.append(found_by(trainer(config, rank, world_size, documents(config))))
+        config = config_of(row, context, folder)
+        check_ranks(config, world_size)
+        one = trainer(config, rank, world_size, documents(config))
+        check_model(one)
+        results.append(found_by(one))
     (wanted, whole, validation), (found, weights, own_validation) = results
     dtype = row["dtype"]
     for own, other in zip(found, wanted, strict=True):
@@ -108,10 +140,10 @@ def check(row: dict[str, Any], rank: int, world_size: int) -> None:
     assert difference < WEIGHTS[dtype] * size
 
 
-def run_rows(rank: int, world_size: int, rows: list[dict[str, Any]]) -> None:
+def run_rows(rank: int, world_size: int, rows: list[dict[str, Any]], folder: Path) -> None:
     for row in rows:
         try:
-            check(row, rank, world_size)
+            check(row, rank, world_size, folder)
         except Exception as error:
             raise AssertionError(f"{row}: {type(error).__name__}: {error}") from error
 
@@ -119,9 +151,26 @@ def run_rows(rank: int, world_size: int, rows: list[dict[str, Any]]) -> None:
 @pytest.mark.extensive("each number of ranks")
 @pytest.mark.multirank
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_divide_samples_train_like_ranks_that_do_not(worker_pools: WorkerPools, ranks: int) -> None:
-    rows = [row for row in ROWS if row["ranks"][0] == ranks]
-    run_case(worker_pools, run_rows, ranks, TIMEOUT, rows=rows)
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_that_divide_samples_train_like_ranks_that_do_not(
+    worker_pools: WorkerPools, tmp_path: Path, ranks: int, model: str
+) -> None:
+    rows = [row for row in ROWS if row["ranks"][0] == ranks and row["model"] == model]
+    if "path" in MODELS[model]:
+        pytest.importorskip("transformers", reason="needs transformers")
+        folder_with("gemma3_text", tmp_path / "gemma3_text")
+        folder_with("mixtral", tmp_path / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    run_case(worker_pools, run_rows, ranks, TIMEOUT, rows=rows, folder=tmp_path)
+
+
+@multirank(2)
+@pytest.mark.parametrize("target", [f"{USERS}:Counting", "tests.train.models.kit.user_module:Module"])
+def test_modules_that_would_compute_something_else_are_refused(
+    rank: int, world_size: int, target: str
+) -> None:
+    config = job(2, model={**dict.fromkeys(NATIVE), "kind": "python", "target": target})
+    with pytest.raises(ExtensionError, match="other losses where 2 ranks divide a sample"):
+        check_model(trainer(config, rank, world_size))
 
 
 @multirank(2, 4)
@@ -136,7 +185,9 @@ def test_steps_equal_plain_ones(rank: int, world_size: int, heads: str) -> None:
 
 @multirank(2, 4)
 @pytest.mark.parametrize("heads", ["grouped", "fewer heads than ranks"])
-def test_another_document_changes_no_bit_of_losses_and_gradients(rank: int, world_size: int, heads: str) -> None:
+def test_another_document_changes_no_bit_of_losses_and_gradients(
+    rank: int, world_size: int, heads: str
+) -> None:
     from shardwright.train.models.build import build_model
 
     torch.manual_seed(0)
@@ -200,6 +251,14 @@ def test_axes_of_ranks() -> None:
 def test_refusals() -> None:
     for config, ranks, message in (
         (job(3), 2, "parallel.context: expected a divisor of the number of ranks that share a replica, 2, found 3"),
+        (
+            job(2, model=HYBRID | {"mamba_heads": 3, "mamba_groups": 1}), 2,
+            "model.mamba_heads: expected a multiple of parallel.context = 2, whose ranks divide the heads, found 3",
+        ),
+        (
+            job(2, model=HYBRID, parallel={"tensor": 2}), 4,
+            "parallel.tensor: expected 1 with parallel.context = 2 and Mamba-2 layers, experts or model.mtp_pattern",
+        ),
         (job(2, train={"seq_len": 31}), 2, "train.seq_len: expected a multiple of parallel.context = 2, found 31"),
         (
             job(2, train={"seq_len": 30}, parallel={"tensor": 2}), 4,

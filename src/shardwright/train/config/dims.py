@@ -58,9 +58,7 @@ class ParallelDims:
                 f"parallel.context: expected a divisor of the number of ranks that share a replica, {shard}, found "
                 f"{config.context}"
             )
-        return cls(
-            config.replicas, shard, tensor=config.tensor, expert=config.expert, context=config.context
-        )
+        return cls(config.replicas, shard, tensor=config.tensor, expert=config.expert, context=config.context)
 
     @classmethod
     def near(cls, config: ParallelConfig, ranks: int) -> ParallelDims:

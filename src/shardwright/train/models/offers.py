@@ -20,12 +20,14 @@ def llama() -> Offers:
 
 
 def hybrid() -> Offers:
-    from shardwright.train.models.native import hugging_face_tables, hybrid, plans
+    from shardwright.train.models.native import context, hugging_face_tables, hybrid, plans
 
     return Offers(
         model=hybrid.Hybrid,
         tensor_plan=plans.hybrid_plan,
         uneven=plans.hybrid_uneven,
+        divide_samples=context.divide_samples,
+        check=context.check_hybrid,
         key_map=hugging_face_tables.hybrid_keys,
         config_json=hugging_face_tables.hybrid_config,
         shapes={
@@ -36,12 +38,13 @@ def hybrid() -> Offers:
 
 
 def hf() -> Offers:
-    from shardwright.train.models.hf import checks, transformers_model
+    from shardwright.train.models.hf import checks, context, transformers_model
 
     return Offers(
         model=transformers_model.HuggingFaceModel,
         key_map=transformers_model.key_map,
         config_json=transformers_model.config_json,
+        divide_samples=context.divide_samples,
         check=checks.check,
     )
 
@@ -49,4 +52,4 @@ def hf() -> Offers:
 def python() -> Offers:
     from shardwright.train.models.foreign import python
 
-    return Offers(model=python.PythonModel, check=python.check)
+    return Offers(model=python.PythonModel, divide_samples=python.divide_samples, check=python.check)

@@ -92,13 +92,16 @@ class Losses:
         Where ranks divide samples, positions are those in the whole sample, and `documents` are whole.
         """
         split = self._world.context
-        if split is None:
+        if split is None or not split.divides:
             return batch, dict(arguments)
         positions_BS = arguments.get("positions")
         if positions_BS is None:
-            positions_BS = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).expand_as(batch.inputs)
-        own = replace(batch, inputs=shard(batch.inputs, split), targets=shard(batch.targets, split))
-        return own, {**arguments, "positions": shard(positions_BS, split)}
+            positions_BS = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).expand_as(
+                batch.inputs
+            )
+        own_BS, inputs, targets = (shard(each, split) for each in (positions_BS, batch.inputs, batch.targets))
+        own = replace(batch, inputs=inputs, targets=targets, positions=own_BS)
+        return own, {**arguments, "positions": own_BS}
 
     def of_tokens(self, batch: Batch) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""

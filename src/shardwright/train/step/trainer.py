@@ -280,7 +280,8 @@ class Trainer:
             reduced = last or train.accumulate == "communicate"
             if self.facts.draws:
                 torch.manual_seed(self.feed.seed(self.position, number))
-            adapters.set_samples(self.model, self.feed.samples(self.position, number))
+            part = 0 if self.world.context is None else self.world.context.rank
+            adapters.set_samples(self.model, self.feed.samples(self.position, number), part)
             boards.at(boards.MODEL)
             with self.engine.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)

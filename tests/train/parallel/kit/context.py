@@ -13,24 +13,21 @@ from shardwright.train.data.samples.packing import pack
 from shardwright.train.data.samples.stream import Part, Source, Stream
 from shardwright.train.data.tokens.tokenizers import Bytes
 from shardwright.train.data.tokens.tokens import Tokens
-from tests.train.kit.jobs import HYBRID, tiny
+from tests.train.kit.jobs import tiny
 from tests.train.kit.text import random_text
 
 
 def job(context: int = 2, **sections: dict[str, Any]) -> Config:
     """The tiny job with 4 query heads, and samples that `context` ranks divide."""
-    heads = {} if sections.get("model", {}).get("kind") in ("hf", "python") else {"n_heads": 4, "n_kv_heads": 2}
+    heads = (
+        {} if sections.get("model", {}).get("kind") in ("hf", "python") else {"n_heads": 4, "n_kv_heads": 2}
+    )
     sections["model"] = heads | sections.get("model", {})
     sections["train"] = {"micro_batch": 1, "global_batch": 8} | sections.get("train", {})
     sections["parallel"] = {"engine": "shardwright", "context": context} | sections.get("parallel", {})
     # Adam makes large steps of the rounding of tiny gradients.
     sections["optimizer"] = {"warmup_steps": 0, "eps": 1e-3} | sections.get("optimizer", {})
     return tiny(**sections)
-
-
-def hybrid(**keys: Any) -> dict[str, Any]:
-    """A small `[model]` with every kind of layer, whose heads 4 ranks divide."""
-    return HYBRID | keys
 
 
 def documents(config: Config) -> Dataset:
