@@ -1,7 +1,7 @@
 """Models of transformers on ranks that divide each sample, through transformers' interface for attention.
 
 A rank has a part of the tokens with their positions in the whole sample, and the documents of the whole sample. Masks
-are made here, where attention is computed. Nothing here knows parameters. transformers is imported when a model is used.
+are made here, where attention is computed. Nothing here knows parameters. transformers is imported when needed.
 """
 
 from __future__ import annotations
