@@ -163,6 +163,7 @@ def test_ranks_that_divide_samples_train_like_ranks_that_do_not(
     run_case(worker_pools, run_rows, ranks, TIMEOUT, rows=rows, folder=tmp_path)
 
 
+@pytest.mark.extensive("torch imports its compiler")
 @multirank(2)
 @pytest.mark.parametrize("target", [f"{USERS}:Counting", "tests.train.models.kit.user_module:Module"])
 def test_modules_that_would_compute_something_else_are_refused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,7 +122,9 @@ def check_divides(config: Any, ranks: int, separates: bool) -> None:
 def _difference(config: Any, separates: bool) -> str:
     """The difference that ranks would make, in words; empty for none."""
     way = trials.separation_of(config) if separates else None
-    _, model, plain = trials.small_model(config, getattr(config, "_attn_implementation", None))
+    small, model, plain = trials.small_model(config, getattr(config, "_attn_implementation", None))
+    if way is not None and way.window:
+        way = replace(way, window=small.sliding_window)
     tokens, documents = trials.TOKENS, trials.DOCUMENTS if way else None
     wanted = plain if way is None else trials.logits_of(model, tokens, way.arguments(trials.DOCUMENTS))
     if not model._can_set_attn_implementation():  # type: ignore[operator]

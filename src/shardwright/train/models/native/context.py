@@ -24,7 +24,7 @@ from shardwright.train.models.native.decoder import Decoder
 from shardwright.train.models.native.hybrid import Extras, Hybrid, MixtureOfExperts, NextButOne, imbalance
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
-from shardwright.train.models.packed import IGNORED, Documents, documents_of, whole
+from shardwright.train.models.packed import IGNORED, Documents, attend_part, documents_of, whole
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 
@@ -84,8 +84,7 @@ def _attend(
     def kernel(q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         if part.is_whole:
             return whole(q, k, v, documents)
-        first_BS = None if documents is None else documents.first_BS
-        return attending.attend_part(q, k, v, part, documents_BS=first_BS)
+        return attend_part(q, k, v, documents, part)
 
     return attending.exchanged(split, q_BSHK, k_BSHK, v_BSHK, kernel)
 
