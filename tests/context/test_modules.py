@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -143,3 +144,50 @@ def test_layers_that_mix_tokens_are_refused(rank: int, world_size: int) -> None:
     model = sw.context_parallel(Model(4, 2), mesh)
     with pytest.raises(ValueError, match="was called for it before"):
         sw.context_parallel(model, mesh)
+
+
+class Calling(nn.Module):
+    """It calls a function with queries, keys and values."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        result: Tensor = self.function(*tensors, is_causal=True)
+        return result
+
+
+@multirank(2)
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.extensive("torch imports its compiler"))]
+)
+@pytest.mark.parametrize(
+    "attend", [F.scaled_dot_product_attention, sw.context.attention], ids=["torch", "ours"]
+)
+def test_either_attention_is_exchanged_once(rank: int, world_size: int, attend: Any, compiled: bool) -> None:
+    mesh = world_mesh(world_size)
+    tensors = [torch.randn(1, 4, 8, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    wanted = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    if compiled:
+        attend = torch.compile(functools.partial(_called, attend), backend="eager")
+    model = sw.context_parallel(Calling(attend), mesh)
+    found = model(*(sw.context.shard(each, mesh, dim=2) for each in tensors))
+    assert torch.equal(found, sw.context.shard(wanted, mesh, dim=2))
+
+
+def _called(function: Any, *tensors: Tensor, is_causal: bool) -> Any:
+    return function(*tensors, is_causal=is_causal)
+
+
+@pytest.mark.extensive("torch imports its compiler")
+@multirank(2)
+def test_a_compiled_module_computes_the_same(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    model = sw.context_parallel(Model(4, 2), mesh)
+    tokens = sw.context.shard(samples()[0], mesh)
+    wanted = model(tokens)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")  # type: ignore[method-assign]
+    assert torch.equal(model(tokens), wanted)
+    assert torch.equal(torch.compile(model, backend="eager")(tokens), wanted)

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
+from shardwright._torch import uncompiled
 from shardwright.context import exchange
-from shardwright.context.split import Split, current
+from shardwright.context.split import Split, current, within
 
 
 class Part(NamedTuple):
@@ -141,8 +142,17 @@ def attention(
         mask = None if attn_mask is None else _of_part(attn_mask, part)
         return attend_part(q, k, v, part, is_causal, window, documents, mask, dropout_p, scale)
 
-    split = split or Split(None)
-    return exchanged(split, q, k, v, kernel, causal=is_causal, window=window).transpose(1, 2)
+    if split is None or not divides:
+        every = range(length)
+        return kernel(q, k, v, Part(length, every, every, range(q.shape[2]))).transpose(1, 2)
+    return _outside(split, q, k, v, kernel, is_causal, window).transpose(1, 2)
+
+
+@uncompiled  # a graph of torch 2.13 that is made while modes of functions are active has other results
+def _outside(split: Split, *arguments: Any) -> Tensor:
+    """`exchanged` outside of the modules of `context_parallel`, which would exchange what the kernel calls."""
+    with within(None):
+        return exchanged(split, *arguments)
 
 
 def attend_part(

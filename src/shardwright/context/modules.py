@@ -10,11 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from shardwright._torch import uncompiled
 from shardwright.context import attending
 from shardwright.context import split as splits
 from shardwright.context.split import Split
@@ -31,7 +33,7 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
     the whole sample; ``sw.context.positions`` has them. Gradients of a rank are those of its tokens: shard the
     parameters over these ranks, too, and take the sum.
 
-    Call it before activation checkpointing and `fully_shard`, on all ranks.
+    Call it before activation checkpointing and `fully_shard`, on all ranks. torch.compile runs the module as it is.
 
     Args:
         module: any module. Its masks must be those of whole samples.
@@ -66,10 +68,17 @@ class _Within:
         self.split = split
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if splits.in_use() is self.split:
+        if not torch.compiler.is_compiling() and splits.in_use() is self.split:
             return forward(*args, **kwargs)
-        with splits.within(self.split), _Attention():
-            return forward(*args, **kwargs)
+        return _run(self.split, forward, args, kwargs)
+
+
+@uncompiled  # torch 2.13 compiles calls under a mode of functions into graphs with other results
+def _run(split: Split, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if splits.in_use() is split:
+        return forward(*args, **kwargs)
+    with splits.within(split), _Attention():
+        return forward(*args, **kwargs)
 
 
 class _Attention(TorchFunctionMode):

@@ -27,7 +27,7 @@ class RowExchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.back = received, sent, group
         result = rows.new_empty(sum(received), *rows.shape[1:])
-        with _noted_unless_compiled("all-to-all of rows", group, result.nbytes):
+        with _noted_unless_compiled("all-to-all of rows", group, result):
             dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
         return result
 
@@ -47,7 +47,7 @@ class RowGather(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         result = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-        with _noted_unless_compiled("all-gather of rows", group, result.nbytes):
+        with _noted_unless_compiled("all-gather of rows", group, result):
             all_gather_single(result, rows.contiguous(), group=group)
         return result
 
@@ -61,7 +61,7 @@ class RowGather(torch.autograd.Function):
 
 
 def _noted_unless_compiled(
-    collective: str, group: dist.ProcessGroup, nbytes: int
+    collective: str, group: dist.ProcessGroup, result: Tensor
 ) -> AbstractContextManager[object]:
     """A graph cannot write to the board."""
-    return nullcontext() if torch.compiler.is_compiling() else noted(collective, group, nbytes)
+    return nullcontext() if torch.compiler.is_compiling() else noted(collective, group, result.nbytes)

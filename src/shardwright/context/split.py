@@ -84,8 +84,8 @@ def in_use() -> Split | None:
 
 
 @contextmanager
-def within(split: Split) -> Iterator[None]:
-    """Make a split the current one of this thread."""
+def within(split: Split | None) -> Iterator[None]:
+    """Make a split the current one of this thread; None: there is none."""
     before, _in_use.split = _in_use.split, split
     try:
         yield

@@ -49,7 +49,7 @@ def divided(model: Any, world_size: int) -> tuple[Any, Divided]:
 
 
 def logits_of(model: Any, state: Divided, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Of all ranks together."""
+    """The logits of whole samples, which all ranks have."""
     own = shard(tokens, state.split)
     logits: Tensor = model(input_ids=own, use_cache=False, **state.arguments(own, documents)).logits
     return gather(logits, state.split)

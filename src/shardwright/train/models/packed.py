@@ -157,14 +157,16 @@ def attend(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents)
     return _attend_masked(q_BSHK, k_BSHK, v_BSHK, documents, grouped)
 
 
-def attend_part(q_BRHK: Tensor, k_BKHK: Tensor, v_BKHK: Tensor, documents: Documents | None, part: Part) -> Tensor:
+def attend_part(
+    q_BRHK: Tensor, k_BKHK: Tensor, v_BKHK: Tensor, documents: Documents | None, part: Part
+) -> Tensor:
     """The same for some tokens of each sample, to keys that end with the last of them: [B, rows, H, K].
 
     Without documents a sample is one. CUDA has a kernel without a mask for both.
     """
     if documents is not None and q_BRHK.device.type == "cuda" and _flash_takes(q_BRHK):
-        edges = (edges_within(documents, places) for places in (part.rows, part.keys))
-        return _attend_varlen(q_BRHK, k_BKHK, v_BKHK, *edges, q_BRHK.shape[2] != k_BKHK.shape[2])
+        rows, keys = (edges_within(documents, places) for places in (part.rows, part.keys))
+        return _attend_varlen(q_BRHK, k_BKHK, v_BKHK, rows, keys, q_BRHK.shape[2] != k_BKHK.shape[2])
     first_BS = None if documents is None else documents.first_BS
     return attending.attend_part(q_BRHK, k_BKHK, v_BKHK, part, documents_BS=first_BS)
 

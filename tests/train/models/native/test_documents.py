@@ -356,10 +356,14 @@ def test_compiled_blocks_on_a_gpu() -> None:
         )
 
 
-@pytest.mark.parametrize("places", [range(0, 8), range(8, 16), range(5, 27), range(32)])
+@pytest.mark.parametrize("places", [range(8), range(8, 16), range(5, 27), range(32)])
 def test_edges_of_a_part_are_those_of_its_tokens(places: range) -> None:
     documents = Documents(kit.documents())
     own = kit.documents()[:, places.start : places.stop]
     lengths = edges_within(documents, places).diff()
-    expected = [int((row == number).sum()) for row, of in zip(own, kit.LENGTHS, strict=True) for number in range(len(of))]
+    expected = [
+        int((row == number).sum())
+        for row, of in zip(own, kit.LENGTHS, strict=True)
+        for number in range(len(of))
+    ]
     assert lengths.tolist() == expected
