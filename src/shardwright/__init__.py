@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import comm_hooks, layout, optim
+    from shardwright import comm_hooks, context, layout, optim
     from shardwright.activations.chunked_loss import chunked_cross_entropy
     from shardwright.activations.offload import offload_activations
     from shardwright.checkpoint import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         save_pretrained,
         stream_weights,
     )
+    from shardwright.context import context_parallel
     from shardwright.engine import (
         Description,
         Difference,
@@ -97,6 +98,8 @@ __all__ = [
     "comm_hooks",
     "compare_copies",
     "compare_gradients",
+    "context",
+    "context_parallel",
     "deferred_init",
     "describe",
     "fully_shard",
@@ -125,6 +128,7 @@ __all__ = [
 
 _MODULES = {
     "comm_hooks": "shardwright.comm_hooks",
+    "context": "shardwright.context",
     "layout": "shardwright.layout",
     "optim": "shardwright.optim",
     "wrap": "shardwright.engine.front.wrap",
@@ -155,6 +159,7 @@ _HOMES = {
     "clip_grad_norm_": "shardwright.optim",
     "compare_copies": "shardwright.engine",
     "compare_gradients": "shardwright.engine",
+    "context_parallel": "shardwright.context",
     "deferred_init": "shardwright.init",
     "describe": "shardwright.engine",
     "fully_shard": "shardwright.engine",

@@ -89,6 +89,8 @@ def jobs(settings: Sequence[str], folder: Path) -> Iterator[dict[str, dict[str, 
             tables.setdefault(section, {})[name] = value
         if tables.get("model", {}).get("kind") == "hf":
             tables["model"]["path"] = str(folder)
+        if tables.get("model", {}).get("kind") == "python":
+            tables["model"] |= {"target": "tests.train.models.kit.user_module:Module", "vocab_size": 256}
         yield tables
 
 

@@ -75,7 +75,8 @@ def alike(units: Sequence[UnitShapes]) -> Iterator[tuple[str, UnitShapes]]:
 
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
-    for key, value in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
+    for key in ("tensor", "expert", "context"):
+        value = config.value_at(f"parallel.{key}")
         if value > 1:
             raise UserError(
                 f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "

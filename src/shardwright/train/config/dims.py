@@ -14,6 +14,8 @@ TENSOR = "tensor"
 """The axis over which layers are cut."""
 EXPERT = "expert"
 """The axis over which experts are spread."""
+CONTEXT = "context"
+"""The axis over which each sample is cut."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,14 @@ class ParallelDims:
         shard: ranks that divide the parameters of a replica.
         tensor: ranks that divide each layer.
         expert: ranks that divide the experts, a divisor of `shard`.
+        context: ranks that divide each sample, a divisor of `shard`.
     """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, config: ParallelConfig, ranks: int) -> ParallelDims:
@@ -49,15 +53,19 @@ class ParallelDims:
                 f"parallel.replicas: expected a divisor of the number of ranks, {data}, found {config.replicas}"
             )
         shard = data // config.replicas
-        return cls(config.replicas, shard, tensor=config.tensor, expert=config.expert)
+        if shard % config.context:
+            raise UserError(
+                f"parallel.context: expected a divisor of the number of ranks that share a replica, {shard}, found "
+                f"{config.context}"
+            )
+        return cls(config.replicas, shard, tensor=config.tensor, expert=config.expert, context=config.context)
 
     @classmethod
     def near(cls, config: ParallelConfig, ranks: int) -> ParallelDims:
         """As `of`, rounded down where the sizes do not divide the ranks: for checks before these are refused."""
-        replicas = max(1, config.replicas)
-        return cls(
-            replicas, max(1, ranks // config.tensor // replicas), tensor=config.tensor, expert=config.expert
-        )
+        replicas, context = max(1, config.replicas), config.context
+        shard = max(1, ranks // config.tensor // replicas // context) * context
+        return cls(replicas, shard, tensor=config.tensor, expert=config.expert, context=context)
 
     @property
     def ranks(self) -> int:
@@ -66,12 +74,17 @@ class ParallelDims:
     @property
     def data(self) -> int:
         """Ranks, or groups of them, that have samples of their own."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard // self.context
 
     @property
     def sharing_data(self) -> int:
         """Ranks of such a group, which are next to one another."""
-        return self.tensor
+        return self.context * self.tensor
+
+    @property
+    def averaging(self) -> int:
+        """Ranks over which engines average gradients: those whose tokens are not the same."""
+        return self.replicate * self.shard
 
     @property
     def with_same_loss(self) -> int:
@@ -112,6 +125,11 @@ class ParallelDims:
         if self.replicate > 1:
             return {"replicate": self.replicate, "shard": self.shard}
         return {"data": self.shard}
+
+    @property
+    def context_axes(self) -> dict[str, int]:
+        """The mesh of the same ranks for parts of samples."""
+        return {"samples": self.data, CONTEXT: self.context, **self._tensor_axis}
 
     @property
     def expert_axes(self) -> dict[str, int]:

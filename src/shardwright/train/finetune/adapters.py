@@ -127,14 +127,15 @@ def trained_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def set_samples(model: nn.Module, samples: Tensor) -> None:
+def set_samples(model: nn.Module, samples: Tensor, part: int = 0) -> None:
     """Give dropout the numbers of the samples of the next micro-batch: int64 [B], on the device of the inputs.
 
-    Call it before each forward in training. Without dropout it does nothing.
+    `part`: that this rank has of their tokens, where ranks divide samples. Call it before each forward in training.
+    Without dropout it does nothing.
     """
     for _, layer in adapted_layers(model):
         if layer.dropout is not None:
-            layer.dropout.set_samples(samples)
+            layer.dropout.set_samples(samples, part)
         return  # all layers share one
 
 

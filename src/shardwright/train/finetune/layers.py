@@ -28,9 +28,12 @@ class Dropout:
         self.seed = seed
         #: Numbers of the samples of the micro-batch, int64 [B].
         self.samples: Tensor | None = None
+        #: The part of the tokens of the samples, counted in parts of equal length.
+        self.part = 0
 
-    def set_samples(self, samples: Tensor) -> None:
-        """Use these numbers of samples, int64 [B], from the next forward pass on."""
+    def set_samples(self, samples: Tensor, part: int = 0) -> None:
+        """Use these numbers of samples, int64 [B], and this part of their tokens, from the next forward pass on."""
+        self.part = part
         if self.samples is not None and self.samples.shape == samples.shape:
             self.samples.copy_(samples)  # the same memory, which a CUDA graph reads
         else:
@@ -55,7 +58,8 @@ class Dropout:
         device = samples.device
         key_B = _mixed(_mixed((samples >> 32) + (self.seed & _32_BITS)) ^ (samples & _32_BITS))
         key_B = _mixed(key_B ^ ((layer + 1) * 0x1B873593 & _32_BITS))
-        place_S = torch.arange(tokens // len(samples), device=device)
+        length = tokens // len(samples)
+        place_S = torch.arange(self.part * length, (self.part + 1) * length, device=device)
         key_BS = _mixed(key_B[:, None] ^ _mixed(place_S + 0x3C6EF372))
         channel_D = _mixed(torch.arange(width, device=device) + 0x5BD1E995)
         bits_BSD = _mixed(key_BS[..., None] ^ channel_D)

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.context import attending
+from shardwright.context.attending import Part
+
 #: The target of a token whose prediction is not trained.
 IGNORED = -100
 
@@ -148,10 +151,31 @@ def attend(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents)
     """
     grouped = q_BSHK.shape[2] != k_BSHK.shape[2]
     if q_BSHK.device.type == "cuda" and _flash_takes(q_BSHK):
-        return _attend_varlen(q_BSHK, k_BSHK, v_BSHK, documents, grouped)
+        return _attend_varlen(q_BSHK, k_BSHK, v_BSHK, documents.edges, documents.edges, grouped)
     if q_BSHK.device.type == "cpu" and not torch.compiler.is_compiling():
         return _attend_pieces(q_BSHK, k_BSHK, v_BSHK, documents, grouped)
     return _attend_masked(q_BSHK, k_BSHK, v_BSHK, documents, grouped)
+
+
+def attend_part(
+    q_BRHK: Tensor, k_BKHK: Tensor, v_BKHK: Tensor, documents: Documents | None, part: Part
+) -> Tensor:
+    """The same for some tokens of each sample, to keys that end with the last of them: [B, rows, H, K].
+
+    Without documents a sample is one. CUDA has a kernel without a mask for both.
+    """
+    if documents is not None and q_BRHK.device.type == "cuda" and _flash_takes(q_BRHK):
+        rows, keys = (edges_within(documents, places) for places in (part.rows, part.keys))
+        return _attend_varlen(q_BRHK, k_BKHK, v_BKHK, rows, keys, q_BRHK.shape[2] != k_BKHK.shape[2])
+    first_BS = None if documents is None else documents.first_BS
+    return attending.attend_part(q_BRHK, k_BKHK, v_BKHK, part, documents_BS=first_BS)
+
+
+def edges_within(documents: Documents, places: range) -> Tensor:
+    """`Documents.edges` of the tokens at these places of each sample: those of documents outside follow one another."""
+    length, count = documents.numbers_BS.shape[1], len(places)
+    sample, place = documents.edges // length, documents.edges % length
+    return (sample * count + (place - places.start).clamp(0, count)).to(torch.int32)
 
 
 def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, documents: Documents, grouped: bool) -> Tensor:
@@ -191,7 +215,9 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, grouped: bool) -> Tensor:
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, q_edges: Tensor, k_edges: Tensor, grouped: bool
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options = _varlen_options(varlen_attn)
@@ -199,9 +225,9 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, groupe
         shared = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
     # An upper bound of the lengths is enough, and known without a wait for the device.
-    longest = q.shape[1]
+    longest = q.shape[1], k.shape[1]
     q_THK, k_THK, v_THK = (x.flatten(0, 1) for x in (q, k, v))
-    out: Any = varlen_attn(q_THK, k_THK, v_THK, documents.edges, documents.edges, longest, longest, **options)
+    out: Any = varlen_attn(q_THK, k_THK, v_THK, q_edges, k_edges, *longest, **options)
     return out.view(q.shape)
 
 

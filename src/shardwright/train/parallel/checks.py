@@ -6,7 +6,7 @@ Nothing here needs a process group. Importing this file imports no engine, see `
 from __future__ import annotations
 
 from shardwright.train.config import Config, TrainConfig
-from shardwright.train.config.catalog.kinds import experts_of, offers_of, uneven
+from shardwright.train.config.catalog.kinds import experts_of, offer, offers_of, uneven
 from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims
@@ -57,6 +57,8 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
     dims = ParallelDims.of(parallel, ranks)
     if dims.tensor > 1:
         _check_tensor_parallel(config)
+    if dims.context > 1:
+        _check_context_parallel(config, dims)
     if isinstance(parallel.reshard_after_forward, int) and dims.shard % parallel.reshard_after_forward:
         raise UserError(
             f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
@@ -88,6 +90,16 @@ def _check_tensor_parallel(config: Config) -> None:
             else f"{multiple // ranks} x parallel.tensor = {multiple}"
         )
         raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
+
+
+def _check_context_parallel(config: Config, dims: ParallelDims) -> None:
+    """Refuse a model whose samples no ranks divide, and a length that they do not divide."""
+    offer(config.model.shape(), "divide_samples", "parallel.context")
+    if config.train.seq_len % dims.sharing_data:
+        ranks = f"parallel.context = {dims.context}"
+        if dims.tensor > 1:
+            ranks += f" x parallel.tensor = {dims.tensor}"
+        raise UserError(f"train.seq_len: expected a multiple of {ranks}, found {config.train.seq_len}")
 
 
 def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:

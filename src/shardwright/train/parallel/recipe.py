@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import shardwright as sw
 from shardwright.collective import RankGroup
+from shardwright.context import Split
 from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train.config import Config, ParallelConfig
@@ -74,6 +75,12 @@ def _is_deferred(model: nn.Module) -> bool:
 def _source(model: nn.Module) -> int | None:
     """The rank whose values tensor-parallel ranks take; None: each its own, which are the same."""
     return None if _is_deferred(model) else 0
+
+
+def divide_samples(model: LanguageModel, config: Config, context: Split | None) -> None:
+    """Let the ranks of `context`, if any, divide the samples of the model. Before its blocks are checkpointed."""
+    if context is not None:
+        offer(config.model.shape(), "divide_samples", "parallel.context")(model, context)
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright._torch import use_one_gloo_thread
 from shardwright.comm.noted import noted
+from shardwright.context import Split
 from shardwright.train.config import Config, ParallelConfig
-from shardwright.train.config.dims import ParallelDims
+from shardwright.train.config.dims import CONTEXT, ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.checks import check_device, check_ranks
 from shardwright.train.parallel.rank_facts import (
@@ -29,20 +30,25 @@ from shardwright.train.parallel.rank_facts import (
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a job, as one of them sees them."""
+    """The processes of a job, as one of them sees them.
+
+    Attributes:
+        context: the ranks that divide each sample; None without such ranks.
+    """
 
     rank: int
     device: torch.device
     mesh: DeviceMesh
     dims: ParallelDims
+    context: Split | None = None
 
     @classmethod
     def of(cls, config: ParallelConfig, rank: int, size: int, device: torch.device) -> World:
         """The world of one of `size` ranks, whose process group exists. Called by all ranks together."""
         dims = ParallelDims.of(config, size)
-        axes = dims.axes
-        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return cls(rank, device, mesh, dims)
+        mesh = _mesh_of(dims.axes, device)
+        context = Split(_mesh_of(dims.context_axes, device)[CONTEXT]) if dims.context > 1 else None
+        return cls(rank, device, mesh, dims, context)
 
     @property
     def size(self) -> int:
@@ -71,6 +77,10 @@ class World:
             if isinstance(each, Tensor):
                 row[place : place + 1].copy_(each.detach().reshape(1), non_blocking=True)
         return row
+
+
+def _mesh_of(axes: Mapping[str, int], device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def pick_device(config: Config) -> torch.device:

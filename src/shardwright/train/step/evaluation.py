@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwright import board as boards
 from shardwright.comm.noted import noted
+from shardwright.context import Split, shard, whole_samples
 from shardwright.extend import ExtensionError
 from shardwright.train.data.dataset import validation_samples
 from shardwright.train.data.samples.batch import Batch
@@ -52,9 +53,17 @@ class Validation(NamedTuple):
 @torch.no_grad()
 def check_model(trainer: Trainer) -> None:
     """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, if its own
-    loss cannot be used, or if a token sees a later one, which is the target that it shall predict."""
+    loss cannot be used, if a token sees a later one, which is the target that it shall predict, or if its tokens have
+    other results where ranks divide samples."""
     if not trainer.facts.foreign:
         return
+    _check_alone(trainer)
+    if trainer.world.context is not None:
+        _check_divided(trainer, trainer.world.context)
+
+
+def _check_alone(trainer: Trainer) -> None:
+    """Run it on this rank alone."""
     if trainer.losses.has_loss:
         _check_loss(trainer)
         if not trainer.config.run.sample_tokens:
@@ -63,7 +72,8 @@ def check_model(trainer: Trainer) -> None:
     length = min(CHECKED_TOKENS, trainer.config.train.seq_len)
     tokens = torch.arange(length, device=trainer.world.device).remainder(vocabulary).unsqueeze(0)
     precision = trainer.engine.compute_precision(trainer.world.device)
-    with _tried(trainer.model), precision:  # another length than in training
+    # Another length than in training.
+    with _tried(trainer.model), precision, whole_samples(trainer.world.context):
         try:
             logits = outputs.called(f"forward of {owner}", trainer.model, tokens)
             outputs.check_logits(owner, logits, tokens, vocabulary)
@@ -101,6 +111,34 @@ def _check_chunks(trainer: Trainer, tokens: Tensor, logits: Tensor) -> None:
             f"train.loss_chunks: the losses of {owner} differ if its logits are computed in chunks, by "
             f"{(found - expected).abs().max().item():.3g}. Its code must use the result of its output layer for "
             "nothing but the logits; or set train.loss_chunks to 0"
+        )
+
+
+def _check_divided(trainer: Trainer, split: Split) -> None:
+    """Compare the losses of a few tokens that ranks divide with those of a rank that has all of them."""
+    world, length = trainer.world, trainer.config.train.seq_len
+    length = min(CHECKED_TOKENS // 2, length // split.ranks) * split.ranks
+    tokens = torch.arange(length + 1, device=world.device).remainder(trainer.dataset.vocab_size)
+    batch = Batch(tokens[None, :-1], tokens[None, 1:], None, None)
+    with _tried(trainer.model):
+        own = trainer.losses.of_tokens(batch).float().flatten()
+        with whole_samples(split):
+            whole = trainer.losses.of_tokens(batch).float().flatten()
+    trainer.engine.free_gathered(trainer.model)
+    if trainer.losses.has_loss:  # a sum
+        dist.all_reduce(own, group=split.group)
+    else:
+        whole = shard(whole, split, dim=0)
+    rounding = 1e-5 if trainer.config.parallel.param_dtype == "float32" else 0.01
+    differs = (own - whole).abs().max() > rounding * whole.abs().max()
+    differs = differs.float()
+    dist.all_reduce(differs)
+    if differs.item():
+        raise ExtensionError(
+            f"{trainer.facts.in_words} has other losses where {split.ranks} ranks divide a sample than where one rank "
+            "has it: its tokens see others outside of torch.nn.functional.scaled_dot_product_attention and "
+            "shardwright.context.attention, or it counts positions from the first token of a rank. Take the argument "
+            "positions in forward, or call shardwright.context.positions; or set parallel.context to 1"
         )
 
 
@@ -149,7 +187,8 @@ def validate(trainer: Trainer) -> Validation:
             continue
         totals[:1, 0] += losses.double().sum()
         if logits is not None:
-            totals[1:] += world.figures(trainer.hooks.validate(logits, batch.targets)).view(-1, 2)
+            targets = batch.targets if world.context is None else shard(batch.targets, world.context)
+            totals[1:] += world.figures(trainer.hooks.validate(logits, targets)).view(-1, 2)
     trainer.model.train()
     trainer.engine.free_gathered(trainer.model)
     row = torch.cat([totals.flatten(), marks(totals, world.rank)])
@@ -176,7 +215,8 @@ def sample_text(trainer: Trainer) -> Sample:
         answer = answer[:-1]
     prompt, expected = tokenizer.decode(ids), None if answer is None else tokenizer.decode(answer)
     try:
-        with torch.compiler.set_stance("force_eager"):  # every token is of another length
+        # Every text is of another length. Ranks that divide samples compute the same one.
+        with torch.compiler.set_stance("force_eager"), whole_samples(trainer.world.context):
             tokens = sample(
                 trainer.model, torch.tensor(ids), count=trainer.config.run.sample_tokens, temperature=0.8,
                 top_k=50, seed=0, context=trainer.config.train.seq_len, device=trainer.world.device,

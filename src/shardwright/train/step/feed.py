@@ -68,6 +68,8 @@ class Feed:
         """The seed of what forward draws for micro-batch `number`: a function of its first sample, so also after a
         resume."""
         text = f"{self._config.run.seed} {self._share.samples(position.samples, number).start}"
+        if (split := self._world.context) is not None:  # other tokens of the same samples
+            text += f" {split.rank}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     def close(self) -> None:

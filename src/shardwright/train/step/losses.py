@@ -7,6 +7,7 @@ draws samples or communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
+from shardwright.context import shard
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
@@ -69,7 +71,7 @@ class Losses:
 
         Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
         """
-        return (self._factors * (self._world.data_size / counts)).float()
+        return (self._factors * (self._world.dims.averaging / counts)).float()
 
     def zeros(self) -> Tensor:
         """Sums over no batch: float64 [1 + auxiliaries]."""
@@ -80,13 +82,13 @@ class Losses:
         if self.has_loss:
             return self.of_tokens(batch).sum()[None]
         if not self.auxiliary:
+            own, arguments = self.own_part(batch, documents_of(batch))
             return self._computed(
-                batch, documents_of(batch), lambda returned: self._cross_entropy(returned, batch)[0][None]
+                own, arguments, lambda returned: self._cross_entropy(returned, own)[0][None]
             )
         documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
-        return self._computed(
-            batch, {"extras": True, **documents}, lambda returned: self._all(returned, batch)
-        )
+        own, arguments = self.own_part(batch, documents)
+        return self._computed(own, {"extras": True, **arguments}, lambda returned: self._all(returned, own))
 
     def _all(self, returned: Any, batch: Batch) -> Tensor:
         logits, extras = outputs.check_pair(self._in_words, returned)
@@ -127,25 +129,43 @@ class Losses:
         losses = cross_entropy(logits, batch.targets)
         return losses.sum(), losses
 
+    def own_part(self, batch: Batch, arguments: Mapping[str, Tensor]) -> tuple[Batch, dict[str, Tensor]]:
+        """The batch and the arguments of forward beside its tokens, for the tokens of them that this rank has.
+
+        Where ranks divide samples, positions are those in the whole sample, and `documents` are whole.
+        """
+        split = self._world.context
+        if split is None or not split.divides:
+            return batch, dict(arguments)
+        positions_BS = arguments.get("positions")
+        if positions_BS is None:
+            positions_BS = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).expand_as(
+                batch.inputs
+            )
+        own_BS, inputs, targets = (shard(each, split) for each in (positions_BS, batch.inputs, batch.targets))
+        own = replace(batch, inputs=inputs, targets=targets, positions=own_BS)
+        return own, {**arguments, "positions": own_BS}
+
     def of_tokens(self, batch: Batch) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]. With
         `train.loss_chunks` it has no graph."""
         if self.has_loss:
+            own, arguments = self.own_part(batch, {})
             with self._engine.compute_precision(self._world.device):
-                return self._model(batch.inputs, batch=batch).float()[None]  # type: ignore[no-any-return]
-        return self._computed(
-            batch, documents_of(batch), lambda returned: self._cross_entropy(returned, batch)[1]
-        )
+                return self._model(own.inputs, batch=own, **arguments).float()[None]  # type: ignore[no-any-return]
+        own, arguments = self.own_part(batch, documents_of(batch))
+        return self._computed(own, arguments, lambda returned: self._cross_entropy(returned, own)[1])
 
     def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
         """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for. A model with its own loss
         has none."""
         if self.has_loss or not logits:
             return self.of_tokens(batch), None
+        own, arguments = self.own_part(batch, documents_of(batch))
         return self._computed(
-            batch,
-            documents_of(batch),
-            lambda returned: (self._cross_entropy(returned, batch)[1], whole(returned)),
+            own,
+            arguments,
+            lambda returned: (self._cross_entropy(returned, own)[1], whole(returned)),
             chunks=False,
         )
 

@@ -107,6 +107,7 @@ class Trainer:
         check_same_model(plain, world.mesh, self.facts.in_words)
         matrices = recipe.matrix_names(plain)
         float8.convert(plain, config)
+        recipe.divide_samples(plain, config, world.context)
         prepare_blocks(plain, config)
         chunked = prepare_loss(plain, config)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
@@ -284,7 +285,8 @@ class Trainer:
             reduced = last or train.accumulate == "communicate"
             if self.facts.draws:
                 torch.manual_seed(self.feed.seed(self.position, number))
-            adapters.set_samples(self.model, self.feed.samples(self.position, number))
+            part = 0 if self.world.context is None else self.world.context.rank
+            adapters.set_samples(self.model, self.feed.samples(self.position, number), part)
             boards.at(boards.MODEL)
             with self.engine.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)

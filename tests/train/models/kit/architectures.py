@@ -77,7 +77,7 @@ def made(kind: str, **changes: Any) -> Any:
     import transformers
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    config = transformers.AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **changes})
+    config = transformers.AutoConfig.for_model(kind, **{**ARCHITECTURES.get(kind, SIZES), **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # norms and biases are not constant, and layers matter

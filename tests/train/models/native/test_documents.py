@@ -19,7 +19,7 @@ from shardwright.train.models.native.decoder import Decoder
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.llama import Llama, LlamaConfig
 from shardwright.train.models.native.scan import selective_scan
-from shardwright.train.models.packed import Documents, attend
+from shardwright.train.models.packed import Documents, attend, edges_within
 from tests.train.kit.hybrid import TINY
 from tests.train.models.kit import packed as kit
 from tests.train.models.kit.packed import PLACES, Belongings, belongings, differing
@@ -354,3 +354,16 @@ def test_compiled_blocks_on_a_gpu() -> None:
         torch.testing.assert_close(
             model(inputs, documents=rows), plain(inputs, documents=rows), rtol=5e-2, atol=5e-2
         )
+
+
+@pytest.mark.parametrize("places", [range(8), range(8, 16), range(5, 27), range(32)])
+def test_edges_of_a_part_are_those_of_its_tokens(places: range) -> None:
+    documents = Documents(kit.documents())
+    own = kit.documents()[:, places.start : places.stop]
+    lengths = edges_within(documents, places).diff()
+    expected = [
+        int((row == number).sum())
+        for row, of in zip(own, kit.LENGTHS, strict=True)
+        for number in range(len(of))
+    ]
+    assert lengths.tolist() == expected

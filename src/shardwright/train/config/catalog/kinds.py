@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Plan = dict[str, ParallelStyle]
 
     from shardwright.checkpoint.pretrained.key_maps import TensorSource
+    from shardwright.context import Split
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:
@@ -64,7 +65,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Offers:
-    """The functions of a kind of model. Each takes a shape of that kind first.
+    """The functions of a kind of model. Each takes a shape of that kind first, except `divide_samples`.
 
     A job that needs a function that is None gets an error.
 
@@ -75,6 +76,8 @@ class Offers:
         key_map: Hugging Face's names of its tensors.
         config_json: what config.json beside them says.
         shapes: by `model_type` of a config.json, the shape that it describes.
+        divide_samples: lets ranks divide the samples of a model, which then computes this rank's tokens as with whole
+            samples. Takes the model, and the ranks, a ``shardwright.context.Split``. None: no ranks can.
         check: refuses, with a UserError, a job that the model cannot run. It also takes the whole configuration, a
             ``shardwright.train.config.Config``. The launcher and each rank call it, before anything is allocated. It
             may fetch files.
@@ -89,6 +92,7 @@ class Offers:
     key_map: Callable[[Any], dict[str, TensorSource | None]] | None = None
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
+    divide_samples: Callable[[Any, Split], None] | None = None
     check: Callable[[Any, Any], None] | None = None
     expert_layers: Callable[[Any], list[str]] | None = None
     layers: Callable[[Any], Layers] | None = None

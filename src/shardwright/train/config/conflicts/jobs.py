@@ -58,6 +58,17 @@ STARTED: tuple[Conflict[Sections], ...] = (
         "expected 1 with train.cuda_graph, found {parallel.tensor}; leave train.cuda_graph at its default",
     ),
     Conflict(
+        ("parallel.context", "train.cuda_graph"),
+        lambda c: c.parallel.context > 1 and c.train.cuda_graph,
+        "expected 1 with train.cuda_graph, found {parallel.context}; leave train.cuda_graph at its default",
+    ),
+    Conflict(
+        ("train.compile", "parallel.context", "model.kind"),
+        lambda c: c.train.compile != "none" and c.parallel.context > 1 and c.model.facts.is_users_code,
+        "expected 'none' with parallel.context = {parallel.context} and model.kind {model.kind!r}, found "
+        "{train.compile!r}; attention is exchanged outside of graphs there",
+    ),
+    Conflict(
         ("parallel.expert", "model.pattern"),
         lambda c: c.parallel.expert > 1 and not _experts(c),
         "expected 1 for a model without experts, found {parallel.expert}",

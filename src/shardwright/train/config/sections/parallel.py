@@ -82,6 +82,14 @@ class ParallelConfig(Section):
             "different data. Only for the engine shardwright."
         ),
     )
+    context: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "Number of neighbouring ranks that share every sample, each with a part of its tokens: context "
+            "parallelism. They divide the parameters, too. These groups divide the data."
+        ),
+    )
     layout: Annotated[str, OneOf(layouts)] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description=(

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shardwright.context import Split, context_parallel
 from shardwright.extend.registry import ExtensionError, call, import_value
 from shardwright.train.config.shapes.foreign import PythonShape
 from shardwright.train.errors import UserError, as_user_errors
@@ -51,6 +52,7 @@ class PythonModel(ForeignModel):
         if problems:
             raise _refusal(shape, f"found {type(self.model).__name__} {'; '.join(problems)}")
         self.has_loss = _offered(self.model, "loss") is not None
+        self.takes_positions = _takes_positions(self.model)
         self.units = _units(self.model, shape)
         self.tied = self.units.tied
         self._embedding = [m for m in self.model.modules() if isinstance(m, nn.Embedding)][:1]
@@ -69,7 +71,8 @@ class PythonModel(ForeignModel):
             raise ValueError("this model does not separate documents; pass samples of one document each")
         if batch is not None:
             return self._loss(batch)
-        logits = self.model(tokens_BS)
+        takes = positions is not None and self.takes_positions
+        logits = self.model(tokens_BS, **({"positions": positions} if takes else {}))
         return logits if isinstance(logits, Tensor) else getattr(logits, "logits", logits)
 
     def _loss(self, batch: Any) -> Tensor:
@@ -83,6 +86,12 @@ class PythonModel(ForeignModel):
     def flops_per_token(self, seq_len: int) -> int:
         """Six for each parameter, without an embedding that is only looked up."""
         return 6 * multiplied(self.model, self._embedding[0] if self._embedding else None, self.tied)
+
+
+def divide_samples(model: PythonModel, split: Split) -> None:
+    """Let the ranks of a split divide the samples of a model."""
+    with as_user_errors(ValueError, prefix="parallel.context: "):
+        context_parallel(model.model, split)
 
 
 def check(shape: PythonShape, config: object) -> None:
@@ -182,6 +191,13 @@ def _problems(model: nn.Module) -> list[str]:
             misfits = [f"whose output_layer() returns {_in_words(output())}, not a module of the model"]
         problems += misfits
     return problems
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    try:
+        return "positions" in inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _misfit(name: str, function: Any, *arguments: str) -> list[str]:

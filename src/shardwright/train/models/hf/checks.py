@@ -7,6 +7,7 @@ from typing import Any
 from shardwright.train.config import Config
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
+from shardwright.train.models.hf.context import check_divides
 from shardwright.train.models.hf.transformers_model import config_of, opened_files
 
 
@@ -22,6 +23,8 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
             f"train.compile: expected 'none' with a model of type {settings.model_type!r}, found "
             f"{config.train.compile!r}; transformers says that its layers cannot be compiled as one graph"
         )
+    if config.parallel.context > 1:
+        check_divides(settings, config.parallel.context, config.data.separates)
     if shape.weights == "pretrained":
         opened_files(shape)
 

@@ -96,24 +96,37 @@ def separation_of(config: Any, build: Callable[[Any], nn.Module] | None = None) 
         raise _refusal(
             config, f"documents stay apart only in {' and '.join(ATTENTION)} attention, found {attention}"
         )
-    build = build or _build
-    failure = ""
+    with unnoticed():
+        try:
+            small, model, plain = small_model(config, attention, build)
+        except LookupError as error:
+            reason = f"no small model of its kind can be built to look whether documents stay apart ({error})"
+            raise _refusal(config, reason) from error
+        way = _first_that_separates(config, small, model, plain)
+        return replace(way, window=config.sliding_window) if way.window else way
+
+
+def small_model(
+    config: Any, attention: str | None, build: Callable[[Any], nn.Module] | None = None
+) -> tuple[Any, nn.Module, Tensor]:
+    """A small model of the class and settings of a config, with its own config and its logits for `TOKENS`.
+
+    Call it inside `unnoticed`. The arguments are those of `separation_of`, and the attention implementation.
+
+    Raises:
+        LookupError: none can be built.
+    """
+    build, failure = build or _build, ""
     for sizes in _SMALLER:
-        with _unnoticed():
-            try:
-                small = type(config)(**_shrunk(_values(config), sizes))
-                small._attn_implementation = attention
-                _check_small(small, build)
-                model = _randomised(build(small))
-                plain = _logits(model, _TOKENS, {"use_cache": False})
-            except Exception as error:  # of code that is not ours: this size does not exist
-                failure = _described(error)
-                continue
-            way = _first_that_separates(config, small, model, plain)
-            return replace(way, window=config.sliding_window) if way.window else way
-    raise _refusal(
-        config, f"no small model of its kind can be built to look whether documents stay apart ({failure})"
-    )
+        try:
+            small = type(config)(**_shrunk(_values(config), sizes))
+            small._attn_implementation = attention
+            _check_small(small, build)
+            model = _randomised(build(small))
+            return small, model, logits_of(model, TOKENS, {"use_cache": False})
+        except Exception as error:  # of code that is not ours: this size does not exist
+            failure = described(error)
+    raise LookupError(failure)
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -127,7 +140,7 @@ def _refusal(config: Any, reason: str) -> UserError:
     )
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -142,8 +155,8 @@ _EXAMINED = ((0, 1), (0, 2), (1, 1))
 #: five orders larger than the first, in layers with weights of this size.
 _ROUNDING, _ANOTHER_LENGTH, _LEAK = 1e-5, 1e-3, 1e-3
 
-_DOCUMENTS = torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in _LENGTHS])
-_TOKENS = torch.randint(2, _VOCABULARY, _DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
+DOCUMENTS = torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in _LENGTHS])
+TOKENS = torch.randint(2, _VOCABULARY, DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
 
 
 def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tensor) -> Separation:
@@ -158,7 +171,9 @@ def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tens
         *([Separation(positions=True, mask=mask, window=window)] if window else []),
     ]
     reasons = []
-    if not any(_differ(plain, _logits(model, _others(p), {"use_cache": False}), p, _LEAK) for p in _EXAMINED):
+    if not any(
+        _differ(plain, logits_of(model, _others(p), {"use_cache": False}), p, _LEAK) for p in _EXAMINED
+    ):
         raise _refusal(
             config, "its small model does not mix tokens, so nothing shows whether documents stay apart"
         )
@@ -166,7 +181,7 @@ def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tens
         try:
             reason = _leak(model, way)
         except Exception as error:  # this argument is none of forward's
-            reason = f"forward raises {_described(error)}"
+            reason = f"forward raises {described(error)}"
         if reason is None:
             return way
         reasons.append(reason)
@@ -175,30 +190,30 @@ def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tens
 
 def _leak(model: nn.Module, way: Separation) -> str | None:
     """The fault of a way to separate documents, in words; None: it works."""
-    arguments = way.arguments(_DOCUMENTS)
-    together = _logits(model, _TOKENS, arguments)
+    arguments = way.arguments(DOCUMENTS)
+    together = logits_of(model, TOKENS, arguments)
     if not together.isfinite().all():
         return "logits are not finite"
     for place in _EXAMINED:
-        if _differ(together, _logits(model, _others(place), arguments), place, _ROUNDING):
+        if _differ(together, logits_of(model, _others(place), arguments), place, _ROUNDING):
             return "the tokens of one document change the logits of another"
     for place in _EXAMINED:
         own = _own(place)
-        alone = _logits(model, _TOKENS[own].unsqueeze(0), {"use_cache": False})
+        alone = logits_of(model, TOKENS[own].unsqueeze(0), {"use_cache": False})
         if (together[own] - alone[0]).abs().max() > _ANOTHER_LENGTH * alone.abs().max():
             return "a document among others has other logits than alone"
     return None
 
 
 def _own(place: tuple[int, int]) -> Tensor:
-    own = torch.zeros(_DOCUMENTS.shape, dtype=torch.bool)
-    own[place[0]] = _DOCUMENTS[place[0]] == place[1]
+    own = torch.zeros(DOCUMENTS.shape, dtype=torch.bool)
+    own[place[0]] = DOCUMENTS[place[0]] == place[1]
     return own
 
 
 def _others(place: tuple[int, int]) -> Tensor:
     """Another token for every token of every other document."""
-    return torch.where(_own(place), _TOKENS, 2 + (_TOKENS + 7) % (_VOCABULARY - 2))
+    return torch.where(_own(place), TOKENS, 2 + (TOKENS + 7) % (_VOCABULARY - 2))
 
 
 def _differ(one: Tensor, other: Tensor, place: tuple[int, int], part: float) -> bool:
@@ -207,13 +222,13 @@ def _differ(one: Tensor, other: Tensor, place: tuple[int, int], part: float) -> 
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     logits: Tensor = model(input_ids=tokens, **arguments).logits
     return logits
 
 
 @contextmanager
-def _unnoticed() -> Iterator[None]:
+def unnoticed() -> Iterator[None]:
     """Random numbers, the default dtype and device, and warnings are afterwards as before."""
     dtype = torch.get_default_dtype()
     verbosity = _transformers_logging().get_verbosity()

@@ -34,6 +34,7 @@ from shardwright.train.config.shapes.rope_tables import one_place
 from shardwright.train.errors import UserError
 from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, ForeignModel
 from shardwright.train.models.foreign.units import Units, find_units
+from shardwright.train.models.hf.context import Divided
 from shardwright.train.models.hf.documents import Separation, separation_of
 from shardwright.train.models.language_model import draws_numbers, multiplied
 from shardwright.train.models.packed import IGNORED, within_trained
@@ -75,6 +76,7 @@ class HuggingFaceModel(ForeignModel):
         values = self.model.config.get_text_config()
         self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
         self.float32_names = _float32_names(self.model)
+        self.divided: Divided | None = None  #: set where ranks divide samples
         self.balance_loss = (
             balance_loss(type(self.model)) if getattr(values, "output_router_logits", False) else None
         )
@@ -107,16 +109,21 @@ class HuggingFaceModel(ForeignModel):
     ) -> Any:
         """Logits [B, S, V]. With `extras` also the `Routing` of all experts."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
-        if self.balance_loss is not None:
-            arguments["output_router_logits"] = extras
-        if documents is not None:
+        if self.divided is not None:
+            arguments |= self.divided.arguments(tokens_BS, documents)
+        elif documents is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
             arguments |= self.separation.arguments(documents, positions, dtype)
+        if self.balance_loss is not None:
+            arguments["output_router_logits"] = extras
         output = self.model(input_ids=tokens_BS, **arguments)
         if not extras:
             return output.logits
         assert self.balance_loss is not None
-        return output.logits, Routing(self.balance_loss, self.model.num_experts_per_tok, output.router_logits)
+        logits = output.router_logits
+        if self.divided is not None and logits:
+            logits = self.divided.whole_logits(logits, len(tokens_BS))
+        return output.logits, Routing(self.balance_loss, self.model.num_experts_per_tok, logits)
 
     @staticmethod
     def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.train.models.language_model import LanguageModel, multiplied
+from shardwright.train.models.packed import Documents, documents_of
 
 # As in torchtitan. On the debug preset's job (300 steps of 2,048 tokens) 0.02 ended with a validation loss of
 # 1.34 against 1.41, but began with a gradient norm of 27 against 1.1: RMSNorm divides by small embeddings.
@@ -79,6 +80,10 @@ class Decoder(LanguageModel):
                 f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
             )
         return length
+
+    def documents_in(self, documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | None:
+        """The Documents of the argument `documents` of forward."""
+        return documents_of(documents_BS, tokens_BS)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -27,7 +27,7 @@ from shardwright.train.models.native.decoder import (
 )
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
-from shardwright.train.models.packed import IGNORED, Documents, documents_of, whole
+from shardwright.train.models.packed import IGNORED, Documents, whole
 
 __all__ = ["HYBRID_PRESETS", "Extras", "Hybrid", "HybridConfig"]
 
@@ -83,7 +83,11 @@ class MixtureOfExperts(nn.Module):
         y_BSD = y_TD.view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
-        return y_BSD, imbalance(probability_BSE, expert_BSK, documents)
+        return y_BSD, self.uneven(probability_BSE, expert_BSK, documents)
+
+    def uneven(self, probability_BSE: Tensor, expert_BSK: Tensor, documents: Documents | None) -> Tensor:
+        """The imbalance of the routing, see `imbalance`."""
+        return imbalance(probability_BSE, expert_BSK, documents)
 
     def probabilities(self, x_BSD: Tensor) -> Tensor:
         """The router's softmax in float32, also under autocast: near ties must not fall by rounding."""
@@ -203,6 +207,11 @@ class NextButOne(nn.Module):
             documents = documents.of_pairs().before(x_BSD.shape[1] - 1)
         return x_BSD[:, :-1], embedded_BSD[:, 1:], documents
 
+    @staticmethod
+    def predicting(length: int) -> int:
+        """The number of those of so many tokens that have a next one."""
+        return length - 1
+
     def forward(
         self, x_BSD: Tensor, next_BSD: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, list[Tensor]]:
@@ -243,8 +252,12 @@ class Extras(NamedTuple):
     """The documents that forward kept apart, if any."""
 
 
-def _of_all_tokens(imbalance_BS: Tensor, documents: Documents) -> Tensor:
+def _of_all_tokens(imbalance_BS: Tensor, documents: Documents, length: int) -> Tensor:
     """The imbalance of all tokens, from a layer without the last token, which gets the imbalance of its document."""
+    if (
+        imbalance_BS.shape[1] == length
+    ):  # ranks divide samples, and the layer has a filler behind the last token
+        return imbalance_BS
     last_B1 = imbalance_BS[:, -1:].masked_fill(documents.starts_BS[:, -1:], 0)
     return torch.cat((imbalance_BS, last_B1), dim=1)
 
@@ -318,7 +331,7 @@ class Hybrid(Decoder):
         no layer knows positions.
         """
         length = self.length_of(tokens_BS)
-        packed = documents_of(documents, tokens_BS)
+        packed = self.documents_in(documents, tokens_BS)
         embedded_BSD = self.tok_embeddings(tokens_BS)
         x_BSD, uneven = _through(self.layers, embedded_BSD, packed)
         if not extras:
@@ -327,10 +340,12 @@ class Hybrid(Decoder):
         if self.mtp is not None:
             x_next_documents = self.mtp.aligned(x_BSD, embedded_BSD, packed)
             further_BSD, more = self.mtp(*x_next_documents[: 2 if packed is None else 3])
-            uneven += more if packed is None else [_of_all_tokens(each, packed) for each in more]
+            uneven += more if packed is None else [_of_all_tokens(each, packed, length) for each in more]
         logits_BSV = self.output(self.norm(x_BSD))
-        # As many as there are next tokens: a plan may have the head run on a filler behind them.
-        mtp_logits_BSV = None if further_BSD is None else self.output(further_BSD)[:, : length - 1]
+        mtp_logits_BSV = None
+        if self.mtp is not None:
+            # As many as there are next tokens: a plan may have the head run on a filler behind them.
+            mtp_logits_BSV = self.output(further_BSD)[:, : self.mtp.predicting(length)]
         return logits_BSV, Extras(torch.stack(uneven).mean(0) if uneven else None, mtp_logits_BSV, packed)
 
     @staticmethod

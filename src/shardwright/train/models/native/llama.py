@@ -23,7 +23,7 @@ from shardwright.train.models.native.decoder import (
     Linear,
     truncated_normal,
 )
-from shardwright.train.models.packed import Documents, attend, documents_of
+from shardwright.train.models.packed import Documents, attend
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
 
@@ -89,13 +89,17 @@ class Attention(nn.Module):
         if rope is not None:
             q_BSHK, k_BSHK = rope.rotate(q_BSHK), rope.rotate(k_BSHK)
         v_BSHK = self.wv(x_BSD).view(heads)
+        return self.wo(self.attend(q_BSHK, k_BSHK, v_BSHK, documents).flatten(2))
+
+    def attend(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents | None) -> Tensor:
+        """The means of the values that each token sees, by its scores: [B, S, H, K]."""
         if documents is not None:
-            return self.wo(attend(q_BSHK, k_BSHK, v_BSHK, documents).flatten(2))
+            return attend(q_BSHK, k_BSHK, v_BSHK, documents)
         out_BHSK = F.scaled_dot_product_attention(
             q_BSHK.transpose(1, 2), k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2),
             is_causal=True, enable_gqa=self.grouped,
         )  # fmt: skip
-        return self.wo(out_BHSK.transpose(1, 2).flatten(2))
+        return out_BHSK.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -163,7 +167,7 @@ class Llama(Decoder):
         default those of each token in its document. There are no `extras`: None is returned beside the logits.
         """
         length = self.length_of(tokens_BS)
-        packed = documents_of(documents, tokens_BS)
+        packed = self.documents_in(documents, tokens_BS)
         if positions is None and packed is not None:
             positions = packed.ages_BS
         # A position is a row of the tables, the first `length` of them in turn without positions.

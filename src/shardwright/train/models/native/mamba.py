@@ -38,6 +38,12 @@ class Mamba2(nn.Module):
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         c = self.config
         gate, convolved, dt_BSH = self.in_proj(x_BSD).split([c.mamba_dim, c.conv_dim, c.mamba_heads], dim=-1)
+        y_BSHP = self.mixed(convolved, dt_BSH, documents)
+        return self.out_proj(self.normalised(y_BSHP.flatten(2) * F.silu(gate)))
+
+    def mixed(self, convolved: Tensor, dt_BSH: Tensor, documents: Documents | None) -> Tensor:
+        """The part in which tokens see earlier ones: convolution and scan, [B, S, H, P] of [B, S, C] and the steps."""
+        c = self.config
         if documents is None:
             padded = F.pad(convolved.transpose(1, 2), (c.conv_width - 1, 0))
             convolved = F.silu(
@@ -54,8 +60,7 @@ class Mamba2(nn.Module):
             x_BSHP, dt_BSH, -self.a_log.float().exp(), b.unflatten(-1, states), c_.unflatten(-1, states), c.chunk_size,
             None if documents is None else documents.starts_BS,
         )  # fmt: skip
-        y_BSHP = y_BSHP + self.skip[:, None] * x_BSHP
-        return self.out_proj(self.normalised(y_BSHP.flatten(2) * F.silu(gate)))
+        return y_BSHP + self.skip[:, None] * x_BSHP
 
     def convolved_within(self, documents: Documents, x_BSC: Tensor) -> Tensor:
         """The convolution that sees zeros before each document. Summed in float32, as a convolution kernel does."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
 from shardwright.comm.noted import noted
+from shardwright.context.rows import RowExchange
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.models.native.hybrid import MixtureOfExperts, NextButOne, through_experts
 from shardwright.train.models.native.mamba import Mamba2
@@ -278,27 +279,6 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
 
 # ---------------------------------------------------------------------------------------------------------------
 # Exchanges between ranks
-
-
-class RowExchange(torch.autograd.Function):
-    """Rows to the ranks of a group, `sent[r]` of them to rank r, for `received[r]` of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.back = received, sent, group
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        if torch.compiler.is_compiling():  # a graph cannot write to the board
-            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-            return result
-        with noted("all-to-all of rows", group, result.nbytes):
-            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return RowExchange.apply(gradient, *ctx.back), None, None, None
 
 
 def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:

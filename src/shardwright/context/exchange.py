@@ -1,0 +1,101 @@
+"""Movements of tensors between the ranks that divide each sample: differentiable, each with one collective.
+
+From a part of the tokens with all heads to all tokens of a part of the heads, and back; queries of causal attention to
+the ranks that compute with them, and back. Shapes in names: B samples, S tokens, H heads, K head width. Nothing here
+computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.context.rows import RowExchange, RowGather
+from shardwright.context.split import Split
+
+
+def copies_of_heads(heads: int, shared_heads: int, ranks: int) -> int:
+    """The copies of each key and value head to send, so that every rank gets as many, and those its query heads need.
+
+    `ranks` divides `heads`, of which each shared head has as many.
+    """
+    if shared_heads % ranks == 0:
+        return 1
+    return ranks // shared_heads if ranks % shared_heads == 0 else heads // shared_heads
+
+
+def repeated(x_BSHK: Tensor, copies: int) -> Tensor:
+    """Each head so many times in turn. Its gradient is a sum in a fixed order."""
+    if copies == 1:
+        return x_BSHK
+    return x_BSHK.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
+
+
+def to_heads(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """From [B, S / ranks, H, K] to [B, S, H / ranks, K] of each tensor: heads in rank order. H and K may differ."""
+    ranks = split.ranks
+    widths = [t.shape[2] // ranks * t.shape[3] for t in tensors]
+    # [ranks, B, S / ranks, H / ranks * K]
+    sent = torch.cat([t.unflatten(2, (ranks, -1)).movedim(2, 0).flatten(3) for t in tensors], dim=-1)
+    received = RowExchange.apply(sent, [1] * ranks, [1] * ranks, split.group)
+    whole = received.movedim(0, 1).flatten(1, 2)
+    parts = whole.split(widths, dim=-1)
+    return [part.unflatten(-1, (-1, t.shape[3])) for part, t in zip(parts, tensors, strict=True)]
+
+
+def to_tokens(split: Split, x_BSHK: Tensor) -> Tensor:
+    """From [B, S, H / ranks, K] to [B, S / ranks, H, K]: the inverse of `to_heads`."""
+    ranks = split.ranks
+    sent = x_BSHK.unflatten(1, (ranks, -1)).movedim(1, 0)
+    received = RowExchange.apply(sent, [1] * ranks, [1] * ranks, split.group)
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def gathered(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """From [B, S / ranks, H, K] to [B, S, H, K] of each tensor, which have equal H; K may differ."""
+    widths = [t.shape[3] for t in tensors]
+    rows = RowGather.apply(torch.cat(list(tensors), dim=-1).unsqueeze(0), split.group)
+    return list(rows.movedim(0, 1).flatten(1, 2).split(widths, dim=-1))
+
+
+def owners(rank: int, ranks: int) -> tuple[int, int]:
+    """The ranks that compute with the two halves of this rank's queries, so that causal work is equal on all.
+
+    Of 2 x `ranks` pieces of a sample rank r gets piece r and, counted from the end, piece r.
+    """
+    first, second = (min(piece, 2 * ranks - 1 - piece) for piece in (2 * rank, 2 * rank + 1))
+    return first, second
+
+
+def to_balanced(split: Split, x_BSHK: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's two pieces for causal work, see `owners`: each [B, S / (2 ranks), H, K], of [B, S / ranks, H, K]."""
+    halves = x_BSHK.unflatten(1, (2, -1)).movedim(1, 0)
+    if _backwards(split):
+        halves = halves.flip(0)
+    near, far = RowExchange.apply(halves, *_counts(split), split.group).unbind(0)
+    return near, far
+
+
+def from_balanced(split: Split, near_BSHK: Tensor, far_BSHK: Tensor) -> Tensor:
+    """The inverse of `to_balanced`."""
+    sent, received = _counts(split)
+    halves = RowExchange.apply(torch.stack((near_BSHK, far_BSHK)), received, sent, split.group)
+    if _backwards(split):
+        halves = halves.flip(0)
+    return halves.movedim(0, 1).flatten(1, 2)
+
+
+def _backwards(split: Split) -> bool:
+    """Whether the second half goes to a rank before the one of the first half."""
+    first, second = owners(split.rank, split.ranks)
+    return second < first
+
+
+def _counts(split: Split) -> tuple[list[int], list[int]]:
+    """The halves that this rank sends to each rank, and gets from each."""
+    ranks = range(split.ranks)
+    sent = [owners(split.rank, split.ranks).count(other) for other in ranks]
+    received = [owners(other, split.ranks).count(split.rank) for other in ranks]
+    return sent, received

@@ -1,0 +1,161 @@
+"""The ranks that divide each sample, the part of a sample that a rank has, and the split that is in use.
+
+A rank has one contiguous part; parts are equal and in rank order. Nothing here knows attention.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.context.rows import RowGather
+
+
+class Split:
+    """The ranks of a mesh of one dimension that divide each sample, as one of them sees them.
+
+    Attributes:
+        group: their process group; None for one rank without a mesh.
+        ranks: the number of ranks.
+        rank: the number of this one; the part of a sample that it has.
+        active: False while every rank computes whole samples, see `whole_samples`.
+    """
+
+    group: ProcessGroup | None
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        """None: this rank has whole samples. Raises ValueError for a mesh of several dimensions."""
+        self.active = True
+        if mesh is None:
+            self.group, self.ranks, self.rank = None, 1, 0
+            return
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: expected one dimension, whose ranks divide each sample, found {mesh.ndim} "
+                f"({mesh.mesh_dim_names}); take one of them, such as mesh['context']"
+            )
+        self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+
+    @property
+    def divides(self) -> bool:
+        """Whether a rank has a part of a sample at this moment."""
+        return self.active and self.ranks > 1
+
+    def part(self, length: int) -> range:
+        """The tokens that this rank has of a sample of so many.
+
+        Raises:
+            ValueError: the ranks do not divide the number.
+        """
+        if length % self.ranks:
+            raise ValueError(
+                f"expected a number of tokens that {self.ranks} ranks of the context divide, found {length}; pad the "
+                "sample"
+            )
+        own = length // self.ranks
+        return range(self.rank * own, (self.rank + 1) * own)
+
+
+class _InUse(threading.local):
+    """The split whose modules run in this thread. Backward has threads of its own, in which blocks run again."""
+
+    split: Split | None = None
+
+
+_in_use = _InUse()
+
+
+def current() -> Split | None:
+    """The split of the module that runs, see `context_parallel`; None outside of such modules, and if it has one rank
+    or computes whole samples."""
+    split = _in_use.split
+    return split if split is not None and split.divides else None
+
+
+def in_use() -> Split | None:
+    """The split that `within` has made the current one of this thread, active or not."""
+    return _in_use.split
+
+
+@contextmanager
+def within(split: Split | None) -> Iterator[None]:
+    """Make a split the current one of this thread; None: there is none."""
+    before, _in_use.split = _in_use.split, split
+    try:
+        yield
+    finally:
+        _in_use.split = before
+
+
+@contextmanager
+def whole_samples(split: Split | None) -> Iterator[None]:
+    """Every rank computes whole samples inside, without exchanges, as for a text that is generated token by token.
+
+    Args:
+        split: the ranks that divide samples outside; None: there are none.
+    """
+    if split is None:
+        yield
+        return
+    before, split.active = split.active, False
+    try:
+        yield
+    finally:
+        split.active = before
+
+
+def shard(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
+    """This rank's part of the tokens of whole samples: a view of `value`, of any dtype and shape.
+
+    Shift targets against inputs before: the target of the last token of a part is the first token of the next one.
+
+    Args:
+        value: whole samples, equal on all ranks of the mesh.
+        mesh: the ranks that divide each sample, of one dimension.
+        dim: the dimension of the tokens.
+
+    Raises:
+        ValueError: the ranks do not divide the tokens.
+    """
+    own = _split_of(mesh).part(value.shape[dim])
+    return value.narrow(dim, own.start, len(own))
+
+
+def gather(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
+    """The whole samples from the parts of all ranks, which have equal shapes: the inverse of `shard`, for any dtype.
+
+    Autograd knows it: the gradient of a part is the sum over the ranks that use it, so it may have the factor of their
+    number if each computes the same loss.
+
+    Args:
+        value: this rank's part.
+        mesh: the ranks that divide each sample, of one dimension.
+        dim: the dimension of the tokens.
+    """
+    split = _split_of(mesh)
+    rows = RowGather.apply(value.unsqueeze(0), split.group)
+    return rows.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def positions(length: int, device: torch.device | str | None = None) -> Tensor:
+    """The positions in the whole sample of the tokens that the running module has: int64, of shape [length].
+
+    Without context parallelism they begin at 0.
+
+    Args:
+        length: the number of tokens of this rank.
+        device: of the result.
+    """
+    split = current()
+    first = 0 if split is None else split.rank * length
+    return torch.arange(first, first + length, device=device)
+
+
+def _split_of(mesh: DeviceMesh | Split) -> Split:
+    return mesh if isinstance(mesh, Split) else Split(mesh)

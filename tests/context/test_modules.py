@@ -1,0 +1,193 @@
+"""`sw.context_parallel` on modules that know nothing of it, against the module of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwright as sw
+from shardwright.context import whole_samples
+from tests.support import multirank, world_mesh
+
+VOCABULARY, LENGTH, WIDTH = 16, 24, 16
+
+
+class Block(nn.Module):
+    def __init__(self, heads: int, shared: int) -> None:
+        super().__init__()
+        self.heads, self.shared, self.width = heads, shared, 4
+        self.qkv = nn.Linear(WIDTH, (heads + 2 * shared) * self.width)
+        self.out = nn.Linear(heads * self.width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.shared, self.shared], dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, heads: int, shared: int, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(heads, shared) for _ in range(2))
+        self.output = nn.Linear(WIDTH, VOCABULARY)
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(sw.context.positions(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.output(x)
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@multirank(2, 4)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=["exchanged", "gathered"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "checkpoints"])
+def test_logits_and_gradients_equal_the_plain_module(
+    rank: int, world_size: int, heads: tuple[int, int], checkpoints: bool
+) -> None:
+    mesh = world_mesh(world_size)
+    plain = Model(*heads)
+    model = copy.deepcopy(plain)
+    model.checkpoints = checkpoints
+    assert sw.context_parallel(model, mesh) is model
+    inputs, targets = samples()
+    wanted = plain(inputs)
+    loss(wanted, targets).backward()
+    found = model(sw.context.shard(inputs, mesh))
+    # Products of fewer rows may be summed in another order.
+    torch.testing.assert_close(found, sw.context.shard(wanted, mesh), atol=1e-6, rtol=1e-5)
+    loss(found, sw.context.shard(targets, mesh)).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(own.grad)
+        torch.testing.assert_close(own.grad, other.grad, atol=1e-5, rtol=1e-5)
+
+
+@multirank(2)
+def test_parameters_sharded_over_the_same_ranks_step_as_plain_ones(rank: int, world_size: int) -> None:
+    """The engine's average over the ranks, times their number, is the sum."""
+    mesh = world_mesh(world_size)
+    plain = Model(4, 2)
+    model = sw.context_parallel(copy.deepcopy(plain), mesh)
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, model)]
+    inputs, targets = samples()
+    for _ in range(3):
+        loss(plain(inputs), targets).backward()
+        own = loss(model(sw.context.shard(inputs, mesh)), sw.context.shard(targets, mesh))
+        (own * world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(
+            found.full_tensor(), wanted, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@multirank(2)
+def test_ranks_may_compute_whole_samples(rank: int, world_size: int) -> None:
+    plain = Model(4, 2)
+    model = copy.deepcopy(plain)
+    split = sw.context.Split(world_mesh(world_size))
+    sw.context_parallel(model, split)
+    inputs, _ = samples()
+    with whole_samples(split):
+        assert torch.equal(model(inputs[:, :5]), plain(inputs[:, :5]))
+
+
+@multirank(2)
+def test_gradients_of_gathered_values_are_summed(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    own = torch.full((1, 3), float(rank), requires_grad=True)
+    whole = sw.context.gather(own, mesh)
+    assert whole.tolist() == [[0.0] * 3 + [1.0] * 3]
+    (whole * torch.arange(6.0) * (rank + 1)).sum().backward()
+    assert own.grad.tolist() == [[3 * value for value in range(3 * rank, 3 * rank + 3)]]
+
+
+class Other(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+@multirank(2)
+def test_layers_that_mix_tokens_are_refused(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    for layer in (nn.MultiheadAttention(4, 2), nn.LSTM(4, 4), nn.Conv1d(4, 4, 3)):
+        with pytest.raises(ValueError, match=f"layer: a {type(layer).__name__} mixes tokens"):
+            sw.context_parallel(Other(layer), mesh)
+    model = sw.context_parallel(Model(4, 2), mesh)
+    with pytest.raises(ValueError, match="was called for it before"):
+        sw.context_parallel(model, mesh)
+
+
+class Calling(nn.Module):
+    """It calls a function with queries, keys and values."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        result: Tensor = self.function(*tensors, is_causal=True)
+        return result
+
+
+@multirank(2)
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.extensive("torch imports its compiler"))]
+)
+@pytest.mark.parametrize(
+    "attend", [F.scaled_dot_product_attention, sw.context.attention], ids=["torch", "ours"]
+)
+def test_either_attention_is_exchanged_once(rank: int, world_size: int, attend: Any, compiled: bool) -> None:
+    mesh = world_mesh(world_size)
+    tensors = [torch.randn(1, 4, 8, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    wanted = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    if compiled:
+        attend = torch.compile(functools.partial(_called, attend), backend="eager")
+    model = sw.context_parallel(Calling(attend), mesh)
+    found = model(*(sw.context.shard(each, mesh, dim=2) for each in tensors))
+    assert torch.equal(found, sw.context.shard(wanted, mesh, dim=2))
+
+
+def _called(function: Any, *tensors: Tensor, is_causal: bool) -> Any:
+    return function(*tensors, is_causal=is_causal)
+
+
+@pytest.mark.extensive("torch imports its compiler")
+@multirank(2)
+def test_a_compiled_module_computes_the_same(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    model = sw.context_parallel(Model(4, 2), mesh)
+    tokens = sw.context.shard(samples()[0], mesh)
+    wanted = model(tokens)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")  # type: ignore[method-assign]
+    assert torch.equal(model(tokens), wanted)
+    assert torch.equal(torch.compile(model, backend="eager")(tokens), wanted)
