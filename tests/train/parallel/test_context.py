@@ -21,6 +21,7 @@ from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.context import divide_samples
 from shardwright.train.parallel.checks import check_ranks
+from shardwright.train.step import loading
 from shardwright.train.step.evaluation import check_model, sample_text, validate
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
@@ -228,7 +229,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_for_a_sample(
     found = take_steps(first, 2)
     folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position)
     second = trainer(job(1), rank, world_size)
-    second.position = checkpoint.load(folder, second.model, second.optimizer).position
+    second.position = loading.load(folder, second.model, second.optimizer).position
     found += take_steps(second, 2)
     for own, other in zip(found, whole, strict=True):
         assert own == pytest.approx(other, rel=2e-5)
