@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
@@ -116,6 +116,41 @@ def test_weights_never_move(rank: int, world_size: int, checkpoint: str) -> None
         loss_of(model(batch), batch).backward()
         sizes.append(offload.host_bytes)
     assert sizes[0] == sizes[1] > 0
+
+
+class Borrows(nn.Module):
+    """Multiplies with a weight of the root."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(16, 16)
+        self.lender = [lender]  # which is no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.linear(x, self.lender[0].weight)
+
+
+class Lends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Borrows(self.table) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@multirank(2)
+def test_weights_of_other_units_never_move(rank: int, world_size: int) -> None:
+    model = Lends()
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=world_mesh(2))
+    sw.fully_shard(model, mesh=world_mesh(2))
+    offload = sw.offload_activations(model.blocks, min_bytes=0)
+    model(torch.randn(4, 16)).sum().backward()
+    assert offload.host_bytes == 2 * 256  # the inputs'
 
 
 @multirank(2)
