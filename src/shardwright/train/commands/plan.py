@@ -132,6 +132,7 @@ def _head(config: Config, ranks: int, device: Device) -> str:
     parameters = sizes_of(config.model.shape()).parameters
     count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
     way = parallel.strategy if parallel.facts.has_own_keys else f"engine {parallel.engine}"
+    where = "rank" if parallel.context == 1 else f"group of {parallel.context} ranks"
     compiled = "" if train.compile == "none" else f", blocks compiled by {train.compile}"
     offload = config.activations.offload
     offloaded = "" if offload == "none" else f", offload {offload!r}"
@@ -140,7 +141,7 @@ def _head(config: Config, ranks: int, device: Device) -> str:
         f"{ranks} x {device.name}, {way}, {parallel.param_dtype}, {config.optimizer.name}, "
         f"activations.checkpoint {config.activations.checkpoint!r}{offloaded}{compiled}\n"
         f"global batch {train.global_batch:,} in {counted(count, 'micro-batch', 'micro-batches')} of "
-        f"{train.micro_batch} x {train.seq_len:,} tokens on each rank"
+        f"{train.micro_batch} x {train.seq_len:,} tokens on each {where}"
     )
 
 
