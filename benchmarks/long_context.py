@@ -41,7 +41,7 @@ STEPS = 3  #: of which the last two are looked at, for memory and for time
 HOST = "host"
 FULL = {"activations": {"checkpoint": "full"}}
 FSDP2 = {**FULL, "parallel": {"engine": "fsdp2"}}
-CHUNKS, OFFLOAD = {"train": {"loss_chunks": 32}}, {"activations": {"offload": "inputs"}}
+CHUNKS, OFFLOAD = {"train": {"loss_chunks": 128}}, {"activations": {"offload": "inputs"}}
 CONTEXT = {"parallel": {"context": 2}}
 ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "FSDP2": (FSDP2,),
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=72)
     parser.add_argument("--dim", type=int, default=64)
     options = parser.parse_args()
     configs = [config_of(row, options.layers, options.dim) for row in ROWS.values()]
