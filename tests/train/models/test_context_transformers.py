@@ -55,6 +55,7 @@ def logits_of(model: Any, state: Divided, tokens: Tensor, documents: Tensor | No
     return gather(logits, state.split)
 
 
+@pytest.mark.extensive("each architecture", but=("llama-2*", "gpt_oss-2*", "gemma2-2*"))
 @multirank(2, 4)
 @pytest.mark.parametrize("kind", DIVIDED)
 def test_logits_and_gradients_are_those_of_the_model(rank: int, world_size: int, kind: str) -> None:
