@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwright._torch import dtensor_of, keeps_graph, local_of
-from shardwright.activations.head_call import call_once
+from shardwright.activations.head_call import call_once, computing_piece
 from shardwright.engine.tensors.parameter import STANDS_FOR, unit_of
 from shardwright.memory import Owner, Slab
 
@@ -142,8 +142,9 @@ class ChunkedLoss(NamedTuple):
     ) -> Tensor:
         """The losses of some rows. Their logits are freed at the end."""
         if held is None:
-            return self._losses(rows.part(start, stop), targets_R)
-        with torch.enable_grad(), _plainly_saved():
+            with computing_piece(start, rows.number):
+                return self._losses(rows.part(start, stop), targets_R)
+        with torch.enable_grad(), _plainly_saved(), computing_piece(start, rows.number):
             hidden = rows.part(start, stop).requires_grad_(held.hidden is not None)
             losses_R = self._losses(hidden, targets_R)
         factors_R = torch.ones_like(losses_R) if weights_R is None else weights_R.to(losses_R.dtype)
