@@ -71,8 +71,8 @@ def chunked_cross_entropy(
         float32 [...], without a graph.
 
     Raises:
-        ValueError: the shapes do not fit, ``chunks`` is no number of chunks, or a gradient would be lost: of weights, or
-            of a tensor that the logits depend on and that is no parameter of the head.
+        ValueError: the shapes do not fit, ``chunks`` is no number of chunks, or a gradient would be lost: of weights,
+            or of a tensor that the logits depend on and that is no parameter of the head.
     """
     return ChunkedLoss(head, targets, chunks, weights, logits, ignore_index).of(hidden)
 

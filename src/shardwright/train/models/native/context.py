@@ -21,7 +21,14 @@ from shardwright.train.config import Config
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.decoder import Decoder
-from shardwright.train.models.native.hybrid import Extras, Hybrid, MixtureOfExperts, NextButOne, imbalance, scaled_loss
+from shardwright.train.models.native.hybrid import (
+    Extras,
+    Hybrid,
+    MixtureOfExperts,
+    NextButOne,
+    imbalance,
+    scaled_loss,
+)
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
 from shardwright.train.models.packed import IGNORED, Documents, attend_part, documents_of
