@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
@@ -188,6 +191,31 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
         )
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_that_would_be_lost_are_refused(frozen: bool) -> None:
+    head, scale = nn.Linear(5, 9).requires_grad_(not frozen), nn.Parameter(torch.tensor(2.0))
+    arguments: dict[str, Any] = {"hidden": torch.randn(6, 5), "head": head, "targets": torch.arange(6)}
+    factors = torch.rand(6, requires_grad=True)
+    with pytest.raises(ValueError, match=r"weights: expected .* no gradient"):
+        sw.chunked_cross_entropy(**arguments, weights=factors)
+    for logits in (lambda x: x * scale, lambda x: x * scale.exp()):
+        with pytest.raises(ValueError, match=r"logits: a tensor of shape \[\] .* no parameter of the head"):
+            sw.chunked_cross_entropy(**arguments, logits=logits)
+    with torch.no_grad():
+        sw.chunked_cross_entropy(**arguments, weights=factors, logits=lambda x: x * scale)
+    sw.chunked_cross_entropy(**arguments, weights=factors.detach(), logits=lambda x: x * scale.detach())
+
+
+def test_a_parameter_of_the_head_may_be_in_the_function() -> None:
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(5, 9), torch.randn(6, 5), torch.arange(6)
+    head.scale = nn.Parameter(torch.tensor(2.0))
+    loss = F.cross_entropy(head(hidden) * head.scale, targets, reduction="sum")
+    expected = torch.autograd.grad(loss, [head.weight, head.scale])
+    loss_sum, _ = sw.chunked_cross_entropy(hidden, head, targets, chunks=3, logits=lambda x: x * head.scale)
+    torch.testing.assert_close(torch.autograd.grad(loss_sum, [head.weight, head.scale]), expected)
+
+
 def test_automatic_chunks_have_256_mib_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "AUTO_BYTES", 4 * 9 * 4)  # four rows
     head, rows = nn.Linear(5, 9), []
@@ -343,6 +371,27 @@ def test_tensor_parallel(
     (loss_sum * FACTOR).backward()
     numbers = list(range(shape[0]))
     _compare(model, plain.gradients(numbers, shape[0], ignores=True), FP32)
+
+
+@multirank(2)
+def test_ranks_with_parts_of_the_classes_make_the_same_chunks(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "AUTO_BYTES", 4 * 5 * 4)  # four rows of the rank with five classes
+    torch.manual_seed(0)
+    head, rows = nn.Linear(5, 9), []
+    hidden, targets = torch.randn(10, 5, requires_grad=True), torch.arange(10) % 9
+    expected = F.cross_entropy(head(hidden), targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, hidden)
+    style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(head, init_device_mesh("cpu", (2,)), style)
+    head.register_forward_hook(lambda _, args, logits: rows.append(len(logits)))
+    with loss_parallel():
+        loss_sum, _ = sw.chunked_cross_entropy(hidden, head, targets)
+    assert rows == [4, 4, 2]
+    torch.testing.assert_close(loss_sum.detach(), expected.detach())
+    loss_sum.backward()
+    torch.testing.assert_close(hidden.grad, gradient)
 
 
 # -- gathers and memory ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwright._torch import dtensor_of, keeps_graph, local_of
-from shardwright.activations.head_call import call_once
+from shardwright.activations.head_call import call_once, computing_piece
 from shardwright.engine.tensors.parameter import STANDS_FOR, unit_of
 from shardwright.memory import Owner, Slab
 
@@ -61,8 +61,9 @@ def chunked_cross_entropy(
         head: the module that makes logits [..., V] of it. It computes each token by itself.
         targets: int64 [...], the class of each token.
         chunks: number of chunks, 1 or more. "auto": a chunk's logits in float32 take at most 256 MiB.
-        weights: float [...], factors of the losses in the sum; None: 1.
+        weights: float [...], factors of the losses in the sum; None: 1. They get no gradient.
         logits: a function from the head's result to the logits, such as a soft cap; it computes each token by itself.
+            Parameters that it trains belong to the head.
         ignore_index: the target of tokens without a loss. Their loss is 0.
 
     Returns:
@@ -70,7 +71,8 @@ def chunked_cross_entropy(
         float32 [...], without a graph.
 
     Raises:
-        ValueError: the shapes do not fit, or ``chunks`` is no number of chunks.
+        ValueError: the shapes do not fit, ``chunks`` is no number of chunks, or a gradient would be lost: of weights,
+            or of a tensor that the logits depend on and that is no parameter of the head.
     """
     return ChunkedLoss(head, targets, chunks, weights, logits, ignore_index).of(hidden)
 
@@ -106,6 +108,11 @@ class ChunkedLoss(NamedTuple):
             raise ValueError(
                 f"weights: expected a factor for each target, of shape {list(targets.shape)}, got {list(weights.shape)}"
             )
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "weights: expected factors that require no gradient, since they would get none; pass weights.detach(), "
+                "or compute the loss of whole logits"
+            )
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The sum, and the losses of all tokens: float32 [T]. Called while the head's weights are there."""
@@ -117,6 +124,8 @@ class ChunkedLoss(NamedTuple):
             )
         if torch.is_grad_enabled() and (parameters or hidden.requires_grad):
             return _InForward.apply(self, hidden, *parameters)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled() and self.logits is not None and hidden.shape[:-1].numel():
+            _check_leaves(self._losses(_Rows(hidden).part(0, 1), self.targets.flatten()[:1]), ())
         with torch.no_grad():
             return self.run(hidden, None)
 
@@ -142,10 +151,13 @@ class ChunkedLoss(NamedTuple):
     ) -> Tensor:
         """The losses of some rows. Their logits are freed at the end."""
         if held is None:
-            return self._losses(rows.part(start, stop), targets_R)
-        with torch.enable_grad(), _plainly_saved():
+            with computing_piece(start, rows.number):
+                return self._losses(rows.part(start, stop), targets_R)
+        with torch.enable_grad(), _plainly_saved(), computing_piece(start, rows.number):
             hidden = rows.part(start, stop).requires_grad_(held.hidden is not None)
             losses_R = self._losses(hidden, targets_R)
+        if start == 0:
+            _check_leaves(losses_R, held.leaves(hidden))
         factors_R = torch.ones_like(losses_R) if weights_R is None else weights_R.to(losses_R.dtype)
         held.add(start, stop, losses_R, hidden, factors_R)
         return losses_R.detach()
@@ -168,13 +180,22 @@ class ChunkedLoss(NamedTuple):
         return [*range(0, rows.number, size), rows.number] if rows.number else [0, 0]
 
     def _width(self, rows: _Rows) -> int:
-        """The number of logits of a row on this rank."""
+        """The number of logits of a row on the rank that has the most: all ranks make the same chunks."""
         weight = getattr(self.head, "weight", None)
         if isinstance(self.head, nn.Linear) and isinstance(weight, Tensor):
-            return max(1, local_of(weight).shape[0] if isinstance(weight, DTensor) else weight.shape[0])
+            return _largest(weight, 0)
         with torch.no_grad():
             logits = self.head(rows.part(0, min(1, rows.number)))
-        return max(1, (local_of(logits) if isinstance(logits, DTensor) else logits).shape[-1])
+        return _largest(logits, logits.ndim - 1)
+
+
+def _largest(tensor: Tensor, dim: int) -> int:
+    """The size of a dimension on the rank that has the most of it, 1 or more."""
+    size = tensor.shape[dim]
+    if isinstance(tensor, DTensor):
+        for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            size = math.ceil(size / ranks) if placement.is_shard(dim) else size
+    return max(1, size)
 
 
 class _Rows:
@@ -266,9 +287,13 @@ class HeldGradients:
                 registry[name] = p
             self._aliases = []
 
+    def leaves(self, hidden: Tensor) -> list[Tensor]:
+        """The tensors whose gradients are computed: the hidden states of a chunk, if needed, and the parameters."""
+        return [*([hidden] if self.hidden is not None else []), *self._aliases]
+
     def add(self, start: int, stop: int, losses_R: Tensor, hidden: Tensor, factors_R: Tensor) -> None:
         """Add the gradients of some rows, each loss times its factor."""
-        inputs = [*([hidden] if self.hidden is not None else []), *self._aliases]
+        inputs = self.leaves(hidden)
         if not losses_R.requires_grad:
             gradients: list[Tensor | None] = [None] * len(inputs)
         else:
@@ -347,6 +372,25 @@ class _InForward(torch.autograd.Function):
         if factor is None:
             return (None,) * len(ctx.needs_input_grad)
         return (None, *held.scaled(factor, keeps_graph()))
+
+
+def _check_leaves(losses_R: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raise ValueError if losses depend on a leaf that requires a gradient and is none of these."""
+    known = {id(leaf) for leaf in leaves}
+    nodes, seen = [losses_R.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if isinstance(variable, Tensor) and id(variable) not in known:
+            raise ValueError(
+                f"logits: a tensor of shape {list(variable.shape)} requires a gradient, which would be lost, since it "
+                "is no parameter of the head. Make it a parameter of the head, detach it, or compute the loss of whole "
+                "logits"
+            )
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,35 @@ def prepare_once(head: nn.Module, run: Callable[[Tensor], Any]) -> AbstractConte
     """Inside the context calls of the head return ``run(hidden)``. Hooks that prepare the input run, no others."""
     before = _those(head.__dict__[_BEFORE], _shards, False)
     return _attributes(head, {**_without_hooks(head), _BEFORE: before, "forward": run, _COMPILED: None})
+
+
+class Piece(NamedTuple):
+    """The place of some rows in the input of a head."""
+
+    first: int  #: row
+    rows: int  #: of the whole input
+
+
+_piece: Piece | None = None
+
+
+def piece_of_call() -> Piece | None:
+    """The rows that the head computes now; None: its whole input. A row is a token, in the order of the input.
+
+    Random numbers that depend on a token's place, as those of dropout in an adapter, need it.
+    """
+    return _piece
+
+
+@contextmanager
+def computing_piece(first: int, rows: int) -> Iterator[None]:
+    """Inside the context calls of the head have some of ``rows`` rows, from row ``first`` on."""
+    global _piece
+    before, _piece = _piece, Piece(first, rows)
+    try:
+        yield
+    finally:
+        _piece = before
 
 
 def _without_hooks(head: nn.Module) -> dict[str, Any]:

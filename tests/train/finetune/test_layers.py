@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shardwright as sw
 from shardwright.activations.checkpointing import checkpoint_blocks
 from shardwright.train.finetune.adapters import (
     adapt,
@@ -55,6 +56,21 @@ def test_an_adapted_layer_computes_its_formula() -> None:
     expected = F.linear(x, own.weight, own.bias) + (x @ own.lora_a.T @ own.lora_b.T) * (7 / 3**0.5)  # type: ignore[operator]
     torch.testing.assert_close(layer(x), expected)
     assert isinstance(own, nn.Linear) and "rank=3" in repr(own)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_dropout_of_a_token_is_the_same_in_chunks(chunks: int) -> None:
+    head = nn.Sequential(nn.Linear(6, 4))
+    adapt(head, settings(dropout=0.5), seed=0)
+    randomised(head)
+    set_samples(head, torch.tensor([5, 9]), part=1)
+    hidden, targets = torch.randn(2, 5, 6), torch.randint(0, 4, (2, 5))
+    expected = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction="none")
+    _, losses = sw.chunked_cross_entropy(hidden, head, targets, chunks=chunks)
+    torch.testing.assert_close(losses.flatten(), expected)
+    with torch.no_grad():
+        _, losses = sw.chunked_cross_entropy(hidden, head, targets, chunks=chunks)
+    torch.testing.assert_close(losses.flatten(), expected)
 
 
 def test_dora_is_a_direction_times_a_length() -> None:

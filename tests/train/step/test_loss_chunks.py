@@ -110,6 +110,18 @@ def test_on_two_ranks(
 
 
 @multirank(2)
+@pytest.mark.parametrize("packing", ["split", "none"])
+def test_ranks_that_divide_samples(rank: int, world_size: int, packing: str) -> None:
+    """Multi-token prediction predicts tokens of another rank."""
+    sections = {"parallel": {"engine": "shardwright", "context": 2}, "data": {"packing": packing}}
+    whole, job = (
+        trainer(_config("hybrid", each, **{k: dict(v) for k, v in sections.items()}), rank, world_size)
+        for each in (0, 3)
+    )
+    _same_training(whole, job, TOLERANCE["float32"])
+
+
+@multirank(2)
 def test_an_optimizer_in_backward_and_adapters(rank: int, world_size: int) -> None:
     for sections in (
         {"optimizer": {"in_backward": True}, "train": {"max_norm": 0.0}},

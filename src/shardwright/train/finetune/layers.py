@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.activations.head_call import piece_of_call
+
 _32_BITS = 0xFFFFFFFF
 
 
@@ -53,17 +55,18 @@ class Dropout:
         assert self.samples is not None
         samples, width = self.samples, shape[-1]
         tokens = shape[:-1].numel()
-        if tokens % len(samples):
+        first, rows = piece_of_call() or (0, tokens)
+        if rows % len(samples):
             samples = samples[:1]  # tokens that a router has chosen: no longer in rows of samples
         device = samples.device
         key_B = _mixed(_mixed((samples >> 32) + (self.seed & _32_BITS)) ^ (samples & _32_BITS))
         key_B = _mixed(key_B ^ ((layer + 1) * 0x1B873593 & _32_BITS))
-        length = tokens // len(samples)
+        length = rows // len(samples)
         place_S = torch.arange(self.part * length, (self.part + 1) * length, device=device)
-        key_BS = _mixed(key_B[:, None] ^ _mixed(place_S + 0x3C6EF372))
+        key_R = _mixed(key_B[:, None] ^ _mixed(place_S + 0x3C6EF372)).flatten()[first : first + tokens]
         channel_D = _mixed(torch.arange(width, device=device) + 0x5BD1E995)
-        bits_BSD = _mixed(key_BS[..., None] ^ channel_D)
-        return (bits_BSD >= int(self.fraction * 2**32)).view(shape)
+        bits_RD = _mixed(key_R[:, None] ^ channel_D)
+        return (bits_RD >= int(self.fraction * 2**32)).view(shape)
 
 
 def _mixed(x: Tensor) -> Tensor:

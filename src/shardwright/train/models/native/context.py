@@ -21,10 +21,17 @@ from shardwright.train.config import Config
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.decoder import Decoder
-from shardwright.train.models.native.hybrid import Extras, Hybrid, MixtureOfExperts, NextButOne, imbalance
+from shardwright.train.models.native.hybrid import (
+    Extras,
+    Hybrid,
+    MixtureOfExperts,
+    NextButOne,
+    imbalance,
+    scaled_loss,
+)
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
-from shardwright.train.models.packed import IGNORED, Documents, attend_part, documents_of, whole
+from shardwright.train.models.packed import IGNORED, Documents, attend_part, documents_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 
@@ -198,9 +205,8 @@ def _auxiliary_sums(split: Split, extras: object, targets_BS: Tensor) -> dict[st
         sums["balance"] = (uneven * trained_BS).sum()
     if extras.mtp_logits_BSV is not None:
         following_BS, scale_BS = _further_targets(gather(targets_BS, split), extras.documents)
-        targets, logits = shard(following_BS, split).flatten(), extras.mtp_logits_BSV.float().flatten(0, 1)
-        losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
-        sums["mtp"] = (losses * shard(scale_BS, split).flatten()).sum()
+        targets_BS, scale_BS = shard(following_BS, split), shard(scale_BS, split)
+        sums["mtp"] = scaled_loss(extras.mtp_logits_BSV, targets_BS, scale_BS)
     return sums
 
 

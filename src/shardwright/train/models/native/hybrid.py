@@ -273,14 +273,17 @@ def _sums_of_documents(extras: Extras, documents: Documents, targets_BS: Tensor)
         both = torch.stack((trained_BS, following_BS != IGNORED), dim=-1).float()
         trained, predicted = documents.sums(both).unbind(-1)
         scale_BS = trained / predicted.clamp(min=1)
-        targets_BS, scale_BS = following_BS[:, :-1], scale_BS[:, :-1]
-        if isinstance(extras.mtp_logits_BSV, DeferredLogits):
-            sums["mtp"] = extras.mtp_logits_BSV.cross_entropy(targets_BS, scale_BS, IGNORED)[0]
-        else:
-            logits = extras.mtp_logits_BSV.float().flatten(0, 1)
-            losses = F.cross_entropy(logits, targets_BS.flatten(), reduction="none", ignore_index=IGNORED)
-            sums["mtp"] = (whole(losses) * scale_BS.flatten()).sum()
+        sums["mtp"] = scaled_loss(extras.mtp_logits_BSV, following_BS[:, :-1], scale_BS[:, :-1])
     return sums
+
+
+def scaled_loss(logits_BSV: Tensor, targets_BS: Tensor, scale_BS: Tensor) -> Tensor:
+    """The sum of the cross-entropies of all tokens, each times its factor."""
+    if isinstance(logits_BSV, DeferredLogits):
+        return logits_BSV.cross_entropy(targets_BS, scale_BS, IGNORED)[0]
+    logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten()
+    losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    return (whole(losses) * scale_BS.flatten()).sum()
 
 
 class Hybrid(Decoder):
@@ -366,7 +369,7 @@ class Hybrid(Decoder):
             scale_B = trained_BS.sum(1) / trained_BS[:, 1:].sum(1).clamp(min=1)
             if isinstance(extras.mtp_logits_BSV, DeferredLogits):
                 scale_BS = scale_B.unsqueeze(1).expand_as(targets_BS[:, 1:])
-                sums["mtp"] = extras.mtp_logits_BSV.cross_entropy(targets_BS[:, 1:], scale_BS, IGNORED)[0]
+                sums["mtp"] = scaled_loss(extras.mtp_logits_BSV, targets_BS[:, 1:], scale_BS)
                 return sums
             logits, targets = extras.mtp_logits_BSV.float().flatten(0, 1), targets_BS[:, 1:].flatten()
             losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
