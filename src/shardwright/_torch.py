@@ -165,8 +165,14 @@ _top_hooks_of_saved_tensors = _probe(torch._C, "_autograd", "_top_saved_tensors_
 
 def saves_for_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` (not its reentrant form) decides what autograd saves now."""
+    return hook_of_checkpoint() is not None
+
+
+def hook_of_checkpoint() -> Any:
+    """The hook by which ``torch.utils.checkpoint`` decides what autograd saves now; each call of it has its own."""
     hooks = _top_hooks_of_saved_tensors(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    from_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    return hooks[0] if from_checkpoint else None
 
 
 def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:

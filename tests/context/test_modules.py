@@ -191,3 +191,44 @@ def test_a_compiled_module_computes_the_same(rank: int, world_size: int) -> None
         block.forward = torch.compile(block.forward, backend="eager")  # type: ignore[method-assign]
     assert torch.equal(model(tokens), wanted)
     assert torch.equal(torch.compile(model, backend="eager")(tokens), wanted)
+
+
+class Checkpointing(nn.Module):
+    """It checkpoints a method of its own, or a closure around a module."""
+
+    def __init__(self, way: str, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.way, self.reentrant = Block(4, 2), way, reentrant
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+
+    def place(self, x: Tensor) -> Tensor:
+        return x * sw.context.positions(x.shape[1]).view(1, -1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "without gradients":
+            with torch.no_grad():
+                mixed = self.attend(x)
+            return x + mixed
+        functions = {"attend": self.attend, "place": self.place, "closure": lambda x: self.block(x)}
+        return checkpoint(functions[self.way], x, use_reentrant=self.reentrant)
+
+
+@multirank(2)
+def test_a_checkpoint_of_a_function_that_attends_is_refused(rank: int, world_size: int) -> None:
+    """Backward would run it again without the split: torch's reentrant checkpoints then have wrong gradients."""
+    mesh = world_mesh(world_size)
+    whole = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
+    x = sw.context.shard(whole, mesh).clone().requires_grad_()
+    for reentrant in (True, False):
+        for way in ("attend", "place"):
+            model = sw.context_parallel(Checkpointing(way, reentrant), mesh)
+            with pytest.raises(RuntimeError, match="expected checkpoints of modules, found one of a function"):
+                model(x)
+            with torch.no_grad():  # nothing runs again
+                model(x)
+        for way in ("closure", "without gradients"):
+            model = sw.context_parallel(Checkpointing(way, reentrant), mesh)
+            (checkpoint(model, x, use_reentrant=reentrant) + model(x)).sum().backward()

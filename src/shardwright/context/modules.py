@@ -34,6 +34,8 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
     parameters over these ranks, too, and take the sum.
 
     Call it before activation checkpointing and `fully_shard`, on all ranks. torch.compile runs the module as it is.
+    Checkpoint modules, not methods or closures that attend: backward runs those again outside of the module, and
+    without the split. Such an attention raises RuntimeError in forward.
 
     Args:
         module: any module. Its masks must be those of whole samples.
@@ -69,16 +71,16 @@ class _Within:
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and splits.in_use() is self.split:
-            return forward(*args, **kwargs)
+            return splits.in_forward(forward, args, kwargs)
         return _run(self.split, forward, args, kwargs)
 
 
 @uncompiled  # torch 2.13 compiles calls under a mode of functions into graphs with other results
 def _run(split: Split, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if splits.in_use() is split:
-        return forward(*args, **kwargs)
+        return splits.in_forward(forward, args, kwargs)
     with splits.within(split), _Attention():
-        return forward(*args, **kwargs)
+        return splits.in_forward(forward, args, kwargs)
 
 
 class _Attention(TorchFunctionMode):

@@ -5,15 +5,19 @@ A rank has one contiguous part; parts are equal and in rank order. Nothing here 
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright._torch import hook_of_checkpoint
 from shardwright.context.rows import RowGather
 
 
@@ -66,6 +70,10 @@ class _InUse(threading.local):
     """The split whose modules run in this thread. Backward has threads of its own, in which blocks run again."""
 
     split: Split | None = None
+    #: The innermost forward of the split's modules: its frame, and what autograd did when it began.
+    frame: FrameType | None = None
+    grad_enabled = False
+    checkpoint: Any = None
 
 
 _in_use = _InUse()
@@ -73,9 +81,52 @@ _in_use = _InUse()
 
 def current() -> Split | None:
     """The split of the module that runs, see `context_parallel`; None outside of such modules, and if it has one rank
-    or computes whole samples."""
+    or computes whole samples.
+
+    Raises:
+        RuntimeError: a checkpoint will run the caller again without the module's forward, so without the split.
+    """
     split = _in_use.split
-    return split if split is not None and split.divides else None
+    if split is None or not split.divides:
+        return None
+    if _runs_again_outside():
+        raise RuntimeError(
+            "context_parallel: expected checkpoints of modules, found one of a function inside a module's forward, "
+            "which attends or asks for positions. Backward would run it again with the tokens of this rank alone. "
+            "Checkpoint a module that does it, or pass mesh= to shardwright.context.attention, and positions as an "
+            "argument"
+        )
+    return split
+
+
+def in_forward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a forward of a module of the split in use, which a checkpoint of the module would run again."""
+    state = _in_use
+    before = state.frame, state.grad_enabled, state.checkpoint
+    state.frame, state.grad_enabled = sys._getframe(), torch.is_grad_enabled()
+    state.checkpoint = hook_of_checkpoint()
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        state.frame, state.grad_enabled, state.checkpoint = before
+
+
+def _runs_again_outside() -> bool:
+    """Whether a checkpoint began inside the innermost forward, so that backward runs the caller again without it."""
+    state = _in_use
+    if state.frame is None or not state.grad_enabled:
+        return False
+    if torch.is_grad_enabled():
+        hook = hook_of_checkpoint()
+        return hook is not None and hook is not state.checkpoint
+    # A reentrant checkpoint is the forward of an autograd function. Otherwise the module has switched gradients off.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not state.frame:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if names and isinstance(frame.f_locals.get(names[0]), torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_use() -> Split | None:

@@ -167,6 +167,25 @@ def test_ranks_that_divide_samples_train_like_ranks_that_do_not(
 
 @pytest.mark.extensive("torch imports its compiler")
 @multirank(2)
+@pytest.mark.parametrize("engine", ["shardwright", "ddp"])
+def test_zeros_do_not_hide_that_a_module_computes_something_else(
+    rank: int, world_size: int, engine: str
+) -> None:
+    """The check leaves all values as they are."""
+    target = f"{USERS}:CountingBehindZeros"
+    config = job(
+        2, model={**dict.fromkeys(NATIVE), "kind": "python", "target": target}, parallel={"engine": engine}
+    )
+    mine = trainer(config, rank, world_size)
+    before = [parameter.detach().clone() for parameter in mine.model.parameters()]
+    with pytest.raises(ExtensionError, match="other losses where 2 ranks divide a sample"):
+        check_model(mine)
+    for parameter, values in zip(mine.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, values)
+
+
+@pytest.mark.extensive("torch imports its compiler")
+@multirank(2)
 @pytest.mark.parametrize("target", [f"{USERS}:Counting", "tests.train.models.kit.user_module:Module"])
 def test_modules_that_would_compute_something_else_are_refused(
     rank: int, world_size: int, target: str

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright import board as boards
 from shardwright.comm.noted import noted
@@ -31,6 +32,8 @@ from shardwright.train.step.trainer import Trainer
 
 CHECKED_TOKENS = 8
 """Length of the sample that shows whether a model is causal."""
+ABOUT_ZERO, NOISE = 1e-4, 0.02
+"""The values of parameters that hide what a model computes, such as scales of layers, and the size of those instead."""
 
 
 class Sample(NamedTuple):
@@ -120,11 +123,11 @@ def _check_divided(trainer: Trainer, split: Split) -> None:
     length = min(CHECKED_TOKENS // 2, length // split.ranks) * split.ranks
     tokens = torch.arange(length + 1, device=world.device).remainder(trainer.dataset.vocab_size)
     batch = Batch(tokens[None, :-1], tokens[None, 1:], None, None)
-    with _tried(trainer.model):
+    with _tried(trainer.model), _noise_for_zeros(trainer.model):
         own = trainer.losses.of_tokens(batch).float().flatten()
         with whole_samples(split):
             whole = trainer.losses.of_tokens(batch).float().flatten()
-    trainer.engine.free_gathered(trainer.model)
+        trainer.engine.free_gathered(trainer.model)
     if trainer.losses.has_loss:  # a sum
         dist.all_reduce(own, group=split.group)
     else:
@@ -159,6 +162,29 @@ def _tried(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train()
+
+
+@contextmanager
+def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
+    """Parameters have noise inside where they are about 0: a head that begins at 0 hides what layers compute.
+
+    Afterwards each has its values again. Until then those with such values have a copy.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    for number, parameter in enumerate(model.parameters()):
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        zeros = own.detach().abs() <= ABOUT_ZERO
+        if not own.is_floating_point() or not zeros.any():
+            continue
+        before.append((own, own.detach().clone()))
+        # Ranks with the same values draw the same noise.
+        generator = torch.Generator(own.device).manual_seed(number)
+        own.add_(torch.randn(own.shape, generator=generator, device=own.device).to(own.dtype) * zeros * NOISE)
+    try:
+        yield
+    finally:
+        for own, values in before:
+            own.copy_(values)
 
 
 @boards.during(boards.VALIDATION)
