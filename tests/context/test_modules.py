@@ -146,6 +146,30 @@ def test_layers_that_mix_tokens_are_refused(rank: int, world_size: int) -> None:
         sw.context_parallel(model, mesh)
 
 
+class Places(nn.Module):
+    """It takes places of tokens as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(4, 2)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.model(tokens)  # type: ignore[no-any-return]
+
+
+@multirank(2)
+def test_tokens_that_have_not_seen_others_raise_an_error(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    eager = sw.context_parallel(Other(nn.Linear(4, 4)), mesh)
+    with pytest.raises(RuntimeError, match="forward of Other has called neither"):
+        eager(torch.ones(1, 3, 4))
+    model = sw.context_parallel(Places(), mesh)
+    own = sw.context.shard(samples()[0], mesh)
+    with pytest.raises(RuntimeError, match="forward of Places was called without position_ids"):
+        model(own)
+    model(own, position_ids=sw.context.shard(torch.arange(LENGTH)[None], mesh))
+
+
 class Calling(nn.Module):
     """It calls a function with queries, keys and values."""
 
@@ -213,7 +237,8 @@ class Checkpointing(nn.Module):
                 mixed = self.attend(x)
             return x + mixed
         functions = {"attend": self.attend, "place": self.place, "closure": lambda x: self.block(x)}
-        return checkpoint(functions[self.way], x, use_reentrant=self.reentrant)
+        result = checkpoint(functions[self.way], x, use_reentrant=self.reentrant)
+        return result + self.attend(x) if self.way == "place" else result
 
 
 @multirank(2)

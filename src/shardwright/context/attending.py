@@ -69,6 +69,7 @@ def exchanged(
     if not split.divides:
         every = range(q_BSHK.shape[1])
         return kernel(q_BSHK, k_BSGK, v_BSGK, Part(len(every), every, every, range(heads)))
+    split.attended = True
     length = q_BSHK.shape[1] * ranks
     every, own = range(length), split.part(length)
     if heads % ranks == 0:

@@ -7,6 +7,7 @@ here computes attention.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,12 +38,16 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
     Checkpoint modules, not methods or closures that attend: backward runs those again outside of the module, and
     without the split. Such an attention raises RuntimeError in forward.
 
+    A model of transformers needs ``attn_implementation="sdpa"``, and the places of its tokens:
+    ``position_ids=sw.context.shard(torch.arange(length)[None], mesh)``. Its forward raises RuntimeError without them.
+
     Args:
         module: any module. Its masks must be those of whole samples.
         mesh: the ranks, of one dimension.
 
     Raises:
         ValueError: the module has them already, or has a layer that mixes tokens in another way.
+        RuntimeError: in forward, if no attention of this kind has run: the tokens of other ranks were not seen.
     """
     split = mesh if isinstance(mesh, Split) else Split(mesh)
     for name, inner in module.named_modules():
@@ -55,7 +60,8 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
             raise ValueError(f"{name or type(inner).__name__}: context_parallel was called for it before")
     for inner in module.modules():
         if type(inner).forward is not nn.Module.forward:  # a list of modules has no forward
-            inner.forward = functools.partial(_Within(split), inner.forward)
+            within = _WithinWhole(split, inner) if inner is module else _Within(split)
+            inner.forward = functools.partial(within, inner.forward)
     return module
 
 
@@ -73,6 +79,46 @@ class _Within:
         if not torch.compiler.is_compiling() and splits.in_use() is self.split:
             return splits.in_forward(forward, args, kwargs)
         return _run(self.split, forward, args, kwargs)
+
+
+class _WithinWhole(_Within):
+    """Runs the forward of the whole module, and raises an error if it cannot have seen the tokens of other ranks."""
+
+    def __init__(self, split: Split, module: nn.Module) -> None:
+        super().__init__(split)
+        self._name = type(module).__name__
+        self._signature = inspect.signature(module.forward)
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        if torch.compiler.is_compiling() or not split.divides:
+            return super().__call__(forward, *args, **kwargs)
+        self._check_positions(args, kwargs)
+        split.attended = False
+        result = super().__call__(forward, *args, **kwargs)
+        if not split.attended:
+            raise RuntimeError(
+                f"forward of {self._name} has called neither torch.nn.functional.scaled_dot_product_attention nor "
+                "sw.context.attention, so its tokens have not seen those of other ranks; a model of transformers needs "
+                'attn_implementation="sdpa"'
+            )
+        return result
+
+    def _check_positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _POSITIONS not in self._signature.parameters:
+            return
+        try:
+            given = self._signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            return  # forward itself says what is wrong
+        if given.get(_POSITIONS) is None:
+            raise RuntimeError(
+                f"forward of {self._name} was called without {_POSITIONS}, and would count this rank's tokens from 0; "
+                f"pass {_POSITIONS}=sw.context.shard(torch.arange(length)[None], mesh)"
+            )
+
+
+_POSITIONS = "position_ids"  #: the argument of transformers' models
 
 
 @uncompiled  # torch 2.13 compiles calls under a mode of functions into graphs with other results

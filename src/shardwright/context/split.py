@@ -29,13 +29,14 @@ class Split:
         ranks: the number of ranks.
         rank: the number of this one; the part of a sample that it has.
         active: False while every rank computes whole samples, see `whole_samples`.
+        attended: whether an attention has run over the samples that the ranks divide.
     """
 
     group: ProcessGroup | None
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         """None: this rank has whole samples. Raises ValueError for a mesh of several dimensions."""
-        self.active = True
+        self.active, self.attended = True, False
         if mesh is None:
             self.group, self.ranks, self.rank = None, 1, 0
             return
