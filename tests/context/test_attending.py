@@ -160,6 +160,7 @@ def test_what_it_refuses(rank: int, world_size: int) -> None:
     call(r"broadcast to \[1, 2, 6, 6\], found \[1, 1, 3, 3\]", q, q, q, attn_mask=torch.zeros(1, 1, 3, 3))
     call("expected attn_mask alone", q, q, q, attn_mask=torch.zeros(1, 1, 6, 6), is_causal=True)
     call("expected is_causal=True", q, q, q, window=2)
+    call("expected a number of keys, 1 or more, found 0", q, q, q, is_causal=True, window=0)
     call(r"of shape \[1, 6\], found \[1, 3\]", q, q, q, is_causal=True, documents=torch.zeros(1, 3))
     with pytest.raises(ValueError, match="that 2 ranks of the context divide, found 3"):
         sw.context.shard(torch.zeros(1, 3), mesh)

@@ -268,6 +268,8 @@ def _check(
             f"attention: expected queries, keys and values of the same tokens, found {query.shape[2]}, {key.shape[2]} "
             f"and {value.shape[2]} of them; cross-attention has no context parallelism"
         )
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected a number of keys, 1 or more, found {window}")
     if attn_mask is not None:
         if is_causal or window is not None or documents is not None:
             raise ValueError(
