@@ -250,7 +250,9 @@ def test_a_checkpoint_of_a_function_that_attends_is_refused(rank: int, world_siz
     for reentrant in (True, False):
         for way in ("attend", "place"):
             model = sw.context_parallel(Checkpointing(way, reentrant), mesh)
-            with pytest.raises(RuntimeError, match="expected checkpoints of modules, found one of a function"):
+            with pytest.raises(
+                RuntimeError, match="expected checkpoints of modules, found one of a function"
+            ):
                 model(x)
             with torch.no_grad():  # nothing runs again
                 model(x)

@@ -27,7 +27,10 @@ DIVIDED = [
 
 MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+    "llama4_text": {
+        "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 8,
+    },
+}  # fmt: skip
 REFUSED = {
     "mamba": "tokens see others, or their positions, outside of attention",
     "mamba2": "outside of attention",
@@ -35,6 +38,7 @@ REFUSED = {
     "bamba": "outside of attention",
     "nemotron_h": "outside of attention",
     "falcon": "AttentionInterface",
+    "llama4_text": r"chunked attention \(attention_chunk_size = 8\) is missing",
 }
 
 

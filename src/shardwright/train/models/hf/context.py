@@ -134,7 +134,13 @@ def _difference(config: Any, separates: bool) -> str:
     try:
         found = trials.logits_of(model, tokens, {"use_cache": False} | divided.arguments(tokens, documents))
         if not bool((found - wanted).abs().max() <= _ALIKE * wanted.abs().max()):
-            return "in a small model of its kind attention with masks made here gives other logits"
+            reason = "in a small model of its kind attention with masks made here gives other logits"
+            chunks = getattr(config.get_text_config(), "attention_chunk_size", None)
+            return (
+                f"{reason}: chunked attention (attention_chunk_size = {chunks}) is missing"
+                if chunks
+                else reason
+            )
         divided.mixes, half = False, tokens.shape[1] // 2
         arguments = divided.arguments(tokens, None)
         whole = trials.logits_of(model, tokens, {"use_cache": False} | arguments)[:, half:]
