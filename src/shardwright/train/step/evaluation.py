@@ -129,13 +129,15 @@ def _check_divided(trainer: Trainer, split: Split) -> None:
             whole = trainer.losses.of_tokens(batch).float().flatten()
         trainer.engine.free_gathered(trainer.model)
     if trainer.losses.has_loss:  # a sum
-        dist.all_reduce(own, group=split.group)
+        with noted("all-reduce of checked losses", split.group):
+            dist.all_reduce(own, group=split.group)
     else:
         whole = shard(whole, split, dim=0)
     rounding = 1e-5 if trainer.config.parallel.param_dtype == "float32" else 0.01
     differs = (own - whole).abs().max() > rounding * whole.abs().max()
     differs = differs.float()
-    dist.all_reduce(differs)
+    with noted("all-reduce of a check", None):
+        dist.all_reduce(differs)
     if differs.item():
         raise ExtensionError(
             f"{trainer.facts.in_words} has other losses where {split.ranks} ranks divide a sample than where one rank "
