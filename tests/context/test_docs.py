@@ -53,6 +53,7 @@ def examples() -> list[str]:
     return found
 
 
+@pytest.mark.extensive("imports transformers on every rank")
 @multirank(2)
 def test_examples_run(rank: int, world_size: int) -> None:
     torch.manual_seed(0)

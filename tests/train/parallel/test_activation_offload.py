@@ -115,7 +115,9 @@ def name_of(row: Any) -> str:
 ROWS = generate(AXES, excluded, 2)
 
 
-@pytest.mark.extensive("each pair of settings", but=("llama-none+blocks-*", "hybrid-full+inputs-*"))
+@pytest.mark.extensive(
+    "each pair of settings", but=("llama-none+blocks-none-ddp-*", "hybrid-full+inputs-none-shardwright-*")
+)
 @multirank(2)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_bits_are_those_of_the_job_without_offload(rank: int, world_size: int, row: dict[str, Any]) -> None:
