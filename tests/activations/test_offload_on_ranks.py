@@ -83,9 +83,7 @@ def check(row: dict[str, Any], rank: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True)), name
 
 
-@pytest.mark.extensive(
-    "each pair of settings", but=("none-blocks-arena-none-*", "full-inputs-*", "ops-inputs-*", "*-none-ddp-*")
-)
+@pytest.mark.extensive("each pair of settings", but=("none-inputs-*", "*-none-ddp-*"))
 @multirank(2)
 @pytest.mark.parametrize("row", generate(AXES, excluded, 2), ids=lambda row: "-".join(map(str, row.values())))
 def test_bits_are_those_of_the_run_without_offload(rank: int, world_size: int, row: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ ROWS = generate(AXES, excluded, 2)
 
 
 @pytest.mark.extensive(
-    "each pair of settings", but=("llama-none+blocks-none-ddp-*", "hybrid-full+inputs-none-shardwright-*")
+    "each pair of settings", but=("llama-full+inputs-none-*", "hybrid-layers+inputs-none-*")
 )
 @multirank(2)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
