@@ -13,7 +13,7 @@ import shardwright as sw
 from tests.engine.kit.models import Model
 
 IGNORED = -100
-#: Of a sample. A chunk of a quarter of two samples has enough rows for the kernel that all rows have.
+#: The length of a sample. A quarter of two samples has enough rows for the kernel that all rows have.
 LENGTH = 32
 
 

@@ -387,7 +387,7 @@ DEFECTS = [
     Defect(
         "activations",
         "a write to a saved tensor is not noticed",
-        "activations/offload.py",
+        "activations/saved_bytes.py",
         "any(t._version != version for t, version in self._aliases)",
         "False",
         ("activations/test_offload.py",),
@@ -395,7 +395,7 @@ DEFECTS = [
     Defect(
         "activations",
         "a storage that never comes keeps its buffer",
-        "activations/offload.py",
+        "activations/saved_bytes.py",
         "            self._pool.give_back(self.buffer)\n",
         "            pass\n",
         ("activations/test_offload.py",),

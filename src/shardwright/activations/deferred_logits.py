@@ -93,22 +93,24 @@ def _recorded(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             part = _made(result, func(record.hidden, *args[1:], **kwargs), record, record.steps)
             part.is_part = True
             return part
-    elif not any(isinstance(each, Tensor) for each in _values(func, args, kwargs)):
-        return _values(func, args, kwargs)[0]  # a number of dimensions, whether it is a float
+    elif (known := _without_values(func, args, kwargs)) is not None:
+        return known[0]
     raise TypeError(
         f"the model calls {name} with its logits, and a loss in chunks knows only casts, arithmetic with numbers, "
         "tanh, clamp, and slices of tokens. Compute the loss of whole logits, or leave this operation out"
     )
 
 
-def _values(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The result on a tensor without values. An empty tensor in place of an error."""
+def _without_values(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+    """The result of a function that needs no values, such as the number of dimensions. None: it needs them, or makes
+    tensors, and the caller refuses it."""
     try:
         with quick_attributes():
             result = func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return (torch.empty(0),)
-    return tuple(result) if type(result) in (tuple, list) else (result,)
+    except (RuntimeError, NotImplementedError, TypeError):  # torch's errors for a tensor on the meta device
+        return None
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return None if any(isinstance(each, Tensor) for each in parts) else (result,)
 
 
 def _cast(record: DeferredLogits, args: Any, kwargs: Any) -> DeferredLogits:

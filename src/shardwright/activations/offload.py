@@ -10,17 +10,15 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from shardwright._torch import (
     dispatches,
-    dtensor_of,
     foreach_copy_,
     hide_from_dynamo,
     kept_results,
@@ -31,6 +29,7 @@ from shardwright._torch import (
     tree_map,
 )
 from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
+from shardwright.activations.saved_bytes import SavedView, StoredBytes, extent
 from shardwright.comm.streams import streams_for
 from shardwright.engine.base.offload import Host
 from shardwright.memory import is_in_slab
@@ -38,7 +37,6 @@ from shardwright.memory import is_in_slab
 #: Smaller tensors stay on the device: a copy of 64 KiB takes as long as its start.
 SMALLEST = 64 << 10
 STORE, FETCH = "store", "fetch"  #: the side streams
-_ALIGNMENT = 512  #: bytes of a device's allocations. Kernels may depend on the alignment of their tensors.
 _OFFLOADED = "_shardwright_activation_offload"  #: set on a block
 
 hide_from_dynamo(lambda: [__file__])
@@ -230,7 +228,7 @@ class ActivationOffload:
                 self._let_go(copy.call)
         self._leaving.clear()
 
-    def in_copy(self, key: Key) -> _Storage | None:
+    def in_copy(self, key: Key) -> StoredBytes | None:
         """A storage that an earlier call has saved, and that the device still has."""
         for copy in self._leaving:
             ref = copy.call.saved.get(key) if copy.call is not None else None
@@ -267,7 +265,7 @@ class ActivationOffload:
             each.uses += 1
         self._copy_back([each for each in saved if each.memory is None])
 
-    def _copy_back(self, saved: list[_Storage]) -> None:
+    def _copy_back(self, saved: list[StoredBytes]) -> None:
         if not saved:
             return
         host = self._host
@@ -281,7 +279,7 @@ class ActivationOffload:
             each.mark = mark
         self._coming.append(_Copy(None, saved, mark, host.streams.capturing))
 
-    def wait_for(self, storage: _Storage) -> None:
+    def wait_for(self, storage: StoredBytes) -> None:
         """Let the computation wait until a storage is on the device."""
         assert self._host is not None
         if storage.memory is None:  # its memory was released before this use
@@ -342,12 +340,12 @@ class Call:
     ) -> None:
         self._offload = offload
         self.previous: weakref.ref[Call] = weakref.ref(previous) if previous is not None else _NO_CALL
-        self.saved: dict[Key, weakref.ref[_Storage]] = {}
+        self.saved: dict[Key, weakref.ref[StoredBytes]] = {}
         self.present = True
         self.policies: list[Any] = []  #: modes of selective checkpoints that have kept results
         self._device, self._weights, self._only = device, weights, only
 
-    def live(self) -> list[_Storage]:
+    def live(self) -> list[StoredBytes]:
         """The storages that somebody uses."""
         return [storage for ref in self.saved.values() if (storage := ref()) is not None]
 
@@ -359,11 +357,11 @@ class Call:
             return tensor
         storage = self._storage_of(local)
         storage.note(local)
-        return _View(storage, local, tensor)
+        return SavedView(storage, local, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor of a handle."""
-        if not isinstance(packed, _View):
+        if not isinstance(packed, SavedView):
             return packed  # type: ignore[no-any-return]
         storage = packed.storage
         if storage.was_changed():
@@ -387,7 +385,7 @@ class Call:
         if not isinstance(value, Tensor) or not hasattr(wrapper, "get_val"):
             return wrapper
         packed = self.pack(value)
-        return _KeptResult(self, packed) if isinstance(packed, _View) else wrapper
+        return _KeptResult(self, packed) if isinstance(packed, SavedView) else wrapper
 
     def _moves(self, tensor: Tensor) -> bool:
         if not _is_plain(tensor) or tensor.device != self._device or tensor.layout is not torch.strided:
@@ -400,8 +398,8 @@ class Call:
             return False
         return not is_in_slab(tensor)
 
-    def _storage_of(self, tensor: Tensor) -> _Storage:
-        start, nbytes = _extent(tensor)
+    def _storage_of(self, tensor: Tensor) -> StoredBytes:
+        start, nbytes = extent(tensor)
         if 2 * nbytes >= (whole := tensor.untyped_storage().nbytes()):
             start, nbytes = 0, whole
         key = storage_key(tensor), start, nbytes
@@ -410,7 +408,7 @@ class Call:
         if storage is None:
             storage = self._offload.in_copy(key)
             if storage is None:
-                storage = _Storage(tensor.untyped_storage(), start, nbytes)
+                storage = StoredBytes(tensor.untyped_storage(), start, nbytes)
             storage.uses += 1
             self.saved[key] = weakref.ref(storage)
         return storage
@@ -438,111 +436,15 @@ class _Copy(NamedTuple):
     """
 
     call: Call | None
-    storages: list[_Storage]
+    storages: list[StoredBytes]
     mark: Any
     captured: bool
-
-
-class _Storage:
-    """Bytes of a storage that autograd has saved: on the device, in a buffer of the host, or both.
-
-    Attributes:
-        memory: the storage on the device; None: only the host has the bytes.
-        start, nbytes: where they are in it.
-        buffer: the host's buffer.
-        mark: the mark after the last copy to the device.
-        uses: the number of calls for which they are on the device.
-    """
-
-    __slots__ = (
-        "__weakref__", "_aliases", "_changed", "_pool", "buffer", "device", "mark", "memory", "nbytes", "start", "uses",
-    )  # fmt: skip
-
-    def __init__(self, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        self.memory: torch.UntypedStorage | None = memory
-        self.device = memory.device
-        self.start, self.nbytes = start, nbytes
-        self.buffer: Tensor | None = None
-        self.mark: Any = None
-        self.uses = 0
-        self._pool: HostPool | None = None
-        self._aliases: list[tuple[Tensor, int]] = []
-        self._changed = False
-
-    def note(self, tensor: Tensor) -> None:
-        """Autograd has saved this view of it."""
-        self._aliases.append((tensor, tensor._version))
-
-    def was_changed(self) -> bool:
-        """Whether an operation has written to a saved view, while the device had it."""
-        self._changed = self._changed or any(t._version != version for t, version in self._aliases)
-        return self._changed
-
-    def keep_in(self, buffer: Tensor, pool: HostPool) -> None:
-        self.buffer, self._pool = buffer, pool
-
-    def make_memory(self) -> None:
-        """New memory of the device with undefined content and the old alignment, on the current stream."""
-        self.start %= _ALIGNMENT
-        self.memory = torch.empty(
-            self.start + self.nbytes, dtype=torch.uint8, device=self.device
-        ).untyped_storage()
-
-    def release_memory(self) -> None:
-        self.was_changed()
-        self._aliases.clear()
-        if self.buffer is not None:
-            self.memory = self.mark = None
-
-    def view(self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """A tensor over the device's memory, ``offset`` in bytes from the first byte that moves."""
-        assert self.memory is not None
-        elements = (self.start + offset) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=self.device).set_(self.memory, elements, size, stride)
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether the device has them. An engine may have freed its own memory, which it fills again for backward."""
-        return self.memory is not None and self.memory.nbytes() >= self.start + self.nbytes
-
-    @property
-    def device_bytes(self) -> Tensor:
-        return self.view(torch.uint8, 0, (self.nbytes,), (1,))
-
-    @property
-    def host_bytes(self) -> Tensor:
-        assert self.buffer is not None
-        return self.buffer[: self.nbytes]
-
-    def __del__(self) -> None:
-        if self.buffer is not None and self._pool is not None:
-            self._pool.give_back(self.buffer)
-
-
-class _View:
-    """A saved tensor: a view of a storage that moves."""
-
-    __slots__ = ("_as_saved", "_dtype", "_offset", "_stride", "size", "storage")
-
-    def __init__(self, storage: _Storage, tensor: Tensor, whole: Tensor) -> None:
-        self.storage = storage
-        self._dtype, self.size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
-        #: From the first byte that moves.
-        self._offset = int(tensor.storage_offset()) * tensor.element_size() - storage.start
-        self._as_saved: Callable[[Tensor], Tensor] | None = None
-        if isinstance(whole, DTensor):
-            mesh, placements, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
-            self._as_saved = lambda local: dtensor_of(local, mesh, placements, shape, stride)
-
-    def tensor(self) -> Tensor:
-        local = self.storage.view(self._dtype, self._offset, self.size, self._stride)
-        return local if self._as_saved is None else self._as_saved(local)
 
 
 class _KeptResult:
     """A result that a selective checkpoint keeps, in the place of torch's wrapper."""
 
-    def __init__(self, call: Call, view: _View) -> None:
+    def __init__(self, call: Call, view: SavedView) -> None:
         self._call, self._view = call, view
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
@@ -556,9 +458,3 @@ def _local_part(tensor: Tensor) -> Tensor:
 
 def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the number of bytes up to its last one."""
-    last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) * tensor.element_size(), (last + 1) * tensor.element_size()

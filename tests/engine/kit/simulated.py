@@ -63,7 +63,7 @@ class Case(NamedTuple):
     steps: str = "optimizer"  #: or "in backward"
     recompute: str = "none"  #: or "recomputed", or "reentrant"
     graphed: bool = False  #: forward and backward are a graph from the third step on
-    #: of the host: "none", "blocks", or what a checkpoint of `checkpoint_blocks` keeps of them: "full", "ops".
+    #: of the host: "none"; "blocks"; or, of recomputed blocks, what `checkpoint_blocks` keeps with "full" or "ops".
     activations: str = "none"
 
     @property

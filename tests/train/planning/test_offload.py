@@ -137,7 +137,7 @@ def test_muon_on_the_device_reads_the_host() -> None:
 # -- activations
 
 LAYERS = 6
-#: Of an example whose blocks have inputs of 4 x 256 tokens with 128 float32 numbers.
+#: The bytes of a block's input in the example: 4 x 256 tokens with 128 float32 numbers.
 INPUT = 4 * 256 * 128 * 4
 
 

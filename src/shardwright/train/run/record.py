@@ -64,7 +64,7 @@ class RunRecord:
 
 
 def _write(folder: RunFolder, content: dict[str, Any]) -> None:
-    """Write run.json. The status of a run is that of its last session."""
+    """Write run.json. Its status is copied from the last session."""
     content["status"] = content["sessions"][-1]["status"]
     write_json(folder.record_file, content)
 
