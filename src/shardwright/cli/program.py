@@ -25,6 +25,7 @@ from shardwright.cli import (
     layout,
     plan,
     relay,
+    report,
     train,
 )
 from shardwright.cli.command import Call
@@ -44,6 +45,7 @@ COMMANDS = {
     for module in (
         train,
         compare,
+        report,
         generate,
         export,
         convert,
