@@ -4,7 +4,7 @@ const ticks = (low, high, most) => {
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
   const found = [];
-  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + size * 1e-9; i += 1) found.push(i * size);
+  for (let i = Math.ceil(low / size - 1e-9) || 0; i * size <= high + size * 1e-9; i += 1) found.push(i * size + 0);
   return found;
 };
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "12 4", "1 2"];

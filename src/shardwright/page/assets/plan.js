@@ -68,12 +68,12 @@ const waterfall = (caption, losses, speed) => {
       background: loss.name === "peak" ? "var(--c2)" : loss.seconds < 0 ? "var(--c5)" : "var(--c1)",
     }));
     return [
-      el("div", {}, loss.text, bar), loss.setting ? el("code", {}, loss.setting) : loss.name === "peak" ? "the device" : "none",
-      `${loss.seconds < 0 ? "-" : ""}${inTime(Math.abs(loss.seconds))}`, percent(loss.seconds / sum),
+      el("div", {}, loss.text, bar), `${loss.seconds < 0 ? "-" : ""}${inTime(Math.abs(loss.seconds))}`, percent(loss.seconds / sum),
+      loss.setting ? el("code", {}, loss.setting) : loss.name === "peak" ? "the device" : "none",
       speed.tokens ? whole(speed.tokens / at) : "not known", speed.operations ? digits(speed.operations / at / 1e12) : "not known",
     ];
   }).filter(Boolean);
-  return table(caption, [["part of a step"], ["moved by"], ["time", true], ["share", true], ["tokens/s left", true], ["TFLOP/s left", true]], rows, { id: "waterfall" });
+  return table(caption, [["part of a step"], ["time", true], ["share", true], ["moved by"], ["tokens/s left", true], ["TFLOP/s left", true]], rows, { id: "waterfall" });
 };
 
 const speedSection = (plan) => {
@@ -94,6 +94,9 @@ const frontierSection = (plan) => {
   const front = [];
   for (const i of fitting) if (!front.length || grid.plans[i].reserved_bytes < grid.plans[front[front.length - 1]].reserved_bytes) front.push(i);
   const rateOf = (each) => each.tokens_per_second;
+  const most = Math.max(...grid.plans.map((each) => each.reserved_bytes));
+  const isFar = plan.room_bytes > 3 * most;
+  const isOff = grid.plans.some((each) => each.reserved_bytes > 2.12 * plan.room_bytes);
   const words = (each) => grid.dimensions.map((dimension, d) => `${dimension.name} ${dimension.values[each.at[d]]}`).join(", ") || "the job as it is";
   let at = (front.length ? grid.plans[front[0]] : grid.plans[order[0]]).at.slice();
   const found = () => grid.plans.findIndex((each) => each.at.every((value, d) => value === at[d]));
@@ -114,19 +117,20 @@ const frontierSection = (plan) => {
     const height = 330;
     const picture = svg("svg", { width, height, role: "img", "aria-label": "Planned settings: reserved memory across, tokens per second upwards. The table below has all of them." });
     const box = { left: 62, top: 24, width: width - 86, height: height - 66 };
-    const most = Math.max(...grid.plans.map((each) => each.reserved_bytes));
-    const high = Math.max(Math.min(most, 1.5 * plan.room_bytes), plan.room_bytes) * 1.05;
+    const high = Math.min(Math.max(most, isFar ? 0 : plan.room_bytes), 2 * plan.room_bytes) * 1.06;
     const [unit, size] = unitOf(high);
     const rates = grid.plans.map(rateOf);
     const [atX, atY] = axes(picture, box,
       { low: 0, high: high / size, title: `reserved memory of a device (${unit})`, words: digits },
       { low: 0, high: Math.max(...rates) * 1.08, title: "tokens/s on each device", words: whole });
     const x = (each) => atX(Math.min(each.reserved_bytes, high) / size);
-    picture.append(svg("line", { class: "limit", x1: atX(plan.room_bytes / size), x2: atX(plan.room_bytes / size), y1: box.top, y2: box.top + box.height }));
-    picture.append(svg("text", { x: atX(plan.room_bytes / size) - 5, y: box.top + box.height - 8, "text-anchor": "end" }, `room: ${inBytes(plan.room_bytes)}`));
+    if (!isFar) {
+      picture.append(svg("line", { class: "limit", x1: atX(plan.room_bytes / size), x2: atX(plan.room_bytes / size), y1: box.top, y2: box.top + box.height }));
+      picture.append(svg("text", { x: atX(plan.room_bytes / size) - 5, y: box.top + box.height - 8, "text-anchor": "end" }, `room: ${inBytes(plan.room_bytes)}`));
+    }
     const line = front.map((i, k) => {
       const each = grid.plans[i];
-      return k ? `H${x(each).toFixed(1)}V${atY(rateOf(each)).toFixed(1)}` : `M${x(each).toFixed(1)},${atY(rateOf(each)).toFixed(1)}`;
+      return k ? `V${atY(rateOf(each)).toFixed(1)}H${x(each).toFixed(1)}` : `M${x(each).toFixed(1)},${atY(rateOf(each)).toFixed(1)}`;
     });
     picture.append(svg("path", { d: line.join(""), fill: "none", stroke: "var(--c0)", "stroke-width": 1.5, "stroke-dasharray": "5 3" }));
     const chosen = found();
@@ -174,6 +178,8 @@ const frontierSection = (plan) => {
   const failed = grid.failed.length ? table("Settings whose plans failed", [["settings"], ["error"]], grid.failed.map((each) => [Object.entries(each.keys).map(([key, value]) => `--${key} ${value}`).join(" "), each.error])) : "";
   return section("Memory against speed",
     el("p", {}, `The search has made ${whole(grid.plans.length)} plans; ${whole(fitting.length)} of them fit. The dashed line joins those for which no other one is both faster and smaller. The step and the figures above are of ${grid.shown}.`),
+    isFar ? el("p", {}, `The room of the device, ${inBytes(plan.room_bytes)}, is far to the right of this picture.`) : "",
+    isOff ? el("p", {}, "Plans that need more than twice the room stand at the right edge.") : "",
     el("ul", { class: "legend" }, keyOf({ name: "fits", marks: true, color: "var(--c0)" }), keyOf({ name: "does not fit", marks: true, hollow: true, color: "var(--c1)" }), keyOf({ name: "frontier", color: "var(--c0)", dash: "5 3" })),
     plot, el("h3", {}, "Choose settings"), el("div", { class: "controls" }, sliders.map(({ label }) => label)), report, losses, all, failed);
 };

@@ -1,24 +1,24 @@
 // Runs: their figures over steps, what happened to them, their settings, their plan, and how they differ.
 const nameOf = (data, i) => (data.runs.length > 1 ? `${i + 1}. ${data.runs[i].name}` : data.runs[i].name);
 const curveOf = (data, i, key, more = {}) => ({
-  name: data.runs.length > 1 ? nameOf(data, i) : more.label || "run", color: colorOf(i), dash: DASHES[i % DASHES.length], points: data.runs[i].curves[key] || [], ...more.style,
+  name: data.runs.length > 1 ? nameOf(data, i) : more.label || "run", color: colorOf(i), dash: DASHES[i % DASHES.length], points: (data.runs[i].curves[key] || []).map(([x, y]) => [x, y / (more.size || 1)]), ...more.style,
   ...(data.runs.length > 1 && more.label ? { name: `${nameOf(data, i)}, ${more.label}` } : {}),
 });
 const STEP = "optimizer step";
+const moment = (time) => (time ? String(time).replace("T", " ").replace("+00:00", " UTC") : "");
 
 const chart = (data, title, keys, options) => {
   const series = [];
   data.runs.forEach((_, i) => keys.forEach(([key, label, style]) => {
-    const own = curveOf(data, i, key, { label, style });
+    const own = curveOf(data, i, key, { label, style, size: options.size });
     if (data.runs.length === 1 && keys.length > 1 && !style) Object.assign(own, { color: colorOf(keys.findIndex(([each]) => each === key)), dash: "" });
     series.push(own);
   }));
   return lineChart({ title, x: STEP, series, words: digits, legend: keys.length > 1, ...options });
 };
 
-const inTheUnit = (unit) => (value) => digits(value / 2 ** 30) + (unit ? " GiB" : "");
-
 const chartsOf = (data) => {
+  const [memoryUnit, memorySize] = unitOf(Math.max(...data.runs.flatMap((run) => (run.curves.memory_reserved || []).map(([, y]) => y)), 1));
   const keys = new Set(data.runs.flatMap((run) => Object.keys(run.curves)));
   const under = (prefix) => [...keys].filter((key) => key.startsWith(prefix)).sort();
   const only = (prefix, key) => key.slice(prefix.length);
@@ -31,7 +31,7 @@ const chartsOf = (data) => {
     }) : null,
     chart(data, "Throughput of all ranks", [["tokens_per_second", "tokens/s"]], { y: "tokens per second", zero: true }),
     chart(data, "Gradient norm before clipping", [["grad_norm", "norm over all ranks"]], { y: "norm", zero: true }),
-    chart(data, "Memory of rank 0", [["memory_active", data.runs[0].on_gpu ? "tensors, peak of the step" : "process now"], ["memory_reserved", data.runs[0].on_gpu ? "held by PyTorch's allocator" : "process, peak so far", { dash: "2 3" }]], { y: "memory (GiB)", zero: true, words: inTheUnit(true), axis: inTheUnit(false) }),
+    chart(data, "Memory of rank 0", [["memory_active", data.runs[0].on_gpu ? "tensors, peak of the step" : "process now"], ["memory_reserved", data.runs[0].on_gpu ? "held by PyTorch's allocator" : "process, peak so far", { dash: "2 3" }]], { y: `memory (${memoryUnit})`, zero: true, size: memorySize, words: (value) => `${digits(value)} ${memoryUnit}`, axis: digits }),
     chart(data, "Learning rate", [["lr", "rate"]], { y: "learning rate", zero: true }),
   ];
   const norms = under("norms/");
@@ -79,7 +79,7 @@ const resultsSection = (data) => {
     ["parameters", (run) => whole(run.parameters)],
   ];
   if (data.runs.length > 1) rows.push([`largest difference of the loss from ${nameOf(data, 0)}`, (run, i) => (i ? (isNumber(run.largest_difference) ? (run.largest_difference ? `${digits(100 * run.largest_difference)}%, at step ${whole(run.largest_at)}` : "equal at every step") : "no step in common") : "-")]);
-  return table(data.runs.length > 1 ? "Results of the runs" : "Results", [["figure"], ...data.runs.map((_, i) => [nameOf(data, i), true])], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
+  return table("Figures of the whole run", [["figure"], ...data.runs.map((_, i) => [nameOf(data, i), true])], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
 };
 
 const planRows = (run) => {
@@ -105,13 +105,13 @@ const planSection = (data) => section("Plan beside reality", data.runs.map((run,
   : el("p", {}, `${nameOf(data, i)}: no plan was made beside this run. On GPUs run.plan makes one; on the CPU run.plan_device names the device to plan for.`))));
 
 const incidentsSection = (data) => section("What happened", data.runs.map((run, i) => (run.incidents.length
-  ? table(`${nameOf(data, i)}: faults, restarts and steps that were left out`, [["step"], ["what"], ["description"], ["time"]], run.incidents.map((each) => [isNumber(each.step) ? whole(each.step) : "-", each.what, each.text, each.time || "-"]))
+  ? table(`${nameOf(data, i)}: faults, restarts and steps that were left out`, [["step"], ["what"], ["description"], ["time"]], run.incidents.map((each) => [isNumber(each.step) ? whole(each.step) : "-", each.what, each.text, moment(each.time) || "-"]))
   : el("p", {}, `${nameOf(data, i)}: no fault, no restart, and no step was left out.`))));
 
 const sessionsSection = (data) => section("Environment", data.runs.map((run, i) => el("div", {},
   run.sessions.length ? table(`${nameOf(data, i)}: sessions, each from a start or a resume to its end`, [["start"], ["steps"], ["end"], ["ranks", true], ["device"], ["engine"], ["dtypes"], ["versions"]],
     run.sessions.map((each) => [
-      each.start || "not known", `${whole(each.from_step)} to ${isNumber(each.to_step) ? whole(each.to_step) : "?"}`, `${each.status || "not known"}${each.end ? `, ${each.end}` : ""}`, whole(each.ranks),
+      moment(each.start) || "not known", `${whole(each.from_step)} to ${isNumber(each.to_step) ? whole(each.to_step) : "?"}`, `${each.status || "not known"}${each.end ? `, ${moment(each.end)}` : ""}`, whole(each.ranks),
       `${each.device_name || each.device || "not known"}, ${whole(each.threads)} threads`, [each.engine, each.strategy, each.layout, each.memory].filter(Boolean).join(", "),
       `${each.param_dtype || "?"}, reduced in ${each.reduce_dtype || "?"}`, Object.entries(each.versions || {}).map(([name, version]) => `${name} ${version}`).join(", "),
     ])) : el("p", {}, `${nameOf(data, i)}: run.json has no sessions.`),
@@ -136,9 +136,9 @@ const runsPage = (data) => {
     single ? el("p", { class: "soft" }, run.folder) : el("ul", {}, data.runs.map((each, i) => el("li", {}, `${nameOf(data, i)}: ${each.folder}`))),
     ...data.runs.flatMap((each, i) => each.notices.map((text) => el("p", { class: "notice" }, single ? text : `${nameOf(data, i)}: ${text}`))),
     single ? figures([
-      ["status", el("span", { class: tone }, run.status || "not known"), run.end || ""], ["steps", whole(run.steps), ""],
+      ["status", el("span", { class: tone }, run.status || "not known"), moment(run.end)], ["steps", whole(run.steps), ""],
       ["training loss", digits(run.results.train_loss, 4), "nats per token, last step"], ["validation loss", isNumber(run.results.validation_loss) ? digits(run.results.validation_loss, 4) : "none", "nats per token, last"],
-      ["throughput", `${whole(run.results.tokens_per_second)} tokens/s`, "all ranks, median"], ["peak memory", inBytes(run.results.peak_memory), "rank with most"],
+      ["throughput", whole(run.results.tokens_per_second), "tokens/s of all ranks, median"], ["peak memory", inBytes(run.results.peak_memory), "rank with most"],
     ]) : "",
     section("Results", resultsSection(data)),
     section("Figures over steps", data.runs.some((each) => Object.keys(each.curves).length) ? chartsOf(data) : el("p", {}, "No step is recorded."),

@@ -72,10 +72,10 @@ const tensorTable = (caption, rows, more, id) => {
   const cells = shown.map((row) => {
     const [operation, shape] = splitWhat(row.what);
     const group = el("span", {}, swatch(`var(--g${Object.keys(GROUP_WORDS).indexOf(row.group)})`), row.group);
-    return [group, row.unit || "outside of all modules", operation || "-", shape || "not known", row.line || "-", row.count > 1 ? whole(row.count) : "1", inBytes(row.bytes)];
+    return [group, inBytes(row.bytes), whole(row.count || 1), row.unit || "outside of all modules", operation || "-", shape || "not recorded", row.line || "-"];
   });
-  if (rest.length) cells.push([`${whole(rest.length)} smaller ones`, "", "", "", "", "", inBytes(rest.reduce((sum, row) => sum + row.bytes, 0))]);
-  return table(caption, [["owner"], ["unit or parameter"], ["operation"], ["dtype and shape"], ["line"], ["blocks", true], ["bytes", true]], cells, { id });
+  if (rest.length) cells.push([`${whole(rest.length)} smaller ones`, inBytes(rest.reduce((sum, row) => sum + row.bytes, 0)), "", "", "", "", ""]);
+  return table(caption, [["owner"], ["size", true], ["blocks", true], ["unit or parameter"], ["operation"], ["dtype and shape"], ["line"]], cells, { id });
 };
 
 const spansOf = (stream) => {
@@ -188,7 +188,7 @@ const stepSection = (plan) => {
     }
     if (room) {
       picture.append(svg("line", { class: "limit", x1: box.left, x2: box.left + box.width, y1: toY(room), y2: toY(room) }));
-      picture.append(svg("text", { x: box.left + box.width, y: toY(room) - 5, "text-anchor": "end" }, `room for PyTorch's allocator: ${inBytes(room)}`));
+      picture.append(svg("text", { x: box.left + box.width, y: toY(room) + 15, "text-anchor": "end" }, `room for PyTorch's allocator: ${inBytes(room)}`));
     }
     phases.forEach(([name, start], i) => {
       const end = i + 1 < phases.length ? phases[i + 1][1] : step.length;
