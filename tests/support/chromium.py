@@ -54,7 +54,11 @@ class Browser:
         """Open a file, with a window of this size, and wait until it is drawn."""
         self.errors.clear()
         self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
@@ -126,7 +130,15 @@ class Browser:
 
 
 def _code(key: str) -> dict[str, int]:
-    codes = {"End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
+    codes = {
+        "End": 35,
+        "Home": 36,
+        "ArrowLeft": 37,
+        "ArrowUp": 38,
+        "ArrowRight": 39,
+        "ArrowDown": 40,
+        "Tab": 9,
+    }
     return {"windowsVirtualKeyCode": codes[key]} if key in codes else {}
 
 

@@ -7,11 +7,11 @@ here knows how it is drawn.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwright.planner.devices import Figures
-from shardwright.planner.program import Alloc, Free, Kernel, Peak, Phase, Program
+from shardwright.planner.program import OPTIMIZER, Alloc, Free, Kernel, Peak, Phase, Program
 from shardwright.planner.rates import Rates
 from shardwright.planner.timeline import Recording, Span, Step, record
 from shardwright.planner.work import Work
@@ -58,9 +58,7 @@ def step_picture(program: Program, figures: Figures | None, ranks: int, most: in
     picture = {
         "unit_seconds": unit if recording.spans else None,
         "length": PARTS,
-        "phases": [
-            [event.name, round(at / unit)] for event, at in recording.moments if isinstance(event, Phase)
-        ],
+        "phases": [[name, round(at / unit)] for name, at in _phases(recording)],
         **_memory(program, program.live(first), recording, unit, most),
     }
     if step is not None:
@@ -79,6 +77,14 @@ def _recorded(
         memory = (each for each in program.events[first:stop] if isinstance(each, (Alloc, Free, Phase)))
         return None, Recording([], [(each, float(number)) for number, each in enumerate(memory)])
     return step, record(step, Rates.of(figures, ranks))
+
+
+def _phases(recording: Recording) -> Iterator[tuple[str, float]]:
+    """Names of phases and their begins. A program calls all that follows backward forward, also clipping."""
+    phases = [(event.name, at) for event, at in recording.moments if isinstance(event, Phase)]
+    following = [name for name, _ in phases[1:]] + [""]
+    for (name, at), after in zip(phases, following, strict=True):
+        yield f"before the {OPTIMIZER}" if (name, after) == ("forward", OPTIMIZER) else name, at
 
 
 def _memory(

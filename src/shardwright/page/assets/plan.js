@@ -161,7 +161,7 @@ const frontierSection = (plan) => {
       report.replaceChildren(figures([
         ["these settings", el("span", { class: each.fits ? "good" : "bad" }, each.fits ? "fit" : "do not fit"), i === front[0] ? "the fastest that fit" : each.is_job ? "the job as it is" : ""],
         ["reserved memory", inBytes(each.reserved_bytes), `of ${inBytes(plan.room_bytes)}`],
-        ["tokens/s on each device", whole(rateOf(each)), best && each !== best ? `${percent(rateOf(each) / rateOf(best) - 1)} beside the fastest` : ""],
+        ["tokens/s on each device", whole(rateOf(each)), best && each !== best ? `${rateOf(each) > rateOf(best) ? "+" : ""}${percent(rateOf(each) / rateOf(best) - 1)} beside the fastest that fit` : ""],
         ["time of a step", inTime(each.step_seconds), ""],
       ]), el("p", {}, "Keys: ", el("code", {}, Object.entries(each.keys).map(([key, value]) => `--${key} ${value}`).join(" ") || "the job as it is")));
       losses.replaceChildren(waterfall("Where the time of a step goes with these settings", each.losses, { tokens: each.tokens_per_second * each.step_seconds, operations: plan.model_flops }));

@@ -195,7 +195,7 @@ const stepSection = (plan) => {
       if (end <= a || start >= b) return;
       const [x1, x2] = [toX(start), toX(end)];
       picture.append(svg("line", { class: "axis", x1, x2: x1, y1: box.top - 20, y2: below + streams.length * lane }));
-      const short = name === "after the optimizer" ? "after" : name;
+      const short = name.replace(" the optimizer", "");
       if (x2 - x1 > short.length * 7 + 6) picture.append(svg("text", { x: x1 + 4, y: box.top - 8 }, short));
     });
     streams.forEach(({ name, spans }, i) => {
