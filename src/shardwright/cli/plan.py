@@ -54,7 +54,7 @@ def _plan(call: Call) -> int:
         refuse(PLANNED, each())  # mistakes are reported before PyTorch is imported
     html = None if options.html is None else Path(options.html)
     if html is not None:
-        from shardwright.train.commands.html_file import check_place
+        from shardwright.train.commands.pages.html_file import check_place
 
         if len(jobs) > 1:
             raise UserError("plan: expected one job with --html, found two")

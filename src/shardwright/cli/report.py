@@ -9,7 +9,7 @@ from shardwright.cli.parsing import Parser
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.commands.report import report
+    from shardwright.train.commands.pages.report import report
 
     html = call.options.html
     return report([Path(run) for run in call.options.runs], None if html is None else Path(html))

@@ -116,6 +116,11 @@ class Step:
     events: list[_Event]
 
     @property
+    def queued(self) -> list[_Queued]:
+        """Its kernels, in the order in which the host queues them."""
+        return [each for each in self.events if isinstance(each, _Queued)]
+
+    @property
     def offloads(self) -> bool:
         """Whether the host of a device computes, or copies run between both."""
         return any(kernel.stream == HOST or work.kind == "copies" for kernel, work in self.kernels)

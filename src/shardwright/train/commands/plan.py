@@ -20,7 +20,7 @@ from shardwright.planner.program import Program
 from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.text import as_json
 from shardwright.planner.verdict import Verdict, in_gib, judge
-from shardwright.train.commands.html_file import write_page
+from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
 from shardwright.train.config.dims import ParallelDims

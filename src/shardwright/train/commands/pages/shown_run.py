@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.forecast import plan_file
@@ -148,7 +148,7 @@ class ShownRun:
         }
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -211,7 +211,10 @@ def _settings(file: Path, notices: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _in_words(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """Texts without quotes, and true and false as TOML writes them."""
+    if isinstance(value, str):
+        return value or '""'
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _json(file: Path, notices: list[str]) -> dict[str, Any]:
@@ -280,7 +283,7 @@ def _incidents(
         yield incident(None, "hang", f"the report is {report}")
 
 
-def _is_range(value: object) -> bool:
+def _is_range(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and [type(each) for each in value] == [int, int]
 
 

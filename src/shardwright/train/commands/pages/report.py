@@ -8,8 +8,8 @@ from typing import Any
 
 from shardwright.page.curves import thinned
 from shardwright.page.document import LIMIT, document
-from shardwright.train.commands.html_file import check_place, write_page
-from shardwright.train.commands.shown_run import Curve, ShownRun, read_shown_run
+from shardwright.train.commands.pages.html_file import check_place, write_page
+from shardwright.train.commands.pages.shown_run import Curve, ShownRun, read_shown_run
 
 FILE = "report.html"  #: in the folder of the first run
 MOST = 1_000  #: points of a curve
