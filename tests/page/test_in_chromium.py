@@ -172,3 +172,12 @@ def test_hostile_names_are_shown_as_text(browser: chromium.Browser, tmp_path: Pa
         assert HOSTILE in text_of(browser, "main")
         assert browser.evaluate("document.querySelectorAll('img').length") == 0
         assert browser.evaluate("document.scripts.length") == 2
+
+
+def test_data_of_an_unexpected_kind_leave_the_other_parts(browser: chromium.Browser, tmp_path: Path) -> None:
+    file = runs_file(tmp_path, "one")
+    file.write_text(file.read_text().replace('"step_seconds":[1,2,3]', '"step_seconds":3'))
+    browser.open(file, 390)
+    check(browser)
+    assert "could not be drawn" in text_of(browser, ".notice:last-of-type") + text_of(browser, "main")
+    assert browser.evaluate("document.querySelectorAll('section').length") >= 5

@@ -53,7 +53,7 @@ const lineChart = (options) => {
   let [first, last] = [xs[0], xs[xs.length - 1]];
   if (first === last) { first -= 1; last += 1; }
   const x = { low: first, high: last, title: options.x, words: whole, whole: true };
-  const readout = el("div", { class: "readout", "aria-live": "polite" }, `Steps ${whole(xs[0])} to ${whole(xs[xs.length - 1])}. Click, or use the arrow keys, to read values.`);
+  const readout = el("div", { class: "readout" }, `Steps ${whole(xs[0])} to ${whole(xs[xs.length - 1])}. Click, or use the arrow keys, to read values.`);
   const plot = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${options.title}: cursor over steps`, "aria-valuemin": xs[0], "aria-valuemax": xs[xs.length - 1], "aria-valuenow": xs[0], "aria-valuetext": "no step chosen" });
   const maps = series.map((each) => new Map(each.points));
   let chosen = -1;

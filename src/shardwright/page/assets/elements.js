@@ -56,7 +56,13 @@ const table = (caption, columns, rows, options = {}) => {
     el("tr", { class: options.chosen && options.chosen(i) ? "chosen" : null },
       cells.map((cell, k) => el(k ? "td" : "th", { scope: k ? null : "row", class: columns[k][1] ? "number" : "wrap" }, cell))));
   const made = el("table", { id: options.id }, el("caption", {}, caption), el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, made);
+  const around = el("div", { class: "scroll", role: "region", "aria-label": caption }, made);
+  // Keys scroll what has the focus, so a table takes it where it is wider than the page.
+  new ResizeObserver(() => {
+    if (around.scrollWidth > around.clientWidth) around.setAttribute("tabindex", 0);
+    else around.removeAttribute("tabindex");
+  }).observe(around);
+  return around;
 };
 const figures = (pairs) =>
   el("dl", { class: "figures" }, pairs.map(([name, value, more]) =>
@@ -67,6 +73,14 @@ const section = (title, ...children) => {
 };
 const details = (summary, ...children) => el("details", {}, el("summary", {}, summary), ...children);
 const swatch = (color) => styled(el("span", { class: "swatch", "aria-hidden": "true" }), { background: color });
+// A part of the page, or, if its data are of an unexpected kind, a statement in its place.
+const attempt = (draw) => {
+  try {
+    return draw();
+  } catch (error) {
+    return el("p", { class: "notice" }, `A part of this page could not be drawn from its data: ${error.message}`);
+  }
+};
 const soft = (...children) => el("p", { class: "soft small" }, ...children);
 
 // Draw again whenever the width of an element changes. draw(width) returns the new content.

@@ -188,7 +188,7 @@ const planPage = (data) => {
   const plan = data.plan;
   return [
     el("h1", {}, data.title), el("p", {}, data.head.join(" · ")),
-    verdictSection(plan), memorySection(plan), stepSection(plan), speedSection(plan),
-    plan.grid ? frontierSection(plan) : "",
+    ...[verdictSection, memorySection, stepSection, speedSection].map((draw) => attempt(() => draw(plan))),
+    plan.grid ? attempt(() => frontierSection(plan)) : "",
   ];
 };

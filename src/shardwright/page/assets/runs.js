@@ -1,7 +1,7 @@
 // Runs: their figures over steps, what happened to them, their settings, their plan, and how they differ.
 const nameOf = (data, i) => (data.runs.length > 1 ? `${i + 1}. ${data.runs[i].name}` : data.runs[i].name);
 const curveOf = (data, i, key, more = {}) => ({
-  name: data.runs.length > 1 ? nameOf(data, i) : more.label || "run", color: colorOf(i), dash: DASHES[i % DASHES.length], points: (data.runs[i].curves[key] || []).map(([x, y]) => [x, y / (more.size || 1)]), ...more.style,
+  name: data.runs.length > 1 ? nameOf(data, i) : more.label || "run", color: colorOf(i), dash: DASHES[(i + Math.floor(i / 7)) % 7], points: (data.runs[i].curves[key] || []).map(([x, y]) => [x, y / (more.size || 1)]), ...more.style,
   ...(data.runs.length > 1 && more.label ? { name: `${nameOf(data, i)}, ${more.label}` } : {}),
 });
 const STEP = "optimizer step";
@@ -11,7 +11,10 @@ const chart = (data, title, keys, options) => {
   const series = [];
   data.runs.forEach((_, i) => keys.forEach(([key, label, style]) => {
     const own = curveOf(data, i, key, { label, style, size: options.size });
-    if (data.runs.length === 1 && keys.length > 1 && !style) Object.assign(own, { color: colorOf(keys.findIndex(([each]) => each === key)), dash: "" });
+    if (data.runs.length === 1 && keys.length > 1 && !style) {
+      const k = keys.findIndex(([each]) => each === key);
+      Object.assign(own, { color: colorOf(k), dash: DASHES[Math.floor(k / 7) % 7] });
+    }
     series.push(own);
   }));
   return lineChart({ title, x: STEP, series, words: digits, legend: keys.length > 1, ...options });
@@ -34,9 +37,14 @@ const chartsOf = (data) => {
     chart(data, "Memory of rank 0", [["memory_active", data.runs[0].on_gpu ? "tensors, peak of the step" : "process now"], ["memory_reserved", data.runs[0].on_gpu ? "held by PyTorch's allocator" : "process, peak so far", { dash: "2 3" }]], { y: `memory (${memoryUnit})`, zero: true, size: memorySize, words: (value) => `${digits(value)} ${memoryUnit}`, axis: digits }),
     chart(data, "Learning rate", [["lr", "rate"]], { y: "learning rate", zero: true }),
   ];
-  const norms = under("norms/");
-  const shown = norms.slice(0, 12);
-  if (norms.length) made.push(chart(data, "Gradient norm by unit", shown.map((key) => [key, only("norms/", key)]), { y: "norm", zero: true, note: norms.length > 12 ? `The first 12 of ${norms.length} units.` : "" }));
+  // Other objects of numbers, such as the parts of a step or norms by unit: a chart for each, of one run.
+  const others = [...new Set([...keys].filter((key) => key.includes("/")).map((key) => key.slice(0, key.indexOf("/"))))];
+  for (const name of others.filter((each) => !["extra_losses", "metrics", "validation_metrics"].includes(each))) {
+    const own = under(`${name}/`);
+    const titles = { parts: ["Parts of a step", "seconds"], grad_norms: ["Gradient norm by unit", "norm"], norms: ["Gradient norm by unit", "norm"] };
+    const [title, y] = titles[name] || [name.replaceAll("_", " "), "value"];
+    if (data.runs.length === 1) made.push(chart(data, title, own.slice(0, 12).map((key) => [key, only(`${name}/`, key)]), { y, zero: true, note: own.length > 12 ? `The first 12 of ${own.length}.` : "" }));
+  }
   for (const prefix of ["extra_losses/", "metrics/", "validation_metrics/"]) {
     for (const key of under(prefix)) made.push(chart(data, only(prefix, key) + { "extra_losses/": " (further loss)", "metrics/": " (metric of steps)", "validation_metrics/": " (metric of validations)" }[prefix], [[key, only(prefix, key), prefix === "validation_metrics/" ? { marks: true } : undefined]], { y: "value" }));
   }
@@ -140,12 +148,12 @@ const runsPage = (data) => {
       ["training loss", digits(run.results.train_loss, 4), "nats per token, last step"], ["validation loss", isNumber(run.results.validation_loss) ? digits(run.results.validation_loss, 4) : "none", "nats per token, last"],
       ["throughput", whole(run.results.tokens_per_second), "tokens/s of all ranks, median"], ["peak memory", inBytes(run.results.peak_memory), "rank with most"],
     ]) : "",
-    section("Results", resultsSection(data)),
-    section("Figures over steps", data.runs.some((each) => Object.keys(each.curves).length) ? chartsOf(data) : el("p", {}, "No step is recorded."),
+    attempt(() => section("Results", resultsSection(data))),
+    attempt(() => section("Figures over steps", data.runs.some((each) => Object.keys(each.curves).length) ? chartsOf(data) : el("p", {}, "No step is recorded."),
       data.thinned ? soft(`Curves are thinned to at most ${whole(data.thinned)} points. Each part of a curve keeps its least and its largest value.`) : "",
       data.runs.map((each, i) => (each.table.length ? details(`${nameOf(data, i)}: figures as a table, ${whole(each.table.length)} of ${whole(each.steps)} steps`,
         table(`${nameOf(data, i)}: figures of steps`, [["step"], ["loss", true], ["validation", true], ["norm", true], ["tokens/s", true], ["time", true], ["memory", true]],
-          each.table.map((row) => [whole(row[0]), digits(row[1], 4), row[2] === null ? "-" : digits(row[2], 4), row[3] === null ? "-" : digits(row[3]), whole(row[4]), inTime(row[5]), inBytes(row[6])]))) : ""))),
-    splitSection(data), incidentsSection(data), planSection(data), settingsSection(data), sessionsSection(data),
+          each.table.map((row) => [whole(row[0]), digits(row[1], 4), row[2] === null ? "-" : digits(row[2], 4), row[3] === null ? "-" : digits(row[3]), whole(row[4]), inTime(row[5]), inBytes(row[6])]))) : "")))),
+    ...[splitSection, incidentsSection, planSection, settingsSection, sessionsSection].map((draw) => attempt(() => draw(data))),
   ];
 };

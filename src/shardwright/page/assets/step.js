@@ -109,7 +109,7 @@ const stepSection = (plan) => {
   let columns = [];
 
   const plot = el("div", { class: "plot", id: "step", tabindex: 0, role: "slider", "aria-label": "moment of the step", "aria-valuemin": 0, "aria-valuemax": made.count - 1, "aria-describedby": "step-keys" });
-  const readout = el("p", { class: "readout", id: "moment", "aria-live": "polite" });
+  const readout = el("p", { class: "readout", id: "moment" });
   const owners = el("div", {});
   const tensors = el("div", {});
   let cursor = null;

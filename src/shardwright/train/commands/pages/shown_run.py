@@ -24,7 +24,8 @@ CURVES = (
     "loss", "validation_loss", "tokens_per_second", "seconds", "data_seconds", "grad_norm", "lr", "memory_active",
     "memory_reserved", "mfu",
 )  # fmt: skip
-NORMS = "norms"  #: an object of norms by unit, in runs that record it
+PARTS = "parts"  #: an object with the seconds of the parts of a step, in runs that record it
+ABSENT = {"validation_loss": None, "data_seconds": 0.0}  #: keys that lines of older runs lack
 TABLE = ("step", "loss", "validation_loss", "grad_norm", "tokens_per_second", "seconds", "memory_reserved")
 ROWS = 50  #: of the table of steps
 SHOWN = 5  #: damaged lines that are named
@@ -101,23 +102,23 @@ class ShownRun:
             return memory
         if memory["peak_memory"] is None:  # a run that did not end has no figure of all ranks
             memory["peak_memory"] = max(record["memory_reserved"] for record in self.steps)
-        return {**plots.results(self.steps, self.sessions or [{"from_step": 0}]), **memory}
+        return {**plots.results(self.steps, self._timed_sessions), **memory}
+
+    @property
+    def _timed_sessions(self) -> Sequence[Mapping[str, Any]]:
+        return self.sessions or [{"from_step": 0}]
 
     def split(self) -> dict[str, float]:
-        """Mean seconds of the parts of a timed step. What no part has is the last one."""
+        """Mean seconds of the parts of a timed step; without recorded parts the wait for data, and the rest."""
         if not self.steps:
             return {}
-        timed = plots.timed_steps(self.steps, self.sessions or [{"from_step": 0}])
-        names = [key for key, value in timed[-1].items() if key.endswith("_seconds") and _is_number(value)]
-        parts = {
-            name.removesuffix("_seconds").replace("_", " "): fmean(
-                record[name] for record in timed if _is_number(record.get(name))
-            )
-            for name in names
-        }
-        whole = fmean(record["seconds"] for record in timed)
-        rest = "the rest" if len(parts) > 1 else "forward, backward, collectives and optimizer"
-        return {**parts, rest: max(0.0, whole - sum(parts.values()))}
+        timed = plots.timed_steps(self.steps, self._timed_sessions)
+        recorded = [record[PARTS] for record in timed if record.get(PARTS)]
+        if recorded:
+            names = [name for name, value in recorded[-1].items() if _is_number(value)]
+            return {name: fmean(each.get(name) or 0.0 for each in recorded) for name in names}
+        whole, data = (fmean(record[name] for record in timed) for name in ("seconds", "data_seconds"))
+        return {"data": data, "forward, backward, collectives and optimizer": max(0.0, whole - data)}
 
     def values(self) -> dict[str, Any]:
         """All but its curves."""
@@ -153,13 +154,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key in CURVES:
-        if _is_number(value := record.get(key)):
+    for key, value in record.items():
+        if key in CURVES and _is_number(value):
             yield key, value
-    for key in (*jsonl.MAPPINGS, NORMS):
-        values = record.get(key)
-        if isinstance(values, dict):
-            yield from ((f"{key}/{name}", value) for name, value in values.items() if _is_number(value))
+        elif isinstance(value, dict):
+            yield from ((f"{key}/{name}", each) for name, each in value.items() if _is_number(each))
 
 
 def read_shown_run(path: Path) -> ShownRun:
@@ -178,7 +177,8 @@ def read_shown_run(path: Path) -> ShownRun:
         run.notices.append(str(error))
     events: list[dict[str, Any]] = []
     try:
-        run.steps, events, errors = jsonl.read_what_is_whole(folder.metrics_file)
+        steps, events, errors = jsonl.read_what_is_whole(folder.metrics_file)
+        run.steps = [{**ABSENT, **record} for record in steps]
         run.notices += errors[:SHOWN]
         if more := len(errors) - SHOWN:
             run.notices += (
