@@ -71,7 +71,7 @@ def test_its_spans_are_those_of_the_replay() -> None:
     picture = step_picture(program, H100.figures, 8)
     seconds = replay(Step.of(program), rates).seconds
     assert picture["unit_seconds"] * PARTS == pytest.approx(seconds)
-    assert [each["name"] for each in picture["streams"]] == ["gather", "compute"]
+    assert [each["name"] for each in picture["streams"]] == ["compute", "gather"]
     for stream in picture["streams"]:
         own = [each for each in spans if each.stream == stream["name"]]
         ends = [*itertools.accumulate(g + n for g, n in zip(stream["gaps"], stream["lengths"], strict=True))]

@@ -13,7 +13,7 @@ from typing import Any
 from shardwright.planner.devices import Figures
 from shardwright.planner.program import OPTIMIZER, Alloc, Free, Kernel, Peak, Phase, Program
 from shardwright.planner.rates import Rates
-from shardwright.planner.timeline import Recording, Span, Step, record
+from shardwright.planner.timeline import COMPUTE, Recording, Span, Step, record
 from shardwright.planner.work import Work
 
 PARTS = 1_000_000  #: units of time in a step
@@ -58,6 +58,7 @@ def step_picture(program: Program, figures: Figures | None, ranks: int, most: in
     picture = {
         "unit_seconds": unit if recording.spans else None,
         "length": PARTS,
+        "has_graph": program.has_graph,
         "phases": [[name, round(at / unit)] for name, at in _phases(recording)],
         **_memory(program, program.live(first), recording, unit, most),
     }
@@ -162,12 +163,12 @@ def _streams(
 ) -> dict[str, Any]:
     """The kernels of each stream. ``kernels``: a name and the kind of work. Of each stream for every span the kernel,
     the units since the span before, and those that it takes. A negative kernel -1 - k is several, the longest k."""
-    by_stream: dict[str, list[Span]] = {}
+    by_stream: dict[str, list[Span]] = {COMPUTE: []}
     for span in spans:
         by_stream.setdefault(span.stream, []).append(span)
     names = _Table()
     streams = []
-    for name, own in by_stream.items():
+    for name, own in ((name, own) for name, own in by_stream.items() if own):
         share = max(1, most * len(own) // len(spans))
         shown = _joined(own, unit, share)
         gaps, lengths, numbers, last = [], [], [], 0

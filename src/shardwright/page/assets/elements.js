@@ -27,6 +27,7 @@ const digits = (value, count = 3) => {
   return value.toLocaleString("en-US", { maximumFractionDigits: behind });
 };
 const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : "not known");
+const inNats = (value) => (isNumber(value) ? value.toFixed(4) : "not known");
 const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(1)}%` : "not known");
 const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
 const unitOf = (value) => UNITS.find(([, size]) => Math.abs(value) >= size) || ["B", 1];
@@ -55,7 +56,7 @@ const table = (caption, columns, rows, options = {}) => {
   const body = rows.map((cells, i) =>
     el("tr", { class: options.chosen && options.chosen(i) ? "chosen" : null },
       cells.map((cell, k) => el(k ? "td" : "th", { scope: k ? null : "row", class: columns[k][1] ? "number" : "wrap" }, cell))));
-  const made = el("table", { id: options.id }, el("caption", {}, caption), el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
+  const made = el("table", { id: options.id }, el("caption", {}, el("span", {}, caption)), el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
   const around = el("div", { class: "scroll", role: "region", "aria-label": caption }, made);
   // Keys scroll what has the focus, so a table takes it where it is wider than the page.
   new ResizeObserver(() => {
@@ -81,6 +82,8 @@ const attempt = (draw) => {
     return el("p", { class: "notice" }, `A part of this page could not be drawn from its data: ${error.message}`);
   }
 };
+// Keys of the configuration as options. A line may end between two of them, and not inside one.
+const optionsOf = (keys) => Object.entries(keys).flatMap(([key, value]) => [el("code", { class: "option" }, `--${key} ${value}`), " "]);
 const soft = (...children) => el("p", { class: "soft small" }, ...children);
 
 // Draw again whenever the width of an element changes. draw(width) returns the new content.

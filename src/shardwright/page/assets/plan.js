@@ -18,7 +18,7 @@ const verdictSection = (plan) => {
     ? el("p", { class: "notice" }, `PyTorch's allocator empties its cache ${whole(plan.retries)} times at the beginning, and ${whole(plan.retries_each_step)} times in each later step. The host waits for the GPU each time.`) : "";
   const assumed = Object.entries(plan.assumed || {});
   return el("div", {}, figures(rows), empties,
-    assumed.length ? el("p", {}, "Assumed, since nobody gave these values: ", el("code", {}, assumed.map(([key, value]) => `--${key} ${value}`).join(" "))) : "");
+    assumed.length ? el("p", {}, "Assumed, since nobody gave these values: ", optionsOf(plan.assumed)) : "");
 };
 
 const memorySection = (plan) => {
@@ -97,7 +97,7 @@ const frontierSection = (plan) => {
   const most = Math.max(...grid.plans.map((each) => each.reserved_bytes));
   const isFar = plan.room_bytes > 3 * most;
   const isOff = grid.plans.some((each) => each.reserved_bytes > 2.12 * plan.room_bytes);
-  const words = (each) => grid.dimensions.map((dimension, d) => `${dimension.name} ${dimension.values[each.at[d]]}`).join(", ") || "the job as it is";
+  const words = (each) => grid.dimensions.map((dimension, d) => `${dimension.name.slice(dimension.name.indexOf(".") + 1)} ${dimension.values[each.at[d]]}`).join(", ") || "the job as it is";
   let at = (front.length ? grid.plans[front[0]] : grid.plans[order[0]]).at.slice();
   const found = () => grid.plans.findIndex((each) => each.at.every((value, d) => value === at[d]));
 
@@ -163,7 +163,7 @@ const frontierSection = (plan) => {
         ["reserved memory", inBytes(each.reserved_bytes), `of ${inBytes(plan.room_bytes)}`],
         ["tokens/s on each device", whole(rateOf(each)), best && each !== best ? `${rateOf(each) > rateOf(best) ? "+" : ""}${percent(rateOf(each) / rateOf(best) - 1)} beside the fastest that fit` : ""],
         ["time of a step", inTime(each.step_seconds), ""],
-      ]), el("p", {}, "Keys: ", el("code", {}, Object.entries(each.keys).map(([key, value]) => `--${key} ${value}`).join(" ") || "the job as it is")));
+      ]), el("p", {}, "Keys: ", Object.keys(each.keys).length ? optionsOf(each.keys) : "those of the job"));
       losses.replaceChildren(waterfall("Where the time of a step goes with these settings", each.losses, { tokens: each.tokens_per_second * each.step_seconds, operations: plan.model_flops }));
       losses.querySelector("table").id = "waterfall-chosen";
     }
@@ -175,7 +175,7 @@ const frontierSection = (plan) => {
     again();
   };
   show();
-  const failed = grid.failed.length ? table("Settings whose plans failed", [["settings"], ["error"]], grid.failed.map((each) => [Object.entries(each.keys).map(([key, value]) => `--${key} ${value}`).join(" "), each.error])) : "";
+  const failed = grid.failed.length ? table("Settings whose plans failed", [["settings"], ["error"]], grid.failed.map((each) => [el("span", {}, optionsOf(each.keys)), each.error])) : "";
   return section("Memory against speed",
     el("p", {}, `The search has made ${whole(grid.plans.length)} plans; ${whole(fitting.length)} of them fit. The dashed line joins those for which no other one is both faster and smaller. The step and the figures above are of ${grid.shown}.`),
     isFar ? el("p", {}, `The room of the device, ${inBytes(plan.room_bytes)}, is far to the right of this picture.`) : "",

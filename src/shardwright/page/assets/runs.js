@@ -4,6 +4,7 @@ const curveOf = (data, i, key, more = {}) => ({
   name: data.runs.length > 1 ? nameOf(data, i) : more.label || "run", color: colorOf(i), dash: DASHES[(i + Math.floor(i / 7)) % 7], points: (data.runs[i].curves[key] || []).map(([x, y]) => [x, y / (more.size || 1)]), ...more.style,
   ...(data.runs.length > 1 && more.label ? { name: `${nameOf(data, i)}, ${more.label}` } : {}),
 });
+const columnsOf = (data, number) => data.runs.map((_, i) => [data.runs.length > 1 ? nameOf(data, i) : "value", number]);
 const STEP = "optimizer step";
 const moment = (time) => (time ? String(time).replace("T", " ").replace("+00:00", " UTC") : "");
 
@@ -26,7 +27,7 @@ const chartsOf = (data) => {
   const under = (prefix) => [...keys].filter((key) => key.startsWith(prefix)).sort();
   const only = (prefix, key) => key.slice(prefix.length);
   const made = [
-    chart(data, "Loss", [["loss", "training, before the step's update"], ["validation_loss", "validation, after the update", { marks: true, hollow: true }]], { y: "cross-entropy per token (nats)" }),
+    chart(data, "Loss", [["loss", "training, before the step's update"], ["validation_loss", "validation, after the update", { marks: true, hollow: true }]], { y: "cross-entropy per token (nats)", words: inNats, axis: digits }),
     data.runs.length > 1 ? lineChart({
       title: `Difference from the loss of ${nameOf(data, 0)}`, x: STEP, y: "|difference| / loss (%)", words: (value) => `${digits(value)}%`, axis: digits, zero: true, legend: true,
       series: data.runs.map((_, i) => curveOf(data, i, "difference")).slice(1),
@@ -70,14 +71,14 @@ const splitSection = (data) => {
   });
   return section("Where the time of a step went",
     el("p", {}, "Means over the timed steps: all but the first three of each session."), el("ul", { class: "legend" }, parts.map((part, k) => el("li", {}, swatch(colors[k]), part))), bars,
-    table("Seconds of a step by part", [["part"], ...data.runs.map((_, i) => [nameOf(data, i), true])], parts.map((part) => [part, ...data.runs.map((run) => (isNumber(run.split[part]) ? `${inTime(run.split[part])}, ${percent(run.split[part] / run.step_seconds)}` : "-"))])));
+    table("Seconds of a step by part", [["part"], ...columnsOf(data, true)], parts.map((part) => [part, ...data.runs.map((run) => (isNumber(run.split[part]) ? `${inTime(run.split[part])}, ${percent(run.split[part] / run.step_seconds)}` : "-"))])));
 };
 
 const resultsSection = (data) => {
   const rows = [
     ["status", (run) => run.status || "not known"], ["steps", (run) => whole(run.steps)],
-    ["training loss, last (nats per token)", (run) => digits(run.results.train_loss, 5)],
-    ["validation loss, last (nats per token)", (run) => (isNumber(run.results.validation_loss) ? digits(run.results.validation_loss, 5) : "none")],
+    ["training loss, last (nats per token)", (run) => inNats(run.results.train_loss)],
+    ["validation loss, last (nats per token)", (run) => (isNumber(run.results.validation_loss) ? inNats(run.results.validation_loss) : "none")],
     ["tokens/s of all ranks, median", (run) => whole(run.results.tokens_per_second)],
     ["time of a step, median", (run) => inTime(run.results.step_seconds)],
     ["waiting for data", (run) => percent(run.results.data_share)],
@@ -87,7 +88,7 @@ const resultsSection = (data) => {
     ["parameters", (run) => whole(run.parameters)],
   ];
   if (data.runs.length > 1) rows.push([`largest difference of the loss from ${nameOf(data, 0)}`, (run, i) => (i ? (isNumber(run.largest_difference) ? (run.largest_difference ? `${digits(100 * run.largest_difference)}%, at step ${whole(run.largest_at)}` : "equal at every step") : "no step in common") : "-")]);
-  return table("Figures of the whole run", [["figure"], ...data.runs.map((_, i) => [nameOf(data, i), true])], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
+  return table("Figures of the whole run", [["figure"], ...columnsOf(data, true)], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
 };
 
 const planRows = (run) => {
@@ -101,15 +102,15 @@ const planRows = (run) => {
   rows.push(["parameters and optimizer state", inBytes(state), inBytes(results.held_memory), against(state, results.held_memory)]);
   const speed = plan.speed;
   if (speed && speed.step_seconds) {
-    rows.push(["time of a step", `${inTime(speed.step_seconds[1])} ${range(speed.step_seconds, inTime)}`, inTime(results.step_seconds), against(speed.step_seconds[1], results.step_seconds)]);
+    rows.push(["time of a step", `${inTime(speed.step_seconds[1])} ${range(speed.step_seconds, inTime)}`, inTime(results.step_seconds), run.on_gpu ? against(speed.step_seconds[1], results.step_seconds) : ""]);
     const all = speed.tokens_per_second ? speed.tokens_per_second[1] * plan.ranks : NaN;
-    rows.push(["tokens/s of all ranks", whole(all), whole(results.tokens_per_second), against(all, results.tokens_per_second)]);
+    rows.push(["tokens/s of all ranks", whole(all), whole(results.tokens_per_second), run.on_gpu ? against(all, results.tokens_per_second) : ""]);
   }
   if (plan.peak) rows.push(["the most live bytes", `${inBytes(plan.live_bytes)}: ${plan.peak.text}`, "not measured", ""]);
   return rows;
 };
 const planSection = (data) => section("Plan beside reality", data.runs.map((run, i) => (run.plan
-  ? el("div", {}, table(`${nameOf(data, i)}: planned for ${run.plan.ranks} x ${run.plan.device}`, [["figure"], ["planned"], ["measured"], ["plan beside it", true]], planRows(run)))
+  ? el("div", {}, table(`${nameOf(data, i)}: planned for ${run.plan.ranks} x ${run.plan.device}`, [["figure"], ["planned"], ["measured"], ["plan beside it", true]], planRows(run)), run.on_gpu ? "" : soft("The run was not on a GPU, and the plan is for one: times and reserved memory do not compare."))
   : el("p", {}, `${nameOf(data, i)}: no plan was made beside this run. On GPUs run.plan makes one; on the CPU run.plan_device names the device to plan for.`))));
 
 const incidentsSection = (data) => section("What happened", data.runs.map((run, i) => (run.incidents.length
@@ -120,7 +121,7 @@ const sessionsSection = (data) => section("Environment", data.runs.map((run, i) 
   run.sessions.length ? table(`${nameOf(data, i)}: sessions, each from a start or a resume to its end`, [["start"], ["steps"], ["end"], ["ranks", true], ["device"], ["engine"], ["dtypes"], ["versions"]],
     run.sessions.map((each) => [
       moment(each.start) || "not known", `${whole(each.from_step)} to ${isNumber(each.to_step) ? whole(each.to_step) : "?"}`, `${each.status || "not known"}${each.end ? `, ${moment(each.end)}` : ""}`, whole(each.ranks),
-      `${each.device_name || each.device || "not known"}, ${whole(each.threads)} threads`, [each.engine, each.strategy, each.layout, each.memory].filter(Boolean).join(", "),
+      `${each.device_name || each.device || "not known"}, ${whole(each.threads)} ${each.threads === 1 ? "thread" : "threads"}`, [each.engine, each.strategy, each.layout, each.memory].filter(Boolean).join(", "),
       `${each.param_dtype || "?"}, reduced in ${each.reduce_dtype || "?"}`, Object.entries(each.versions || {}).map(([name, version]) => `${name} ${version}`).join(", "),
     ])) : el("p", {}, `${nameOf(data, i)}: run.json has no sessions.`),
   run.memory_text ? details("memory.txt: memory of rank 0 by owner", styled(el("pre", {}, run.memory_text), { overflowX: "auto" })) : "")));
@@ -128,7 +129,7 @@ const sessionsSection = (data) => section("Environment", data.runs.map((run, i) 
 const settingsSection = (data) => {
   const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.settings)))];
   const values = (key) => data.runs.map((run) => (key in run.settings ? el("code", {}, run.settings[key]) : "-"));
-  const columns = [["setting"], ...data.runs.map((_, i) => [nameOf(data, i)])];
+  const columns = [["setting"], ...columnsOf(data, false)];
   const differ = data.differences;
   return section("Settings",
     data.runs.length > 1 ? (differ.length ? table("Settings and facts that differ", columns, differ.map((each) => [each.key, ...each.values.map((value) => (value === null ? "-" : el("code", {}, value)))]), { id: "differences" }) : el("p", {}, "The runs have the same settings.")) : "",
@@ -145,7 +146,7 @@ const runsPage = (data) => {
     ...data.runs.flatMap((each, i) => each.notices.map((text) => el("p", { class: "notice" }, single ? text : `${nameOf(data, i)}: ${text}`))),
     single ? figures([
       ["status", el("span", { class: tone }, run.status || "not known"), moment(run.end)], ["steps", whole(run.steps), ""],
-      ["training loss", digits(run.results.train_loss, 4), "nats per token, last step"], ["validation loss", isNumber(run.results.validation_loss) ? digits(run.results.validation_loss, 4) : "none", "nats per token, last"],
+      ["training loss", inNats(run.results.train_loss), "nats per token, last step"], ["validation loss", isNumber(run.results.validation_loss) ? inNats(run.results.validation_loss) : "none", "nats per token, last"],
       ["throughput", whole(run.results.tokens_per_second), "tokens/s of all ranks, median"], ["peak memory", inBytes(run.results.peak_memory), "rank with most"],
     ]) : "",
     attempt(() => section("Results", resultsSection(data))),
@@ -153,7 +154,7 @@ const runsPage = (data) => {
       data.thinned ? soft(`Curves are thinned to at most ${whole(data.thinned)} points. Each part of a curve keeps its least and its largest value.`) : "",
       data.runs.map((each, i) => (each.table.length ? details(`${nameOf(data, i)}: figures as a table, ${whole(each.table.length)} of ${whole(each.steps)} steps`,
         table(`${nameOf(data, i)}: figures of steps`, [["step"], ["loss", true], ["validation", true], ["norm", true], ["tokens/s", true], ["time", true], ["memory", true]],
-          each.table.map((row) => [whole(row[0]), digits(row[1], 4), row[2] === null ? "-" : digits(row[2], 4), row[3] === null ? "-" : digits(row[3]), whole(row[4]), inTime(row[5]), inBytes(row[6])]))) : "")))),
+          each.table.map((row) => [whole(row[0]), inNats(row[1]), row[2] === null ? "-" : inNats(row[2]), row[3] === null ? "-" : digits(row[3]), whole(row[4]), inTime(row[5]), inBytes(row[6])]))) : "")))),
     ...[splitSection, incidentsSection, planSection, settingsSection, sessionsSection].map((draw) => attempt(() => draw(data))),
   ];
 };

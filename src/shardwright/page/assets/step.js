@@ -121,7 +121,7 @@ const stepSection = (plan) => {
   });
   const tell = () => {
     const time = made.times[moment];
-    const at = `At ${words(time)}${timed ? ` of ${words(step.length)}` : ""}, in ${phaseAt(time) || "the step"}: ${inBytes(made.total[moment])} live`;
+    const at = `At ${words(time)}${timed ? ` of ${words(step.length)}` : ""} (${phaseAt(time) || "step"}): ${inBytes(made.total[moment])} live`;
     readout.replaceChildren(el("strong", {}, `${at}${moment === made.peak ? ", the peak of the step" : ""}.`), " ", runningAt(time).join("; "));
     plot.setAttribute("aria-valuenow", moment);
     plot.setAttribute("aria-valuetext", at);
@@ -297,6 +297,7 @@ const stepSection = (plan) => {
     el("p", {}, timed
       ? "The last planned step of one rank. Above, live memory by owner; below, the kernels of each stream, on the same axis of time."
       : "The last planned step of one rank. The speed of this device is not known, so the axis counts allocations and frees, and there are no streams."),
+    step.has_graph ? el("p", { class: "notice" }, "A CUDA graph does the work of this step. Its memory stays reserved from its capture on, and the picture shows what is live beside it.") : "",
     elsewhere,
     el("ul", { class: "legend", "aria-label": "colours of owners" }, used.map((g) => el("li", {}, swatch(`var(--g${g})`), step.groups[g]))),
     works, plot,
