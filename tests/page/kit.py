@@ -93,6 +93,32 @@ def totals(picture: dict[str, Any]) -> list[int]:
     return found
 
 
+def noted() -> dict[str, Any]:
+    """Notes of a step with two units. One block is there from the start, and one stays."""
+    names = [
+        "",
+        "layers.0",
+        "layers.1",
+        "parameters",
+        "reduction",
+        "all-gather",
+        "forward",
+        "backward",
+        "norm",
+    ]
+    lease, release, begin, wait, end, phase = range(6)
+    return {
+        "step": 3, "rank": 0, "left_out": 0, "names": names,
+        "kinds": ["lease", "release", "begin", "wait", "end", "phase"],
+        "notes": [
+            [0, phase, 1, 6, 0], [1, lease, 1, 3, 100], [2, begin, 1, 5, 100], [7, end, 0, 0, 0],
+            [10, lease, 2, 3, 200], [11, begin, 2, 5, 200], [21, end, 0, 0, 0], [25, release, 8, 3, 50],
+            [30, wait, 1, 5, 100], [31, end, 0, 0, 0], [35, phase, 2, 6, 0], [36, release, 1, 3, 100],
+            [50, phase, 2, 7, 0], [51, lease, 2, 4, 400], [60, release, 2, 3, 200],
+        ],
+    }  # fmt: skip
+
+
 class _Reader(html.parser.HTMLParser):
     def __init__(self) -> None:
         super().__init__()

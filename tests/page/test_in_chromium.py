@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from shardwright.page.document import document
+from shardwright.page.notes import notes_picture
 from shardwright.page.plan import losses_of, plan_page
-from tests.page.kit import HOSTILE, judged, small_program
+from tests.page.kit import HOSTILE, judged, noted, small_program
 from tests.support import chromium
 
 pytestmark = [
@@ -97,11 +98,16 @@ def text_of(browser: chromium.Browser, selector: str) -> str:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_are_drawn(browser: chromium.Browser, tmp_path: Path, width: int, dark: bool) -> None:
-    one = runs_file(tmp_path, "one").rename(tmp_path / "one.html")
+    one = tmp_path / "one.html"
+    run = a_run("one", noted=notes_picture(noted()))
+    one.write_text(document("one", {"kind": "runs", "runs": [run], "differences": [], "thinned": 100}))
     for file in (plan_file(tmp_path), one, runs_file(tmp_path, "one", "two", "three")):
         browser.open(file, width, dark=dark)
         check(browser)
         assert browser.evaluate("document.querySelectorAll('svg').length") > 2
+        assert browser.evaluate(
+            "new Set([...document.querySelectorAll('[id]')].map((each) => each.id)).size"
+        ) == (browser.evaluate("document.querySelectorAll('[id]').length"))
         assert browser.evaluate("[...document.querySelectorAll('th')].every((each) => each.scope)")
         assert not browser.evaluate(
             "/undefined|NaN|\\[object/.test(document.querySelector('main').textContent)"

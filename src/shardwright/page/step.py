@@ -23,7 +23,7 @@ GROUPS = ("parameters", "optimizer", "gradients", "slabs", "activations", "tempo
 TENSORS = 300  #: owners of a peak that have a row
 
 
-class _Table:
+class Table:
     """Values by number, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def _memory(
     """
     sizes = sorted((each.nbytes for each, _ in recording.moments if isinstance(each, Alloc)), reverse=True)
     least = sizes[most] + 1 if len(sizes) > most else 0
-    texts, kinds = _Table(), _Table()
+    texts, kinds = Table(), Table()
 
     def kind_of(alloc: Alloc) -> int:
         owner = program.owners[alloc.owner]
@@ -148,13 +148,14 @@ def _memory(
         "held": list(held.values()),
         "taken": taken,
         "lives": lives,
-        "times": _differences(times),
+        "times": differences(times),
         "small": small if least else [],
         "small_bytes": least,
     }
 
 
-def _differences(values: Sequence[int]) -> list[int]:
+def differences(values: Sequence[int]) -> list[int]:
+    """The first value, and then what each one is more than the one before."""
     return [later - earlier for earlier, later in itertools.pairwise([0, *values])]
 
 
@@ -166,7 +167,7 @@ def _streams(
     by_stream: dict[str, list[Span]] = {COMPUTE: []}
     for span in spans:
         by_stream.setdefault(span.stream, []).append(span)
-    names = _Table()
+    names = Table()
     streams = []
     for name, own in ((name, own) for name, own in by_stream.items() if own):
         share = max(1, most * len(own) // len(spans))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from tests.page.kit import HOSTILE, read_page
+from tests.page.kit import HOSTILE, noted, read_page
 from tests.train.kit.jobs import records
 
 
@@ -106,6 +106,17 @@ def test_objects_of_numbers_are_curves(
     (run,) = page(capsys, tmp_path / "page.html", copied)["runs"]
     assert run["split"]["host"] == pytest.approx(3 * run["split"]["forward"])
     assert run["curves"]["grad_norms/layers.0"] == [[step, step] for step in range(1, 9)]
+
+
+def test_a_noted_step_of_one_run(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied / "step_notes.json").write_text(json.dumps(noted()))
+    assert page(capsys, tmp_path / "page.html", copied)["runs"][0]["noted"]["step"] == 3
+    assert page(capsys, tmp_path / "page.html", copied, copied)["runs"][0]["noted"] is None
+    (copied / "step_notes.json").write_text("{}")
+    assert page(capsys, tmp_path / "page.html", copied)["runs"][0]["noted"] is None
+    (copied / "step_notes.json").write_text('{"names": []}')
+    (run,) = page(capsys, tmp_path / "page.html", copied)["runs"]
+    assert run["noted"] is None and "step_notes.json: expected the notes of a step" in run["notices"][0]
 
 
 def test_a_plan_beside_a_run(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,9 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const digits = (value, count = 3) => {
   if (!isNumber(value)) return "not known";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(2);
-  const behind = size >= 100 || Number.isInteger(value) ? 0 : size >= 10 ? Math.min(1, count) : size >= 1 ? 2 : count + 1;
+  if (size !== 0 && (size < 1e-4 || size >= 1e15)) return value.toExponential(2);
+  if (size < 1) return value.toLocaleString("en-US", { maximumSignificantDigits: count });
+  const behind = size >= 100 || Number.isInteger(value) ? 0 : size >= 10 ? 1 : 2;
   return value.toLocaleString("en-US", { maximumFractionDigits: behind });
 };
 const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : "not known");
@@ -69,7 +70,7 @@ const figures = (pairs) =>
   el("dl", { class: "figures" }, pairs.map(([name, value, more]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null))));
 const section = (title, ...children) => {
-  const id = title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  const id = "section-" + title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
   return el("section", { "aria-labelledby": id }, el("h2", { id }, title), ...children);
 };
 const details = (summary, ...children) => el("details", {}, el("summary", {}, summary), ...children);

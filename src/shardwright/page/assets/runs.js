@@ -113,6 +113,17 @@ const planSection = (data) => section("Plan beside reality", data.runs.map((run,
   ? el("div", {}, table(`${nameOf(data, i)}: planned for ${run.plan.ranks} x ${run.plan.device}`, [["figure"], ["planned"], ["measured"], ["plan beside it", true]], planRows(run)), run.on_gpu ? "" : soft("The run was not on a GPU, and the plan is for one: times and reserved memory do not compare."))
   : el("p", {}, `${nameOf(data, i)}: no plan was made beside this run. On GPUs run.plan makes one; on the CPU run.plan_device names the device to plan for.`))));
 
+// The notes of an early step: what the engine has leased, and the collectives of the host.
+const notesSection = (data) => {
+  const step = data.runs.length === 1 ? data.runs[0].noted : null;
+  if (!step || !step.taken.length) return "";
+  return stepSection({ step, room_bytes: 0, live_bytes: 0 }, {
+    id: "noted-", title: "A step as it ran: leases, phases and collectives", axis: "as measured", memory: "leased memory", state: "leased", leases: true, words: LEASE_WORDS,
+    intro: `Step ${whole(step.step)} of rank ${whole(step.rank)}. Above, what the engine leases for the step: gathered parameters, gradients and reductions, without activations and without what stays between steps. Below, phases of the host, its begins of collectives, and its waits for them.`,
+    note: `Each lease and each release is a moment. A column of pixels shows the moment with the most leased bytes.${step.left_out ? ` The last ${whole(step.left_out)} notes of this step were left out.` : ""}`,
+  });
+};
+
 const incidentsSection = (data) => section("What happened", data.runs.map((run, i) => (run.incidents.length
   ? table(`${nameOf(data, i)}: faults, restarts and steps that were left out`, [["step"], ["what"], ["description"], ["time"]], run.incidents.map((each) => [isNumber(each.step) ? whole(each.step) : "-", each.what, each.text, moment(each.time) || "-"]))
   : el("p", {}, `${nameOf(data, i)}: no fault, no restart, and no step was left out.`))));
@@ -155,6 +166,6 @@ const runsPage = (data) => {
       data.runs.map((each, i) => (each.table.length ? details(`${nameOf(data, i)}: figures as a table, ${whole(each.table.length)} of ${whole(each.steps)} steps`,
         table(`${nameOf(data, i)}: figures of steps`, [["step"], ["loss", true], ["validation", true], ["norm", true], ["tokens/s", true], ["time", true], ["memory", true]],
           each.table.map((row) => [whole(row[0]), inNats(row[1]), row[2] === null ? "-" : inNats(row[2]), row[3] === null ? "-" : digits(row[3]), whole(row[4]), inTime(row[5]), inBytes(row[6])]))) : "")))),
-    ...[splitSection, incidentsSection, planSection, settingsSection, sessionsSection].map((draw) => attempt(() => draw(data))),
+    ...[splitSection, notesSection, incidentsSection, planSection, settingsSection, sessionsSection].map((draw) => attempt(() => draw(data))),
   ];
 };

@@ -1,14 +1,24 @@
-// One step: memory by owner above the streams, on one axis of time, and the tensors that are alive at a chosen moment.
+// One step, planned or noted in a run: memory by owner above the streams, on one axis of time, and the tensors that are alive at a chosen moment.
 const GROUP_WORDS = {
   parameters: "parameters (this rank's shards)", optimizer: "optimizer state", gradients: "gradients",
   slabs: "slabs: gathered parameters and reductions", activations: "activations for backward",
   temporary: "temporary: gone in the same phase", other: "other",
 };
+const LEASE_WORDS = {
+  parameters: "gathered parameters of a unit", reduction: "full gradients of a unit, packed to be reduced", gradients: "this rank's part of reduced gradients",
+  sum: "this rank's part, to be added to gradients", "cast shard": "this rank's shard, cast for the gather",
+};
+const PLANNED = {
+  id: "", title: "One step: memory by owner, and streams", axis: "as planned", memory: "live memory", state: "live", leases: false, words: GROUP_WORDS,
+  intro: "The last planned step of one rank. Above, live memory by owner; below, the kernels of each stream, on the same axis of time.",
+  note: "Memory is drawn when the computation and the host have reached the allocation. A column of pixels shows the moment with the most live bytes.",
+};
 const WORK_WORDS = {
   products: "matrix products", attention: "attention", memory: "reads and writes memory", optimizer: "optimizer",
   communication: "collectives", copies: "copies between host and device", nothing: "nothing",
+  forward: "forward", backward: "backward", host: "outside of both", waiting: "the host waits",
 };
-const WORK_COLORS = { products: "var(--c0)", attention: "var(--c2)", memory: "var(--c5)", optimizer: "var(--c4)", communication: "var(--c1)", copies: "var(--c3)", nothing: "var(--c6)" };
+const WORK_COLORS = { products: "var(--c0)", attention: "var(--c2)", memory: "var(--c5)", optimizer: "var(--c4)", communication: "var(--c1)", copies: "var(--c3)", nothing: "var(--c6)", forward: "var(--c5)", backward: "var(--c0)", host: "var(--c6)", waiting: "var(--c4)" };
 const ROWS = 20;
 
 // The bytes of each group at each moment, and the times of the moments.
@@ -66,13 +76,15 @@ const splitWhat = (what) => {
   return match ? [match[1], [match[2], match[3]].filter(Boolean).join(" ")] : [what, ""];
 };
 
+const groupOf = (name, groups) => el("span", {}, swatch(`var(--g${Math.max(0, groups.indexOf(name)) % 7})`), name);
+const leaseTable = (caption, rows, groups, id) => table(caption, [["kind"], ["size", true], ["leases", true], ["unit"]],
+  rows.map((row) => [groupOf(row.group, groups), inBytes(row.bytes), whole(row.count), row.unit || "-"]), { id });
 const tensorTable = (caption, rows, more, id) => {
   const shown = rows.slice(0, more ? 300 : ROWS);
   const rest = rows.slice(shown.length);
   const cells = shown.map((row) => {
     const [operation, shape] = splitWhat(row.what);
-    const group = el("span", {}, swatch(`var(--g${Object.keys(GROUP_WORDS).indexOf(row.group)})`), row.group);
-    return [group, inBytes(row.bytes), whole(row.count || 1), row.unit || "outside of all modules", operation || "-", shape || "not recorded", row.line || "-"];
+    return [groupOf(row.group, Object.keys(GROUP_WORDS)), inBytes(row.bytes), whole(row.count || 1), row.unit || "outside of all modules", operation || "-", shape || "not recorded", row.line || "-"];
   });
   if (rest.length) cells.push([`${whole(rest.length)} smaller ones`, inBytes(rest.reduce((sum, row) => sum + row.bytes, 0)), "", "", "", "", ""]);
   return table(caption, [["owner"], ["size", true], ["blocks", true], ["unit or parameter"], ["operation"], ["dtype and shape"], ["line"]], cells, { id });
@@ -87,10 +99,10 @@ const spansOf = (stream) => {
   });
 };
 
-const stepSection = (plan) => {
+const stepSection = (plan, options = PLANNED) => {
   const step = plan.step;
   const made = course(step);
-  if (!made.count) return section("One step", el("p", {}, "The program of this step takes no memory."));
+  if (!made.count) return section(options.title, el("p", {}, "This step takes no memory."));
   const timed = step.unit_seconds !== null;
   const words = (units) => (timed ? inTime(units * step.unit_seconds) : `event ${whole((units / step.length) * made.count)}`);
   const streams = (step.streams || []).map((each) => ({ name: each.name, spans: spansOf(each) }));
@@ -108,8 +120,8 @@ const stepSection = (plan) => {
   let more = false;
   let columns = [];
 
-  const plot = el("div", { class: "plot", id: "step", tabindex: 0, role: "slider", "aria-label": "moment of the step", "aria-valuemin": 0, "aria-valuemax": made.count - 1, "aria-describedby": "step-keys" });
-  const readout = el("p", { class: "readout", id: "moment" });
+  const plot = el("div", { class: "plot", id: `${options.id}step`, tabindex: 0, role: "slider", "aria-label": "moment of the step", "aria-valuemin": 0, "aria-valuemax": made.count - 1, "aria-describedby": `${options.id}step-keys` });
+  const readout = el("p", { class: "readout", id: `${options.id}moment` });
   const owners = el("div", {});
   const tensors = el("div", {});
   let cursor = null;
@@ -121,19 +133,20 @@ const stepSection = (plan) => {
   });
   const tell = () => {
     const time = made.times[moment];
-    const at = `At ${words(time)}${timed ? ` of ${words(step.length)}` : ""} (${phaseAt(time) || "step"}): ${inBytes(made.total[moment])} live`;
+    const at = `At ${words(time)}${timed ? ` of ${words(step.length)}` : ""} (${phaseAt(time) || "step"}): ${inBytes(made.total[moment])} ${options.state}`;
     readout.replaceChildren(el("strong", {}, `${at}${moment === made.peak ? ", the peak of the step" : ""}.`), " ", runningAt(time).join("; "));
     plot.setAttribute("aria-valuenow", moment);
     plot.setAttribute("aria-valuetext", at);
     const cells = used.map((g) => [
-      el("span", {}, swatch(`var(--g${g})`), GROUP_WORDS[step.groups[g]]), inBytes(made.groups[g][moment]),
-      percent(made.groups[g][moment] / made.total[moment]), inBytes(made.groups[g][made.peak]),
+      el("span", {}, swatch(`var(--g${g % 7})`), options.words[step.groups[g]] || step.groups[g]), inBytes(made.groups[g][moment]),
+      percent(made.groups[g][moment] / (made.total[moment] || 1)), inBytes(made.groups[g][made.peak]),
     ]);
     cells.push(["all", inBytes(made.total[moment]), "100.0%", inBytes(made.total[made.peak])]);
-    owners.replaceChildren(table("Live memory by owner", [["owner"], ["at this moment", true], ["share", true], ["at the step's peak", true]], cells, { id: "owners" }));
+    owners.replaceChildren(table(options.leases ? "Leased memory by kind" : "Live memory by owner", [[options.leases ? "kind" : "owner"], ["at this moment", true], ["share", true], ["at the step's peak", true]], cells, { id: `${options.id}owners` }));
     const rows = aliveAt(step, moment);
-    tensors.replaceChildren(
-      tensorTable(`The ${whole(rows.length)} kinds of tensors that are alive at this moment, the largest first`, rows, more, "tensors"),
+    if (options.leases) tensors.replaceChildren(leaseTable(`The ${whole(rows.length)} leases at this moment, the largest first`, rows.slice(0, 300), step.groups, `${options.id}tensors`));
+    else tensors.replaceChildren(
+      tensorTable(`The ${whole(rows.length)} kinds of tensors that are alive at this moment, the largest first`, rows, more, `${options.id}tensors`),
       rows.length > ROWS ? el("button", { type: "button", onclick: () => { more = !more; tell(); } }, more ? `Show the ${ROWS} largest` : `Show up to 300`) : "");
     if (cursor) for (const name of ["x1", "x2"]) cursor.setAttribute(name, toX(time));
   };
@@ -155,7 +168,7 @@ const stepSection = (plan) => {
       picture.append(svg("line", { class: "grid", x1: box.left, x2: box.left + box.width, y1: toY(value * size), y2: toY(value * size) }));
       picture.append(svg("text", { x: box.left - 6, y: toY(value * size) + 4, "text-anchor": "end" }, digits(value)));
     }
-    picture.append(svg("text", { class: "title", x: 0, y: 14 }, `live memory (${unit})`));
+    picture.append(svg("text", { class: "title", x: 0, y: 14 }, `${options.memory} (${unit})`));
     // Of each column of pixels the moment with the most live bytes, so that no peak is lost.
     columns = new Array(Math.max(1, Math.floor(box.width))).fill(-1);
     let before = 0;
@@ -184,7 +197,7 @@ const stepSection = (plan) => {
         upper.push(`${x},${toY(base[c]).toFixed(1)} ${x + 1},${toY(base[c]).toFixed(1)}`);
         lower.unshift(`${x + 1},${low.toFixed(1)} ${x},${low.toFixed(1)}`);
       });
-      picture.append(svg("polygon", { points: `${upper.join(" ")} ${lower.join(" ")}`, fill: `var(--g${g})` }));
+      picture.append(svg("polygon", { points: `${upper.join(" ")} ${lower.join(" ")}`, fill: `var(--g${g % 7})` }));
     }
     if (room) {
       picture.append(svg("line", { class: "limit", x1: box.left, x2: box.left + box.width, y1: toY(room), y2: toY(room) }));
@@ -232,7 +245,7 @@ const stepSection = (plan) => {
       picture.append(svg("line", { class: "axis", x1: toX(value / scale), x2: toX(value / scale), y1: bottom, y2: bottom + 4 }));
       picture.append(svg("text", { x: toX(value / scale), y: bottom + 17, "text-anchor": "middle" }, digits(value)));
     }
-    picture.append(svg("text", { class: "title", x: box.left + box.width, y: bottom + 35, "text-anchor": "end" }, timed ? `time in the step (${timeName}), as planned` : "allocations and frees so far"));
+    picture.append(svg("text", { class: "title", x: box.left + box.width, y: bottom + 35, "text-anchor": "end" }, timed ? `time in the step (${timeName}), ${options.axis}` : "allocations and frees so far"));
     cursor = svg("line", { class: "cursor", y1: box.top - 4, y2: bottom });
     picture.append(cursor);
     tell();
@@ -293,18 +306,18 @@ const stepSection = (plan) => {
   const works = streams.length ? el("ul", { class: "legend", "aria-label": "colours of kernels" }, kindsOfWork.map((kind) => el("li", {}, swatch(WORK_COLORS[kind]), WORK_WORDS[kind] || kind))) : "";
   const elsewhere = plan.live_bytes > made.total[made.peak]
     ? el("p", { class: "notice" }, `The most live bytes of the run, ${inBytes(plan.live_bytes)}, are outside of this step: ${plan.peak.text}. Their tensors are listed below the step.`) : "";
-  return section("One step: memory by owner, and streams",
+  return section(options.title,
     el("p", {}, timed
-      ? "The last planned step of one rank. Above, live memory by owner; below, the kernels of each stream, on the same axis of time."
+      ? options.intro
       : "The last planned step of one rank. The speed of this device is not known, so the axis counts allocations and frees, and there are no streams."),
     step.has_graph ? el("p", { class: "notice" }, "A CUDA graph does the work of this step. Its memory stays reserved from its capture on, and the picture shows what is live beside it.") : "",
     elsewhere,
-    el("ul", { class: "legend", "aria-label": "colours of owners" }, used.map((g) => el("li", {}, swatch(`var(--g${g})`), step.groups[g]))),
+    el("ul", { class: "legend", "aria-label": "colours of owners" }, used.map((g) => el("li", {}, swatch(`var(--g${g % 7})`), step.groups[g]))),
     works, plot,
-    el("div", { class: "buttons" }, button("Go to the peak", () => go(made.peak), "to-peak"), button("Zoom in", () => zoom(0.5)), button("Zoom out", () => zoom(2)), button("Whole step", () => zoom(Infinity))),
-    el("p", { class: "soft small", id: "step-keys" }, "Click on a moment. Or give the picture the focus: arrow left and right move, arrow up and down go to the next and the previous allocation, page up and down move far, P goes to the peak, + and - zoom, 0 shows the whole step."),
+    el("div", { class: "buttons" }, button("Go to the peak", () => go(made.peak), `${options.id}to-peak`), button("Zoom in", () => zoom(0.5)), button("Zoom out", () => zoom(2)), button("Whole step", () => zoom(Infinity))),
+    el("p", { class: "soft small", id: `${options.id}step-keys` }, "Click on a moment. Or give the picture the focus: arrow left and right move, arrow up and down go to the next and the previous allocation, page up and down move far, P goes to the peak, + and - zoom, 0 shows the whole step."),
     readout, owners, tensors,
     step.small.length ? soft(`Blocks below ${inBytes(step.small_bytes)} are drawn together, as other.`) : "",
-    soft("Memory is drawn when the computation and the host have reached the allocation. A column of pixels shows the moment with the most live bytes."),
+    soft(options.note),
     plan.tensors && elsewhere ? details("The tensors at the peak of the run", tensorTable(`Live at the run's peak: ${plan.peak.text}`, plan.tensors, true)) : "");
 };

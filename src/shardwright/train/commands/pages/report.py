@@ -49,6 +49,7 @@ def page_of(runs: Sequence[ShownRun]) -> str:
             "runs": [
                 {
                     **run.values(),
+                    **({"noted": None} if len(runs) > 1 else {}),  # pictures of steps are large
                     **_largest(own.get("difference", [])),
                     "curves": {key: thinned(curve, most) for key, curve in own.items()},
                 }

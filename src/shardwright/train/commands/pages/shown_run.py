@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeGuard
 
+from shardwright.page.notes import notes_picture
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.forecast import plan_file
 from shardwright.train.report import jsonl, plots
@@ -24,6 +25,7 @@ CURVES = (
     "loss", "validation_loss", "tokens_per_second", "seconds", "data_seconds", "grad_norm", "lr", "memory_active",
     "memory_reserved", "mfu",
 )  # fmt: skip
+NOTES = "step_notes.json"  #: the notes of an early step, in runs that keep them
 PARTS = "parts"  #: an object with the seconds of the parts of a step, in runs that record it
 ABSENT = {"validation_loss": None, "data_seconds": 0.0}  #: keys that lines of older runs lack
 TABLE = ("step", "loss", "validation_loss", "grad_norm", "tokens_per_second", "seconds", "memory_reserved")
@@ -48,6 +50,7 @@ class ShownRun:
         incidents: faults, restarts and samples that were left out, in the order of steps.
         end: exit.json; empty if there is none.
         memory: memory.txt.
+        noted: the picture of a step that was noted; None: there is none.
         notices: of files that are damaged or missing.
     """
 
@@ -59,6 +62,7 @@ class ShownRun:
     incidents: Sequence[Mapping[str, Any]] = ()
     end: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
+    noted: Mapping[str, Any] | None = None
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -144,6 +148,7 @@ class ShownRun:
             "settings": dict(self.settings),
             "plan": None if plan is None else {key: plan.get(key) for key in PLANNED},
             "memory_text": self.memory,
+            "noted": self.noted,
             "notices": self.notices,
             "table": [[record.get(key) for key in TABLE] for record in rows],
         }
@@ -191,6 +196,11 @@ def read_shown_run(path: Path) -> ShownRun:
     plan = _json(plan_file(folder), run.notices)
     run.plan = plan if plan.keys() >= {*PLANNED} and isinstance(plan["exact"], dict) else None
     run.incidents = sorted(_incidents(run, events, folder), key=lambda each: each["step"] or 0)
+    if notes := _json(path / NOTES, run.notices):
+        try:
+            run.noted = notes_picture(notes)
+        except ValueError as error:
+            run.notices.append(f"{path / NOTES}: {error}")
     try:
         run.memory = folder.memory_file.read_text(encoding="utf-8", errors="replace")[:LONGEST]
     except OSError:  # it is written after the first steps
