@@ -82,14 +82,15 @@ def totals(picture: dict[str, Any]) -> list[int]:
     for kind, end in picture["held"]:
         if end >= 0:
             changes[end] -= sizes[kind]
-    found = []
+    small, found = 0, []
     for i, kind in enumerate(picture["taken"]):
         if kind >= 0:
             now += sizes[kind]
             if picture["lives"][i]:
                 changes[i + picture["lives"][i]] -= sizes[kind]
         now += changes[i]
-        found.append(now + (picture["small"][i] if picture["small"] else 0))
+        small += sum(each[i] for each in picture["small"])
+        found.append(now + small)
     return found
 
 

@@ -18,7 +18,7 @@ from shardwright.planner.work import Work
 
 PARTS = 1_000_000  #: units of time in a step
 FREED = 2_000  #: a free counts as a moment if the next one comes later than this part of a step
-MOST = 24_000  #: blocks, and spans, of a picture
+MOST = 60_000  #: blocks, and spans, of a picture
 GROUPS = ("parameters", "optimizer", "gradients", "slabs", "activations", "temporary", "other")
 TENSORS = 300  #: owners of a peak that have a row
 
@@ -96,42 +96,47 @@ def _memory(
     Keys: ``kinds`` has group, unit, operation and line, as numbers of ``groups`` and ``texts``, and bytes. ``held``:
     kind of a block that the step finds, and the moment at which it is gone, -1 for none. ``taken``: for each moment the
     kind of its block, -1 for none. ``lives``: after how many moments it is gone, 0 for never. ``times``: units since
-    the moment before. ``small``: bytes of blocks that are not drawn alone, at each moment.
+    the moment before. ``small``: by group the bytes of blocks that are not drawn alone: at each moment, less those at
+    the moment before.
     """
     sizes = sorted((each.nbytes for each, _ in recording.moments if isinstance(each, Alloc)), reverse=True)
     least = sizes[most] + 1 if len(sizes) > most else 0
     texts, kinds = Table(), Table()
 
+    def group_of(alloc: Alloc) -> int:
+        name = program.owners[alloc.owner].group
+        return GROUPS.index(name) if name in GROUPS else len(GROUPS) - 1
+
     def kind_of(alloc: Alloc) -> int:
         owner = program.owners[alloc.owner]
-        group = GROUPS.index(owner.group) if owner.group in GROUPS else len(GROUPS) - 1
-        return kinds((group, texts(owner.unit), texts(owner.what), texts(owner.line), alloc.nbytes))
+        return kinds((group_of(alloc), texts(owner.unit), texts(owner.what), texts(owner.line), alloc.nbytes))
 
     held = {each.block: [kind_of(each), -1] for each in before if not each.on_host}
     taken: list[int] = []
     lives: list[int] = []
     times: list[int] = []
-    small: list[int] = []
+    small: list[tuple[int, ...]] = []
     begun: dict[int, int] = {}
-    unseen: dict[int, int] = {}
-    freed_at, unseen_bytes = -1.0, 0
+    unseen: dict[int, Alloc] = {}
+    unseen_bytes = [0] * len(GROUPS)
+    freed_at = -1.0
     for event, at in recording.moments:
         if freed_at >= 0 and at - freed_at > unit * PARTS / FREED:
             taken.append(-1)
             lives.append(0)
             times.append(round(freed_at / unit))
-            small.append(unseen_bytes)
+            small.append((*unseen_bytes,))
             freed_at = -1.0
         if isinstance(event, Alloc) and not event.on_host:
             if event.nbytes < least:
-                unseen[event.block] = event.nbytes
-                unseen_bytes += event.nbytes
+                unseen[event.block] = event
+                unseen_bytes[group_of(event)] += event.nbytes
                 continue
             begun[event.block] = len(taken)
             taken.append(kind_of(event))
             lives.append(0)
             times.append(round(at / unit))
-            small.append(unseen_bytes)
+            small.append((*unseen_bytes,))
             freed_at = -1.0
         elif isinstance(event, Free):
             freed_at = at
@@ -139,8 +144,8 @@ def _memory(
                 lives[moment] = len(taken) - moment
             elif event.block in held:
                 held[event.block][1] = len(taken)
-            else:
-                unseen_bytes -= unseen.pop(event.block, 0)
+            elif (alloc := unseen.pop(event.block, None)) is not None:
+                unseen_bytes[group_of(alloc)] -= alloc.nbytes
     return {
         "groups": list(GROUPS),
         "texts": texts.values,
@@ -149,7 +154,7 @@ def _memory(
         "taken": taken,
         "lives": lives,
         "times": differences(times),
-        "small": small if least else [],
+        "small": [differences(each) for each in zip(*small, strict=True)] if least else [],
         "small_bytes": least,
     }
 

@@ -28,6 +28,7 @@ const course = (step) => {
   const times = new Float64Array(count);
   const gone = new Map();
   const now = new Float64Array(step.groups.length);
+  const small = new Float64Array(step.groups.length);
   const leave = (moment, kind) => { if (!gone.has(moment)) gone.set(moment, []); gone.get(moment).push(kind); };
   for (const [kind, end] of step.held) {
     now[step.kinds[kind][0]] += step.kinds[kind][4];
@@ -43,8 +44,8 @@ const course = (step) => {
       now[step.kinds[kind][0]] += step.kinds[kind][4];
       if (step.lives[i]) leave(i + step.lives[i], kind);
     }
-    now.forEach((nbytes, g) => { groups[g][i] = nbytes; });
-    if (step.small.length) groups[groups.length - 1][i] += step.small[i];
+    step.small.forEach((changes, g) => { small[g] += changes[i]; });
+    now.forEach((nbytes, g) => { groups[g][i] = nbytes + small[g]; });
   }
   const total = times.map((_, i) => groups.reduce((sum, each) => sum + each[i], 0));
   let peak = 0;
@@ -64,9 +65,10 @@ const aliveAt = (step, moment) => {
     const [group, unit, what, line, nbytes] = step.kinds[kind];
     return { group: step.groups[group], unit: step.texts[unit], what: step.texts[what], line: step.texts[line], count, bytes: nbytes * count };
   });
-  if (step.small.length && step.small[moment]) {
-    rows.push({ group: "other", unit: `blocks below ${inBytes(step.small_bytes)}`, what: "", line: "", count: 0, bytes: step.small[moment] });
-  }
+  step.small.forEach((changes, g) => {
+    const bytes = changes.slice(0, moment + 1).reduce((sum, each) => sum + each, 0);
+    if (bytes) rows.push({ group: step.groups[g], unit: `all blocks below ${inBytes(step.small_bytes)}`, what: "", line: "", count: null, bytes });
+  });
   return rows.sort((a, b) => b.bytes - a.bytes);
 };
 
@@ -84,7 +86,7 @@ const tensorTable = (caption, rows, more, id) => {
   const rest = rows.slice(shown.length);
   const cells = shown.map((row) => {
     const [operation, shape] = splitWhat(row.what);
-    return [groupOf(row.group, Object.keys(GROUP_WORDS)), inBytes(row.bytes), whole(row.count || 1), row.unit || "outside of all modules", operation || "-", shape || "not recorded", row.line || "-"];
+    return [groupOf(row.group, Object.keys(GROUP_WORDS)), inBytes(row.bytes), row.count === null ? "several" : whole(row.count || 1), row.unit || "outside of all modules", operation || "-", shape || "not recorded", row.line || "-"];
   });
   if (rest.length) cells.push([`${whole(rest.length)} smaller ones`, inBytes(rest.reduce((sum, row) => sum + row.bytes, 0)), "", "", "", "", ""]);
   return table(caption, [["owner"], ["size", true], ["blocks", true], ["unit or parameter"], ["operation"], ["dtype and shape"], ["line"]], cells, { id });
@@ -317,7 +319,7 @@ const stepSection = (plan, options = PLANNED) => {
     el("div", { class: "buttons" }, button("Go to the peak", () => go(made.peak), `${options.id}to-peak`), button("Zoom in", () => zoom(0.5)), button("Zoom out", () => zoom(2)), button("Whole step", () => zoom(Infinity))),
     el("p", { class: "soft small", id: `${options.id}step-keys` }, "Click on a moment. Or give the picture the focus: arrow left and right move, arrow up and down go to the next and the previous allocation, page up and down move far, P goes to the peak, + and - zoom, 0 shows the whole step."),
     readout, owners, tensors,
-    step.small.length ? soft(`Blocks below ${inBytes(step.small_bytes)} are drawn together, as other.`) : "",
+    step.small.length ? soft(`Blocks below ${inBytes(step.small_bytes)} are drawn together, by owner.`) : "",
     soft(options.note),
     plan.tensors && elsewhere ? details("The tensors at the peak of the run", tensorTable(`Live at the run's peak: ${plan.peak.text}`, plan.tensors, true)) : "");
 };
