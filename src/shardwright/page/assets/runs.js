@@ -41,7 +41,7 @@ const chartsOf = (data) => {
   // Other objects of numbers, such as the parts of a step or norms by unit: a chart for each, of one run.
   const others = [...new Set([...keys].filter((key) => key.includes("/")).map((key) => key.slice(0, key.indexOf("/"))))];
   for (const name of others.filter((each) => !["extra_losses", "metrics", "validation_metrics"].includes(each))) {
-    const own = under(`${name}/`);
+    const own = name === "parts" ? Object.keys(data.runs[0].split).map((part) => `parts/${part}`).filter((key) => keys.has(key)) : under(`${name}/`);
     const titles = { parts: ["Parts of a step", "seconds"], grad_norms: ["Gradient norm by unit", "norm"], norms: ["Gradient norm by unit", "norm"] };
     const [title, y] = titles[name] || [name.replaceAll("_", " "), "value"];
     if (data.runs.length === 1) made.push(chart(data, title, own.slice(0, 12).map((key) => [key, only(`${name}/`, key)]), { y, zero: true, note: own.length > 12 ? `The first 12 of ${own.length}.` : "" }));
@@ -57,7 +57,7 @@ const splitSection = (data) => {
   const parts = [...new Set(data.runs.flatMap((run) => Object.keys(run.split)))];
   if (!parts.length) return "";
   const seconds = data.runs.map((run) => run.step_seconds);
-  const colors = parts.map((_, k) => (k === parts.length - 1 ? "var(--c6)" : colorOf(k)));
+  const colors = parts.map((_, k) => (parts.length === 2 && k ? "var(--c6)" : colorOf(k)));
   const bars = data.runs.map((run, i) => {
     let at = 0;
     const length = Math.max(...seconds.filter(isNumber));
