@@ -66,7 +66,7 @@ def plan(
         groups = verdict.peak.by_group()
         tried = [
             keys
-            for keys, touched in edits_of(config)
+            for keys, touched in edits_of(config, device.kind)
             if sum(groups.get(group, 0) for group in touched) >= LEAST * verdict.unlimited.reserved
         ]
         for i, keys in enumerate(tried):
@@ -81,7 +81,7 @@ def plan(
     edits = [
         (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
     ]
-    edits = sorted(edits, key=lambda edit: edit[1].unlimited.reserved)[:EDITS]
+    edits = sorted(edits, key=_merit)[:EDITS]
     if json:
         print(as_json(verdict, edits, {key: config.value_at(key) for key in assumed}))
         return verdict.status
@@ -164,15 +164,25 @@ def _in_words(keys: Keys) -> str:
     return " ".join(f"--{key} {value}" for key, value in keys)
 
 
-def edits_of(config: Config) -> Iterator[tuple[Keys, tuple[str, ...]]]:
+def _merit(edit: tuple[str, Verdict]) -> tuple[int, float]:
+    """Sorts edits: those with which the job fits come first, the fastest first, then those that save most memory."""
+    other = edit[1]
+    if other.answer == "yes" and other.speed is not None:
+        return 0, -other.speed.tokens_per_second[1]
+    return ("yes", "barely", "no").index(other.answer), other.unlimited.reserved
+
+
+def edits_of(config: Config, kind: str) -> Iterator[tuple[Keys, tuple[str, ...]]]:
     """Changes of a key that may save memory, with the groups of memory that they can shrink.
 
-    The first ones change no number of the run, except for the order of sums.
+    The first ones change no number of the run, except for the order of sums. ``kind``: of the devices.
     """
     train, parallel = config.train, config.parallel
     ways = {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}
     for way in ways.get(config.activations.checkpoint, ()):
         yield [("activations.checkpoint", way)], ("activations",)
+    if not train.loss_chunks and not parallel.facts.flattens:
+        yield [("train.loss_chunks", "auto")], ("activations", "temporary")
     if train.micro_batch > 1:
         part = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
         yield [("train.micro_batch", str(part))], ("activations", "temporary")
@@ -187,6 +197,11 @@ def edits_of(config: Config) -> Iterator[tuple[Keys, tuple[str, ...]]]:
         yield [("parallel.reshard_after_forward", way)], ("slabs",)
     if parallel.prefetch not in (0, 1):
         yield [("parallel.prefetch", "1")], ("slabs",)
+    if kind == "cuda" and config.activations.offload == "none":
+        way = "inputs" if config.activations.checkpoint == "full" else "blocks"
+        yield [("activations.offload", way)], ("activations",)
+    if kind == "cuda" and parallel.facts.has_own_keys and parallel.offload == "none":
+        yield [("parallel.offload", "optimizer")], ("optimizer",)
     if parallel.param_dtype == "float32":
         keys = [("parallel.param_dtype", "bfloat16")]
         yield keys, ("activations", "temporary", "slabs")
