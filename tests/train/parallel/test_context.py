@@ -1,7 +1,8 @@
 """`[parallel] context`: ranks that divide each sample, against ranks that have whole samples.
 
-Rows are generated: each trains with some number of ranks, model, engine, data and precision, and is compared with the
-same job without such ranks. Losses, gradient norms, weights and the loss of validation are equal.
+Rows are generated: each trains with some number of ranks, model, engine, data, precision, tensor parallelism, chunks of
+the loss, checkpointing and offload, and is compared with the same job that has none of the last four. Losses, gradient
+norms, weights and the loss of validation are equal.
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ def _not_cut(pair: dict[str, Any], model: str) -> bool:
 ROWS = generate(AXES, excluded, *((3, 0) if everything() else (2, 0)))
 
 
+#: Settings of the job that a row is compared with: what only divides or saves memory is off.
+PLAIN = {"checkpoint": "none", "offload": "none", "chunks": 0, "tensor": 1, "compile": "none"}
+
+
 def config_of(row: dict[str, Any], context: int, folder: Path) -> Config:
     packing, model = row["packing"], MODELS[row["model"]]
     if model.get("kind") in ("hf", "python"):
@@ -139,9 +144,9 @@ def found_by(job: Trainer) -> tuple[list[tuple[float, float]], dict[str, Any], f
 
 def check(row: dict[str, Any], rank: int, world_size: int, folder: Path) -> None:
     results = []
-    for context in (1, row["ranks"][1]):
+    for settings, context in ((row | PLAIN, 1), (row, row["ranks"][1])):
         torch._dynamo.reset()
-        config = config_of(row, context, folder)
+        config = config_of(settings, context, folder)
         check_ranks(config, world_size)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(offload, "SMALLEST", 1)
@@ -205,12 +210,18 @@ def test_zeros_do_not_hide_that_a_module_computes_something_else(
 
 @pytest.mark.extensive("torch imports its compiler")
 @multirank(2)
-@pytest.mark.parametrize("target", [f"{USERS}:Counting", "tests.train.models.kit.user_module:Module"])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (f"{USERS}:Counting", "has other losses where 2 ranks divide a sample"),
+        ("tests.train.models.kit.user_module:Module", "its tokens have not seen those of other ranks"),
+    ],
+)
 def test_modules_that_would_compute_something_else_are_refused(
-    rank: int, world_size: int, target: str
+    rank: int, world_size: int, target: str, message: str
 ) -> None:
     config = job(2, model={**dict.fromkeys(NATIVE), "kind": "python", "target": target})
-    with pytest.raises(ExtensionError, match="other losses where 2 ranks divide a sample"):
+    with pytest.raises(ExtensionError, match=message):
         check_model(trainer(config, rank, world_size))
 
 
