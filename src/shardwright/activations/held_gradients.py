@@ -162,9 +162,11 @@ class _ProductsIntoSums(TorchFunctionMode):
         self.held = held
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and type(args[0]) is Tensor and not torch.is_autocast_enabled():
-            place = self.held.place_of(args[1])
-            if place is not None and torch.is_grad_enabled():
+        if func is F.linear and not kwargs and torch.is_grad_enabled():
+            rows, matrix = args[:2]
+            plain = type(rows) is Tensor and rows.dtype == matrix.dtype
+            place = self.held.place_of(matrix)
+            if plain and place is not None and not torch.is_autocast_enabled(rows.device.type):
                 return _Linear.apply(self.held, place, *args)
         return func(*args, **(kwargs or {}))
 

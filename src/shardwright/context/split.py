@@ -75,7 +75,7 @@ _compiled: set[str] = set()  #: names of splits over which compiled code attends
 
 @torch.compiler.assume_constant_result
 def note_compiled(name: str) -> None:
-    """Note that code which is compiled now attends over the split of this name. The compiled code does not call this."""
+    """Note that code which is compiled now attends over this split. Compiled code does not call this function."""
     _compiled.add(name)
 
 
