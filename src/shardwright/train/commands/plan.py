@@ -101,7 +101,7 @@ def say(text: str) -> None:
 
 
 def _run(config: Config, verdict: Verdict) -> Iterator[str]:
-    if verdict.speed is not None:
+    if verdict.speed is not None and config.train.knows_steps:
         steps = config.train.steps
         seconds = steps * verdict.speed.seconds[1]
         hours = seconds / 3600 * verdict.ranks
