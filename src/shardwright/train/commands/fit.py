@@ -34,7 +34,6 @@ from shardwright.train.commands.plan import assumptions, program_of, say
 from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
 from shardwright.train.errors import UserError, counted
 
 _Result = tuple[Found, Speed] | str | None
@@ -288,8 +287,7 @@ def _divides_loss(job: PlannedJob, config: Config, plan: Plan) -> bool:
     shape = config.model.shape()
     if "train.loss_chunks" in dict(job.keys) or 4 * tokens * shape.vocab_size < LOGITS:
         return False
-    own = not isinstance(shape, (HuggingFaceShape, PythonShape))
-    return own or plan((("train.loss_chunks", "auto"),))() is not None
+    return config.model.facts.has_output_layer or plan((("train.loss_chunks", "auto"),))() is not None
 
 
 def _grids(job: PlannedJob, config: Config, node: int, chunks: bool, keys: Keys) -> list[list[Axis]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
 
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
@@ -51,8 +55,30 @@ def train(
     nothing to save, so a signal ends the job like any program. `saved` is called on every rank after a checkpoint was
     written, with its step. Raises UserError for a registered value that is wrong.
     """
-    with as_user_errors(ExtensionError):
+    with as_user_errors(ExtensionError), _deterministic(config.train.deterministic):
         return _train(config, run, dataset, world, saved)
+
+
+@contextmanager
+def _deterministic(is_asked: bool) -> Iterator[None]:
+    """Inside the context PyTorch uses only operations that give the same bits each time, if asked for."""
+    if not is_asked:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product on a GPU
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filling: Any = torch.utils.deterministic
+    fills = filling.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    filling.fill_uninitialized_memory = False  # which changes no result, and takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        filling.fill_uninitialized_memory = fills
 
 
 def _train(
