@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_every_gather_reduction_wait_and_prefetch_has_the_name_of_its_unit(
         assert names.count(f"reduce-scatter of {unit}") == 1
         assert names.count(f"wait: reduce-scatter of {unit}") == 1
     # The model itself, which has the head, comes first in forward and in backward: each block is gathered ahead.
-    assert [n for n in names if n.endswith("all-gather of Net")][0] == "all-gather of Net"
+    assert next(n for n in names if n.endswith("all-gather of Net")) == "all-gather of Net"
     assert names.count("prefetch: all-gather of blocks.1") == 2
     assert not any(name.endswith(" of ") for name in names)
 
@@ -94,7 +95,10 @@ def test_a_failure_of_the_profiler_does_not_end_training(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, method, fail)
         with (
-            pytest.warns(UserWarning, match="has stopped, and training goes on: RuntimeError: no room in the"),
+            pytest.warns(
+                UserWarning,
+                match="profiler of this rank has stopped, and training goes on: RuntimeError: no room in the",
+            ),
             sw.profiler(model, tmp_path) as profiler,
         ):
             backward(model, rank)
@@ -140,4 +144,4 @@ def test_ranges_of_a_thread_do_not_overlap() -> None:
     assert [name for _, _, name in ranges] == [
         "all-gather of a", "all-gather of a", "wait: all-gather of b", "all-reduce of the loss"
     ]  # fmt: skip
-    assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))

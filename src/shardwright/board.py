@@ -374,7 +374,7 @@ class Listener(Protocol):
 
 
 class Relay:
-    """Passes notes to the board of this process, if it has one, and to listeners. It has a board's methods for notes."""
+    """Passes the notes of this process to its board, if it has one, and to listeners."""
 
     __slots__ = ("_board", "_listeners")
 

@@ -78,6 +78,7 @@ class Profiler:
     """See :func:`profiler`.
 
     Attributes:
+        runs: whether this rank is profiled now, or will be in the context.
         files: the traces that this rank has written.
         failure: the reason why this rank stopped profiling; empty if it did not.
         torch: torch's profiler, for its other methods, such as ``key_averages``. None on ranks that are not profiled.
@@ -90,18 +91,20 @@ class Profiler:
         schedule: Callable[[int], Any] | None = None,
         options: dict[str, Any] | None = None,
         runs: bool = True,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         """``name_of_file``: from the number of a trace, from 0. ``runs``: False on a rank that is not profiled."""
         self._device, self._name_of_file = device, name_of_file
         self._schedule, self._options = schedule, options or {}
-        self._runs = runs
+        self._warn = warn
         self._stack = ExitStack()
+        self.runs = runs
         self.files: list[Path] = []
         self.failure = ""
         self.torch: Any = None
 
     def __enter__(self) -> Profiler:
-        if self._runs:
+        if self.runs:
             self._try(self._start)
         return self
 
@@ -112,18 +115,15 @@ class Profiler:
 
     def step(self) -> None:
         """A step has ended. A schedule of torch's profiler goes on."""
-        if self._is_open:
+        if self.runs:
             self._try(self.torch.step)
 
     def stop(self) -> None:
         """End the trace and write it. A second call does nothing."""
-        if self._is_open:
+        if self.runs:
             self._try(self.torch.stop)
+        self.runs = False
         self._stack.close()
-
-    @property
-    def _is_open(self) -> bool:
-        return self.torch is not None and not self.failure
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -149,10 +149,9 @@ class Profiler:
             action()
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
+            self.runs = False
             self._stack.close()
-            warnings.warn(
-                f"The profiler of this rank has stopped, and training goes on: {self.failure}", stacklevel=3
-            )
+            self._warn(f"the profiler of this rank has stopped, and training goes on: {self.failure}")
 
 
 def profiler(
@@ -166,16 +165,16 @@ def profiler(
     """A context in which torch's profiler traces this rank, with the names of the model's units.
 
     Each gather, reduction, wait and prefetch is a range, such as ``all-gather of layers.3`` or
-    ``wait: reduce-scatter of layers.3``. On a GPU the range also stands above the kernels that were queued in it. At the
-    end of the context the rank writes ``FOLDER/rank-N.json.gz``, which ui.perfetto.dev and chrome://tracing open. An
-    error of the profiler is a warning, and training goes on. docs/profiling.md shows what to look for.
+    ``wait: reduce-scatter of layers.3``. On a GPU the range also stands above the kernels that were queued in it. At
+    the end of the context the rank writes ``FOLDER/rank-N.json.gz``, which ui.perfetto.dev and chrome://tracing open.
+    An error of the profiler is a warning, and training goes on. docs/profiling.md shows what to look for.
 
     Args:
         model: a model that :func:`fully_shard` has sharded.
         folder: for the traces; it is made if it does not exist.
         ranks: the ranks that are profiled; None: all.
-        schedule: of ``torch.profiler.schedule``. Call :meth:`Profiler.step` after each step. Each cycle has a file of its
-            own, ``rank-N-cycle-C.json.gz``.
+        schedule: of ``torch.profiler.schedule``. Call :meth:`Profiler.step` after each step. Each cycle has a file of
+            its own, ``rank-N-cycle-C.json.gz``.
         options: of ``torch.profiler.profile``, such as ``record_shapes=True``.
 
     Raises:

@@ -14,6 +14,7 @@ from shardwright.train.config.sections.log import LogConfig
 from shardwright.train.config.sections.model import ModelConfig
 from shardwright.train.config.sections.optimizer import OptimizerConfig
 from shardwright.train.config.sections.parallel import ParallelConfig
+from shardwright.train.config.sections.profile import ProfileConfig
 from shardwright.train.config.sections.run import RunConfig
 from shardwright.train.config.sections.train import TrainConfig
 from shardwright.train.config.sections.validation import ValidationConfig
@@ -34,6 +35,7 @@ class Sections(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     def value_at(self, key: str) -> Any:
         """The value of a key, as SECTION.KEY."""
