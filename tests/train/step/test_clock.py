@@ -162,4 +162,8 @@ def test_on_the_cpu_time_in_collectives_is_communication() -> None:
     assert parts == {
         "forward": 18, "backward": 0, "optimizer": 64, "communication": 44, "data": 128, "host": 1
     }  # fmt: skip
+    clock.enter("barrier", "0-1", 0, "")  # after the step
+    machine.works(256)
+    clock.leave()
+    assert sum(parts.values()) == 255
     assert begun == ["forward", "backward", "optimizer", "data", "host"] and set(parts) == set(PARTS)

@@ -60,7 +60,7 @@ class StepClock:
     def end(self) -> tuple[float, dict[Part, float]]:
         """The step has ended: its seconds, and those of each part."""
         self.to("host")
-        return self._at - self._started, self._seconds
+        return self._at - self._started, self._seconds.copy()  # collectives between steps change the original
 
     # -- a listener of the board ---------------------------------------------------------------------------------
 
