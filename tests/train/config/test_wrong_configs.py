@@ -241,7 +241,7 @@ OPTIONS: list[tuple[str, str]] = [
     ("--profile.steps [3]", "profile.steps: expected [FIRST, LAST] with 1 <= FIRST <= LAST, found [3]"),
     ("--profile.steps [-1,2]", "profile.steps.0: expected an integer >= 1, found -1"),
     ("--profile.steps [2,9]", "profile.steps: expected [FIRST, LAST] with LAST <= train.steps = 8, found [2, 9]"),
-    ("--profile.steps [2,3] --profile.ranks [1]", "profile.ranks: expected ranks below 1, the number of ranks, found 1"),
+    ("--profile.steps [2,3] --profile.ranks [1]", "profile.ranks: expected ranks below 1, ... found 1"),
     (
         "--data.source [sound.txt,sound.jsonl]",
         "data.source: expected a string or a list of strings, found ...; write '[\"sound.txt\", \"sound.jsonl\"]'",

@@ -18,7 +18,16 @@ from shardwright.train.step.clock import PARTS
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import config_file, ranks, records, train_here
 
-SHORT = ("--parallel.engine", "shardwright", "--train.steps", "4", "--validation.every", "0", "--run.sample_tokens", "0")
+SHORT = (
+    "--parallel.engine",
+    "shardwright",
+    "--train.steps",
+    "4",
+    "--validation.every",
+    "0",
+    "--run.sample_tokens",
+    "0",
+)
 
 
 def names_in(path: Path) -> list[str]:
@@ -84,7 +93,10 @@ def test_a_profiler_that_fails_does_not_end_the_run(
     arguments = (*SHORT, "--train.steps", "2", "--profile.steps", "[1, 2]")
     assert train_here(config_file(tmp_path), "--run.dir", run, *arguments) == 0
     printed = capsys.readouterr()
-    assert printed.err.count("warning: the profiler of this rank has stopped, and training goes on: Runtime") == 1
+    assert (
+        printed.err.count("warning: the profiler of this rank has stopped, and training goes on: Runtime")
+        == 1
+    )
     assert "trace of" not in printed.out and not (run / "profile").exists()
     notes = json.loads(RunFolder(run).notes_file.read_text())
     assert len(notes["notes"]) == 10 and notes["left_out"] > 10
