@@ -19,7 +19,7 @@ from shardwright.comm.noted import noted
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
-from shardwright.train.step.clock import StepClock
+from shardwright.train.step.account.clock import StepClock
 from shardwright.train.step.feed import Untrained
 from shardwright.train.step.hooks import ACTIONS, means
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks

@@ -39,7 +39,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.step import loading
-from shardwright.train.step.clock import clock_for
+from shardwright.train.step.account.clock import clock_for
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.loading import LoadedRun

@@ -1,4 +1,4 @@
-"""What a run says about its time and its memory: parts of steps, traces, notes of a step, owners after out of memory."""
+"""A run reports its time and its memory: parts of steps, traces, notes of a step, owners after out of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import profile
 from shardwright.train.report.plots import time_shares
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account import step_notes
-from shardwright.train.step.clock import PARTS
+from shardwright.train.step.account.clock import PARTS
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import config_file, ranks, records, train_here
 

@@ -10,11 +10,10 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.config.sections.data import DataConfig
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.config.sections.finetune import FinetuneConfig
-from shardwright.train.config.sections.log import LogConfig
+from shardwright.train.config.sections.log import LogConfig, ProfileConfig
 from shardwright.train.config.sections.model import ModelConfig
 from shardwright.train.config.sections.optimizer import OptimizerConfig
 from shardwright.train.config.sections.parallel import ParallelConfig
-from shardwright.train.config.sections.profile import ProfileConfig
 from shardwright.train.config.sections.run import RunConfig
 from shardwright.train.config.sections.train import TrainConfig
 from shardwright.train.config.sections.validation import ValidationConfig

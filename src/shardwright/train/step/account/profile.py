@@ -1,6 +1,6 @@
 """The trace of the steps of `[profile] steps` on this rank, with ranges for steps and their parts.
 
-``shardwright.profiling`` writes the trace. Nothing here measures: the parts of every step are `step/clock.py`.
+``shardwright.profiling`` writes the trace. Nothing here measures: `clock.py` beside this file does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwright import board as boards
 from shardwright.profiling import Profiler
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.clock import Part
+from shardwright.train.step.account.clock import Part
 from shardwright.train.step.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from shardwright.train.errors import counted
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.memory import device_name, measure_memory
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.step.clock import Part
+from shardwright.train.step.account.clock import Part
 from shardwright.train.step.evaluation import Validation
 from shardwright.train.step.feed import Untrained
 from shardwright.train.step.numerics.not_finite import in_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.train.step.clock import PARTS, DeviceClock, StepClock
+from shardwright.train.step.account.clock import PARTS, DeviceClock, StepClock
 
 
 class Machine:
