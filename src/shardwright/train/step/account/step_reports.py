@@ -49,7 +49,7 @@ def step_record(
         memory_reserved=memory.reserved,
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
-        parts={**parts},
+        parts=dict(parts.items()),
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
