@@ -30,9 +30,9 @@ SHORT = (
 )
 
 
-def names_in(path: Path) -> list[str]:
+def names_in(path: Path, category: str = "user_annotation") -> list[str]:
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    return [event["name"] for event in events if event.get("cat") == category]
 
 
 def test_a_run_divides_its_time_and_traces_the_steps_asked_for(
@@ -65,6 +65,17 @@ def test_a_run_divides_its_time_and_traces_the_steps_asked_for(
     times = [row[0] for row in notes["notes"]]
     assert times == sorted(times) and times[-1] <= steps[2]["seconds"] * 1e6
     assert "layers.0" in notes["names"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_parts_add_up_and_ranges_stand_above_kernels(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run.dir", run, *SHORT, "--run.device", "cuda", "--profile.steps", "[3, 3]")
+    assert train_here(config_file(tmp_path), *arguments) == 0
+    for step in records(run)[1:]:
+        assert sum(step["parts"].values()) == pytest.approx(step["seconds"], rel=0.01)
+        assert step["parts"]["forward"] > 0 and step["parts"]["backward"] > 0
+    assert {"step 3", "forward"} <= {*names_in(RunFolder(run).profile(3, 3, 0), "gpu_user_annotation")}
 
 
 @pytest.mark.extensive("a file of each rank")

@@ -24,8 +24,8 @@ from shardwright.train.step.trainer import Trainer
 
 NOTED = 3
 """The step of a session that is noted. By then one step has run with the memory plan, and one in the usual order."""
-MOST = 25_000
-"""Notes that are kept. A note takes up to 36 bytes, so the file stays below 1 MB."""
+MOST = 20_000
+"""Notes that are kept. A note takes up to 45 bytes, so the file stays below 1 MB."""
 KINDS: tuple[Literal["lease", "release", "begin", "wait", "end", "phase"], ...] = (
     "lease", "release", "begin", "wait", "end", "phase",
 )  # fmt: skip
