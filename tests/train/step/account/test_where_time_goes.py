@@ -68,6 +68,7 @@ def test_a_run_divides_its_time_and_traces_the_steps_asked_for(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_parts_add_up_and_ranges_stand_above_kernels(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("--run.dir", run, *SHORT, "--run.device", "cuda", "--profile.steps", "[3, 3]")
