@@ -63,7 +63,7 @@ def plan(
         groups = verdict.peak.by_group()
         tried = [
             keys
-            for keys, touched in edits_of(config)
+            for keys, touched in edits_of(config, device.kind)
             if sum(groups.get(group, 0) for group in touched) >= LEAST * verdict.unlimited.reserved
         ]
         for i, keys in enumerate(tried):
@@ -78,7 +78,7 @@ def plan(
     edits = [
         (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
     ]
-    edits = sorted(edits, key=lambda edit: edit[1].unlimited.reserved)[:EDITS]
+    edits = sorted(edits, key=_merit)[:EDITS]
     if json:
         print(as_json(verdict, edits, {key: config.value_at(key) for key in assumed}))
         return verdict.status
@@ -98,7 +98,7 @@ def say(text: str) -> None:
 
 
 def _run(config: Config, verdict: Verdict) -> Iterator[str]:
-    if verdict.speed is not None:
+    if verdict.speed is not None and config.train.knows_steps:
         steps = config.train.steps
         seconds = steps * verdict.speed.seconds[1]
         hours = seconds / 3600 * verdict.ranks
@@ -155,3 +155,11 @@ def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
         yield "assumed  each expert gets as many tokens; a rank whose experts get more needs more"
     if config.run.hooks:
         yield "assumed  hooks of run.hooks take no memory; logits that validation keeps for their metrics count"
+
+
+def _merit(edit: tuple[str, Verdict]) -> tuple[int, float]:
+    """Sorts edits: those with which the job fits come first, the fastest first, then those that save most memory."""
+    other = edit[1]
+    if other.answer == "yes" and other.speed is not None:
+        return 0, -other.speed.tokens_per_second[1]
+    return ("yes", "barely", "no").index(other.answer), other.unlimited.reserved

@@ -81,6 +81,8 @@ class Offers:
         check: refuses, with a UserError, a job that the model cannot run. It also takes the whole configuration, a
             ``shardwright.train.config.Config``. The launcher and each rank call it, before anything is allocated. It
             may fetch files.
+        try_ahead: finds by real computation, and keeps, what the model asks when it is built. Takes the same. A plan
+            calls it before its trace, in which nothing is computed.
         expert_layers: the names of the modules that have experts, which `parallel.expert` spreads.
         layers: the layers, if a model with some of them has the same keys.
         fingerprints: digests of the files behind a model, which all ranks must have, by their names in messages.
@@ -94,6 +96,7 @@ class Offers:
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
     divide_samples: Callable[[Any, Split], None] | None = None
     check: Callable[[Any, Any], None] | None = None
+    try_ahead: Callable[[Any, Any], None] | None = None
     expert_layers: Callable[[Any], list[str]] | None = None
     layers: Callable[[Any], Layers] | None = None
     fingerprints: Callable[[Any], dict[str, str]] = lambda shape: {}

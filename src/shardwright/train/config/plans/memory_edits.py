@@ -12,15 +12,17 @@ Keys = Sequence[tuple[str, str]]
 _STATE = ("parameters", "gradients", "optimizer", "slabs")
 
 
-def edits_of(config: Config) -> Iterator[tuple[Keys, tuple[str, ...]]]:
+def edits_of(config: Config, kind: str) -> Iterator[tuple[Keys, tuple[str, ...]]]:
     """Changes of a key that may save memory, with the groups of memory that they can shrink.
 
-    The first ones change no number of the run, except for the order of sums.
+    The first ones change no number of the run, except for the order of sums. ``kind``: of the devices.
     """
     train, parallel = config.train, config.parallel
     ways = {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}
     for way in ways.get(config.activations.checkpoint, ()):
         yield [("activations.checkpoint", way)], ("activations",)
+    if not train.loss_chunks and not parallel.facts.flattens:
+        yield [("train.loss_chunks", "auto")], ("activations", "temporary")
     if train.micro_batch > 1:
         part = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
         yield [("train.micro_batch", str(part))], ("activations", "temporary")
@@ -35,6 +37,11 @@ def edits_of(config: Config) -> Iterator[tuple[Keys, tuple[str, ...]]]:
         yield [("parallel.reshard_after_forward", way)], ("slabs",)
     if parallel.prefetch not in (0, 1):
         yield [("parallel.prefetch", "1")], ("slabs",)
+    if kind == "cuda" and config.activations.offload == "none":
+        way = "inputs" if config.activations.checkpoint == "full" else "blocks"
+        yield [("activations.offload", way)], ("activations",)
+    if kind == "cuda" and parallel.facts.has_own_keys and parallel.offload == "none":
+        yield [("parallel.offload", "optimizer")], ("optimizer",)
     if parallel.param_dtype == "float32":
         keys = [("parallel.param_dtype", "bfloat16")]
         yield keys, ("activations", "temporary", "slabs")

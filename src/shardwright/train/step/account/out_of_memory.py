@@ -48,10 +48,9 @@ def _lines(trainer: Trainer, folder: RunFolder) -> Iterator[str]:
     shown = sorted(((nbytes, group) for group, nbytes in owners.items() if nbytes), reverse=True)
     words = ", ".join(f"{in_units(nbytes)} {GROUPS[group]}" for nbytes, group in shown)
     yield f"memory of rank {rank} by owner, after the error of step {step}: {words}"
-    settings = [
-        in_words(keys) for keys in settings_that_need_less(trainer.config, trainer.world.size, owners)
-    ]
-    if settings:
+    world = trainer.world
+    edits = settings_that_need_less(trainer.config, world.size, world.device.type, owners)
+    if settings := [in_words(keys) for keys in edits]:
         yield f"settings that need less memory, best first: {'; '.join(settings)}"
     history = folder.memory_history(step, rank)
     if history.exists():
@@ -87,22 +86,16 @@ def _bytes_of(values: Sequence[object]) -> int:
     return sum(local_of(each).nbytes for each in values if isinstance(each, torch.Tensor))
 
 
-def settings_that_need_less(config: Config, ranks: int, owners: dict[str, int]) -> list[Keys]:
-    """Three changes of keys that save memory, those first that shrink the largest owners. The others have fewer only if
-    the configuration has no more."""
-    edits = [*edits_of(config), *_further_edits(config)]
+def settings_that_need_less(config: Config, ranks: int, kind: str, owners: dict[str, int]) -> list[Keys]:
+    """Changes of three keys that save memory on devices of this kind, those first that shrink the largest owners. Fewer
+    if the configuration leaves no more."""
+    shorter = [("train.seq_len", str(config.train.seq_len // 2))]
+    edits = [*edits_of(config, kind), (shorter, ("activations",))]
+    strongest = {keys[0][0]: (keys, groups) for keys, groups in edits if _is_allowed(config, ranks, keys)}
+    ordered = list(strongest.values())
     if "activations" in owners:  # else the largest owner is perhaps not known, and the order is that of plans
-        edits.sort(key=lambda edit: -sum(owners.get(group, 0) for group in edit[1]))
-    return [keys for keys, _ in edits if _is_allowed(config, ranks, keys)][:SETTINGS]
-
-
-def _further_edits(config: Config) -> Iterator[tuple[Keys, tuple[str, ...]]]:
-    if config.train.loss_chunks == 0:
-        yield [("train.loss_chunks", "auto")], ("activations",)
-    if config.activations.offload == "none":
-        yield [("activations.offload", "blocks")], ("activations",)
-    if config.train.seq_len > 1:
-        yield [("train.seq_len", str(config.train.seq_len // 2))], ("activations",)
+        ordered.sort(key=lambda edit: -sum(owners.get(group, 0) for group in edit[1]))
+    return [keys for keys, _ in ordered][:SETTINGS]
 
 
 def _is_allowed(config: Config, ranks: int, keys: Keys) -> bool:
