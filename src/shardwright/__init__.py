@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
     from shardwright.planner.verdict import Verdict
+    from shardwright.profiling import Profiler, profiler
     from shardwright.tracing.loop import plan
     from shardwright.watching.api import Watch, watch
 
@@ -87,6 +88,7 @@ __all__ = [
     "Offload",
     "OffloadPolicy",
     "PrecisionPolicy",
+    "Profiler",
     "Ragged",
     "ShardPlacementResult",
     "Strategy",
@@ -114,6 +116,7 @@ __all__ = [
     "open_checkpoint",
     "optim",
     "plan",
+    "profiler",
     "receive_weights",
     "register_fsdp_forward_method",
     "replace_torch",
@@ -151,6 +154,7 @@ _HOMES = {
     "Offload": "shardwright.engine",
     "OffloadPolicy": "torch.distributed.fsdp",
     "PrecisionPolicy": "shardwright.engine",
+    "Profiler": "shardwright.profiling",
     "Ragged": "shardwright.layout",
     "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
@@ -181,6 +185,7 @@ _HOMES = {
     "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
     "plan": "shardwright.tracing.loop",
+    "profiler": "shardwright.profiling",
     "Verdict": "shardwright.planner.verdict",
     "Watch": "shardwright.watching.api",
     "watch": "shardwright.watching.api",
