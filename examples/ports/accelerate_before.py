@@ -15,7 +15,9 @@ plugin = FullyShardedDataParallelPlugin(
     transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
     cpu_ram_efficient_loading=False,
 )
-accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+accelerator = Accelerator(
+    cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin, gradient_accumulation_steps=2
+)
 model = AutoModelForCausalLM.from_pretrained(qwen_folder())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer = accelerator.prepare(model, optimizer)

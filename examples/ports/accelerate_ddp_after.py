@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 import shardwright as sw
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2)
 model = AutoModelForCausalLM.from_pretrained(qwen_folder()).to(accelerator.device)
 sw.wrap.auto_wrap(model, sw.wrap.by_class(Qwen3DecoderLayer))
 say(sw.describe(model))

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from tiny import qwen_folder, report, samples
 from transformers import AutoModelForCausalLM
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2)
 model = AutoModelForCausalLM.from_pretrained(qwen_folder()).to(accelerator.device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer = accelerator.prepare(model, optimizer)
