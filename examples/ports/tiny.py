@@ -27,8 +27,7 @@ TEXT = text()
 
 def samples(step: int, rows: int = 4) -> torch.Tensor:
     """Rows of text, int64 [rows, LENGTH + 1], others on every rank and in every step."""
-    rank = int(os.environ["RANK"])
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     starts = torch.randint(len(TEXT) - LENGTH, (rows, 1), generator=generator)
     return TEXT[starts + torch.arange(LENGTH + 1)]
 
