@@ -14,18 +14,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.integrations.migration_pages import PAGES, ROOT, body, changes
 from tests.support import multirank
 
-FOLDER = Path(__file__).parents[2] / "examples" / "ports"
+FOLDER = ROOT / "examples" / "ports"
 OURS = "sharded by shardwright"
 #: By port: the packages that it needs, and how far losses may be apart. 0: they have the same digits, since both engines
-#: reduce shards alike. Else DDP was replaced, whose sums over ranks and whose norm add up in another order.
+#: reduce shards alike. Else DDP or FSDP1 was replaced, whose sums over ranks and whose norm add up in another order.
 PORTS = {
     "accelerate": (["accelerate", "transformers"], 0.0),
     "accelerate_ddp": (["accelerate", "transformers"], 1e-5),
     "ddp": ([], 1e-5),
     "distributed_config": (["transformers"], 0.0),
     "fabric": (["lightning"], 1e-5),
+    "fsdp1": ([], 1e-5),
     "fsdp2": ([], 0.0),
     "hf_trainer": (["accelerate", "transformers"], 1e-5),
     "torchtitan": ([], 0.0),
@@ -36,6 +38,14 @@ PORTS = {
 def test_every_program_is_tested() -> None:
     programs = {path.stem for path in FOLDER.glob("*.py")} - {"tiny"}
     assert programs == {f"{port}_{when}" for port in PORTS for when in ("before", "after")}
+
+
+def test_pages_show_the_ports() -> None:
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "migration").glob("*.md")}
+    for port, page in PAGES.items():
+        assert f"```diff\n{changes(port)}\n```" in pages[page], f"docs/migration/{page}.md: {changes(port)}"
+    assert PAGES.keys() == PORTS.keys() and body("ddp") in pages["deepspeed"]
+    assert all(f"({page}.md)" in pages["README"] for page in pages.keys() - {"README"})
 
 
 def losses(lines: list[str]) -> list[float]:
@@ -88,7 +98,7 @@ def printed(program: str) -> list[str]:
 
 
 @multirank(2)
-@pytest.mark.parametrize("port", ["ddp", "fsdp2", "torchtitan"])
+@pytest.mark.parametrize("port", ["ddp", "fsdp1", "fsdp2", "torchtitan"])
 def test_losses_of_plain_loops_stay(rank: int, world_size: int, port: str) -> None:
     before, after = printed(f"{port}_before.py"), printed(f"{port}_after.py")
     if rank == 0:
