@@ -1,4 +1,4 @@
-"""The loop of accelerate_before.py: its FSDP2 plugin shards with Shardwright. On the CPU Accelerate takes DDP: a warning.
+"""The loop of accelerate_before.py: its FSDP2 plugin shards with Shardwright. On the CPU Accelerate takes DDP.
 
 torchrun --standalone --nproc-per-node 2 examples/ports/accelerate_after.py
 """

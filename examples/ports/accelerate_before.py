@@ -1,4 +1,4 @@
-"""A loop of Accelerate with its FSDP2 plugin, gradient accumulation and clipping. On the CPU Accelerate takes torch's DDP.
+"""A loop of Accelerate with its FSDP2 plugin, accumulation and clipping. On the CPU Accelerate takes torch's DDP.
 
 torchrun --standalone --nproc-per-node 2 examples/ports/accelerate_before.py
 """

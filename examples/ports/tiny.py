@@ -103,7 +103,10 @@ def byte_tokenizer():
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=letters[0], eos_token=letters[0])
 
 
@@ -112,9 +115,7 @@ def completions():
     from datasets import Dataset
 
     pairs = [(i % 10, i // 10 % 10) for i in range(100)]
-    return Dataset.from_list(
-        [{"prompt": f"{a} plus {b} is ", "completion": f"{a + b}."} for a, b in pairs]
-    )
+    return Dataset.from_list([{"prompt": f"{a} plus {b} is ", "completion": f"{a + b}."} for a, b in pairs])
 
 
 def report(step: int, loss: torch.Tensor) -> None:

@@ -23,7 +23,9 @@ def test_the_optimizer_of_another_model_warns(rank: int, world_size: int, other_
     if other_is_sharded:
         optimizer = sw.fully_shard_optimizer(optimizer)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.warns(UserWarning, match=r"None of the 2 parameters of this \w*AdamW has a gradient.*'weight'"):
+    with pytest.warns(
+        UserWarning, match=r"None of the 2 parameters of this \w*AdamW has a gradient.*'weight'"
+    ):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

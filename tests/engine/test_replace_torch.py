@@ -93,7 +93,9 @@ def test_a_wrapper_of_torch_warns_once(rank: int, world_size: int) -> None:
     """As Accelerate does on the CPU, which takes DDP whatever its plugin says."""
     mesh = world_mesh(world_size)
     with sw.replace_torch(), sw.replace_torch():
-        with pytest.warns(UserWarning, match=r"DistributedDataParallel wraps Linear.*fsdp_version=2") as caught:
+        with pytest.warns(
+            UserWarning, match=r"DistributedDataParallel wraps Linear.*fsdp_version=2"
+        ) as caught:
             wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
         assert [each.filename for each in caught] == [__file__]
         assert sw.describe(wrapped).engine == "DDP"
@@ -105,4 +107,6 @@ def test_a_wrapper_of_torch_warns_once(rank: int, world_size: int) -> None:
         warnings.simplefilter("error")
         nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
     with sw.replace_torch(), pytest.warns(UserWarning, match="FullyShardedDataParallel wraps Linear"):
-        FullyShardedDataParallel(nn.Linear(4, 3), process_group=mesh.get_group(), device_id=torch.device("cpu"))
+        FullyShardedDataParallel(
+            nn.Linear(4, 3), process_group=mesh.get_group(), device_id=torch.device("cpu")
+        )

@@ -19,8 +19,8 @@ from tests.support import multirank
 
 FOLDER = ROOT / "examples" / "ports"
 OURS = "sharded by shardwright"
-#: By port: the packages that it needs, and how far losses may be apart. 0: they have the same digits, since both engines
-#: reduce shards alike. Else DDP or FSDP1 was replaced, whose sums over ranks and whose norm add up in another order.
+#: By port: the packages that it needs, and how far losses may be apart. 0: the same digits, since both engines reduce
+#: shards alike. Else DDP or FSDP1 was replaced, whose sums over ranks and whose norm add up in another order.
 PORTS = {
     "accelerate": (["accelerate", "transformers"], 0.0),
     "accelerate_ddp": (["accelerate", "transformers"], 1e-5),
@@ -117,7 +117,8 @@ def test_losses_of_programs_stay(port: str) -> None:
     (engine,) = (line for line in after if "sharded" in line)
     if port == "accelerate":  # on the CPU it takes DDP, whatever its plugin says
         assert engine.startswith("sharded by torch's DDP")
-        assert messages.count("torch's DistributedDataParallel wraps Qwen3ForCausalLM") == 2  # one on each rank
+        wraps = "torch's DistributedDataParallel wraps Qwen3ForCausalLM"
+        assert messages.count(wraps) == 2  # one on each rank
     else:
         assert engine.startswith(OURS)
         assert "DistributedDataParallel wraps" not in messages

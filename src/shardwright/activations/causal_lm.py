@@ -24,8 +24,8 @@ def chunk_causal_lm_loss(model: M, *, chunks: int | str = "auto") -> M:
         model = sw.chunk_causal_lm_loss(AutoModelForCausalLM.from_pretrained(folder))
         loss = model(input_ids=tokens, labels=tokens).loss
 
-    It changes calls with ``labels`` in training mode: the output has no ``logits`` then. Other calls are as before. Call
-    it before or after ``fully_shard``, and before a framework gets the model.
+    It changes calls with ``labels`` in training mode: the output has no ``logits`` then. Other calls are as before.
+    Call it before or after ``fully_shard``, and before a framework gets the model.
 
     Args:
         model: a model whose ``loss_function`` is transformers' ``ForCausalLMLoss``.
@@ -36,7 +36,7 @@ def chunk_causal_lm_loss(model: M, *, chunks: int | str = "auto") -> M:
             docs/activations.md allows, its call raises TypeError.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    whole_loss = getattr(model, "loss_function", None)
+    whole_loss: Any = getattr(model, "loss_function", None)
     if not isinstance(head, nn.Module) or getattr(whole_loss, "__name__", None) != _LOSS:
         raise ValueError(
             f"model: expected a causal language model of transformers, with an output layer and the loss {_LOSS}; got "
@@ -65,7 +65,7 @@ def chunk_causal_lm_loss(model: M, *, chunks: int | str = "auto") -> M:
         return whole_loss(logits, labels, *args, **kwargs)  # type: ignore[no-any-return]
 
     model.forward = forward
-    model.loss_function = loss
+    model.loss_function = loss  # type: ignore[assignment]
     return model
 
 

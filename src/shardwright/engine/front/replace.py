@@ -36,8 +36,8 @@ def replace_torch() -> ReplacedTorch:
     It replaces the names in ``torch.distributed.fsdp``, ``torch.distributed.fsdp._fully_shard`` and
     ``torch.distributed._composable.fsdp`` for the rest of the process, or until the end of the context if used as a
     context manager. Modules that imported torch's names before keep those names. The result lists these modules as
-    ``bound``. A warning names the modules that would still shard with torch's engine. Another one says if torch's DDP or
-    FSDP1 then wraps a model, as Accelerate and the Trainer of transformers do on the CPU.
+    ``bound``. A warning names the modules that would still shard with torch's engine. Another one says if
+    torch's DDP or FSDP1 then wraps a model, as Accelerate and the Trainer of transformers do on the CPU.
 
     Returns:
         A context manager. ``bound`` is a dict from the name of a loaded module to the names of torch that it has

@@ -169,8 +169,8 @@ def _warn_of_other_model(optimizer: torch.optim.Optimizer, parameters: list[torc
                 if p.sharded.grad is not None:
                     warnings.warn(
                         f"None of the {len(parameters)} parameters of this {type(optimizer).__name__} has a gradient, "
-                        f"so its step trains nothing; parameter {p.name!r} of a sharded model has one. If the optimizer "
-                        "is to train that model, build it from the model's parameters().",
+                        f"so its step trains nothing; parameter {p.name!r} of a sharded model has one. If the "
+                        "optimizer is to train that model, build it from the model's parameters().",
                         stacklevel=3,
                     )
                     return
