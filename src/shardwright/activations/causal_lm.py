@@ -35,7 +35,8 @@ def chunk_causal_lm_loss(model: M, *, chunks: int | str = "auto") -> M:
         ValueError: the model has another loss, or no output layer. If its forward does more with logits than
             docs/activations.md allows, its call raises TypeError.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output_layer: Any = getattr(model, "get_output_embeddings", None)
+    head = output_layer() if output_layer is not None else None
     whole_loss: Any = getattr(model, "loss_function", None)
     if not isinstance(head, nn.Module) or getattr(whole_loss, "__name__", None) != _LOSS:
         raise ValueError(
