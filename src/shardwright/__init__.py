@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
 
     from shardwright import comm_hooks, context, layout, optim
+    from shardwright.activations.causal_lm import chunk_causal_lm_loss
     from shardwright.activations.chunked_loss import chunked_cross_entropy
     from shardwright.activations.offload import offload_activations
     from shardwright.checkpoint import (
@@ -95,6 +96,7 @@ __all__ = [
     "UnshardHandle",
     "Verdict",
     "Watch",
+    "chunk_causal_lm_loss",
     "chunked_cross_entropy",
     "clip_grad_norm_",
     "comm_hooks",
@@ -159,6 +161,7 @@ _HOMES = {
     "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
+    "chunk_causal_lm_loss": "shardwright.activations.causal_lm",
     "chunked_cross_entropy": "shardwright.activations.chunked_loss",
     "clip_grad_norm_": "shardwright.optim",
     "compare_copies": "shardwright.engine",
