@@ -44,7 +44,9 @@ train: $(TRAIN_STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
 
 # Each rank is a process that imports the tests and the package. Python compiles them once, not in each rank.
-TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A test that takes ten minutes is stuck: it fails, and the others go on.
+LIMIT := --timeout 600
+TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(LIMIT)
 
 test: $(STAMP)
 	$(TESTING) $(ARGS)

@@ -63,3 +63,24 @@ def pytest_collection_finish() -> None:
     """Objects of imported tests stay for good: no later collection of garbage looks through them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Each failure is named when it happens, too: the summary is lost if the run is ended."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
+class FailuresAtOnce:
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = f": {crash.message.splitlines()[0]}" if crash is not None and crash.message else ""
+            self.terminal.ensure_newline()
+            self.terminal.line(f"failed in {report.when}: {report.nodeid}{reason}")

@@ -206,8 +206,9 @@ ENDINGS = {
 def test_endings(code: str, tmp_path: Path) -> None:
     process = start([sys.executable, "-c", code], tmp_path / "log", dict(os.environ), tmp_path)
     status = None
+    deadline = time.monotonic() + 120
     while "sleep" in code and "begun" not in output_of(tmp_path / "log"):
-        assert process.poll() is None
+        assert process.poll() is None and time.monotonic() < deadline
     if "sleep" not in code:
         status = process.wait(60)
     end([process])

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.activations import chunked_loss
+from shardwright.activations import chunked_loss, held_gradients
 from tests.activations.models import LossModel, Plain, batch, built, plain_loss
 from tests.engine.kit.models import full
 from tests.engine.kit.tensor_parallel import data_mesh, mesh_of, on_meshes, parallelize
@@ -93,6 +94,58 @@ def test_only_needed_gradients_are_made(frozen: str) -> None:
     found, missing = (head.weight, hidden) if frozen == "hidden" else (hidden, head.weight)
     torch.testing.assert_close(found.grad, *expected)
     assert missing.grad is None
+
+
+class Head(nn.Linear):
+    """Uses its matrix in one product, in two, in a product and elsewhere, or in a product of autocast."""
+
+    use = "once"
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16, enabled=self.use == "autocast"):
+            logits = super().forward(x)
+        if self.use == "twice":
+            logits = logits + F.linear(x * 2, self.weight)
+        return logits + self.weight.sum(1) if self.use == "elsewhere, too" else logits
+
+
+class Products(TorchDispatchMode):
+    """The largest result of a product of two matrices, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("use", ["once", "twice", "elsewhere, too", "autocast"])
+def test_the_gradient_of_a_matrix_is_made_in_its_sum(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, use: str
+) -> None:
+    """The gradient of a chunk would have 23 x 50 elements. The products in bfloat16 are in pieces."""
+    monkeypatch.setattr(held_gradients, "_PIECE", 4 * 50 * 2)  # four rows of bfloat16
+    torch.manual_seed(0)
+    head, hidden = Head(50, 23, bias).to(dtype), torch.randn(9, 50, dtype=dtype, requires_grad=True)
+    head.use = use
+    leaves = [hidden, *head.parameters()]
+    logits = head(hidden).float()
+    expected = torch.autograd.grad(F.cross_entropy(logits, torch.arange(9), reduction="sum"), leaves)
+    with Products() as products:
+        loss_sum, _ = sw.chunked_cross_entropy(hidden, head, torch.arange(9), chunks=3)
+    if use in ("once", "twice"):
+        assert products.largest < 23 * 50
+    rounds = dtype == BF16 or use == "autocast"
+    for found, wanted in zip(torch.autograd.grad(loss_sum, leaves), expected, strict=True):
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=(2e-2 if rounds else 1e-6) * wanted.abs().max()
+        )
 
 
 def test_an_adapter_on_a_frozen_head_is_trained() -> None:

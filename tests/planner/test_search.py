@@ -132,14 +132,15 @@ class Wide:
         assert len(set(self.planned)) == len(self.planned), "twice"
         return lambda: self.found(keys)
 
-    def search(self, helps: bool = False, width: int = 1) -> Found | None:
+    def search(self, helps: bool = False, width: int = 1, helps_speed: bool = True) -> Found | None:
+        """``helps_speed``: ``t`` may make steps faster, too."""
+
         def likeness(keys: Keys) -> frozenset[tuple[str, str]]:
             return frozenset({"a": "0", "b": "0", "t": "1", "o": "0", **dict(keys)}.items())
 
-        further = [[(("t", str(t)),) for t in (2, 4, 8)]]
-        plans = search_widely(
-            self.grids, self.plan, further, [(("o", "1"),), (("o", "2"),)], lambda _: helps, width, likeness
-        )
+        values, slow = [[(("t", str(t)),) for t in (2, 4, 8)]], [(("o", "1"),), (("o", "2"),)]
+        further, smaller = (values, []) if helps_speed else ([], values)
+        plans = search_widely(self.grids, self.plan, further, smaller, slow, lambda _: helps, width, likeness)
         return fastest(plans)
 
     @property
@@ -165,6 +166,17 @@ def test_if_nothing_fits_the_first_further_setting_that_fits_is_searched() -> No
     best = refused.search()
     assert best is not None and dict(best.keys)["t"] == "4"
     assert refused.tried == [(1, 0), (4, 0), (1, 1), (1, 2)]
+
+
+def test_settings_that_only_save_memory_are_not_tried_for_speed() -> None:
+    job = Wide(limit=16)
+    job.search(helps=True)
+    assert (2, 0) in job.tried
+    job = Wide(limit=16)
+    job.search(helps=True, helps_speed=False)
+    assert job.tried == [(1, 0)]
+    best = Wide(limit=4).search(helps_speed=False)
+    assert best is not None and dict(best.keys)["t"] == "4"
 
 
 def test_settings_that_are_mostly_slower_win_where_they_are_not() -> None:

@@ -110,6 +110,13 @@ def test_bytes_that_move(name: str, shapes: tuple[tuple[int, ...], ...], nbytes:
 # -- rates
 
 
+@pytest.mark.parametrize("name", ["convolution", "convolution_backward"])
+def test_operations_without_a_peak_have_bytes_alone(name: str) -> None:
+    """Those of few taps, as in Mamba-2, are limited by memory. MFU is of products and attention."""
+    work = work_of(Kernel(name, "compute", 96, ((2, 3, 4), (2, 3, 4), (3, 1, 4)), "float32"))
+    assert (work.kind, work.flops) == ("memory", 0)
+
+
 def test_more_work_takes_no_less_time_and_no_device_exceeds_its_figures() -> None:
     draw = random.Random(0)
     for device in known_devices().values():

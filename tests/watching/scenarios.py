@@ -314,7 +314,9 @@ def begin_store(folder: Path) -> tuple[int, int]:
         while os.getppid() != 1:
             time.sleep(1.0)
         os._exit(0)
+    deadline = time.monotonic() + 120
     while not (folder / "port").exists():
+        assert time.monotonic() < deadline, "the process has no port"
         time.sleep(0.01)
     return process, int((folder / "port").read_text())
 

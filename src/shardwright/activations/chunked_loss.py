@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,17 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
-from shardwright._torch import dtensor_of, keeps_graph, local_of
+from shardwright._torch import keeps_graph
 from shardwright.activations.head_call import call_once, computing_piece
-from shardwright.engine.tensors.parameter import STANDS_FOR, unit_of
-from shardwright.memory import Owner, Slab
+from shardwright.activations.held_gradients import HeldGradients
+from shardwright.activations.token_rows import TokenRows
 
 AUTO_BYTES = 256 << 20  #: of a chunk's logits in float32 with ``chunks="auto"``
-HEAD_GRADIENT = "head gradient"  #: the kind of the slabs, in reports and plans
-_ALIGN = 64  #: bytes between the gradients in a slab
 
 LogitsFunction = Callable[[Tensor], Tensor]
 
@@ -125,13 +121,13 @@ class ChunkedLoss(NamedTuple):
         if torch.is_grad_enabled() and (parameters or hidden.requires_grad):
             return _InForward.apply(self, hidden, *parameters)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and self.logits is not None and hidden.shape[:-1].numel():
-            _check_leaves(self._losses(_Rows(hidden).part(0, 1), self.targets.flatten()[:1]), ())
+            _check_leaves(self._losses(TokenRows(hidden).part(0, 1), self.targets.flatten()[:1]), ())
         with torch.no_grad():
             return self.run(hidden, None)
 
     def run(self, hidden: Tensor, held: HeldGradients | None) -> tuple[Tensor, Tensor]:
         """Compute the loss of one chunk after another, and add its gradients to the held ones."""
-        rows, targets_T = _Rows(hidden), self.targets.flatten()
+        rows, targets_T = TokenRows(hidden), self.targets.flatten()
         weights_T = None if self.weights is None else self.weights.flatten().float()
         losses = []
         for start, stop in itertools.pairwise(self._bounds(rows, held)):
@@ -142,7 +138,7 @@ class ChunkedLoss(NamedTuple):
 
     def _chunk(
         self,
-        rows: _Rows,
+        rows: TokenRows,
         start: int,
         stop: int,
         targets_R: Tensor,
@@ -170,7 +166,7 @@ class ChunkedLoss(NamedTuple):
         losses_R = F.cross_entropy(logits, targets_R, reduction="none", ignore_index=self.ignore_index)
         return losses_R.full_tensor() if isinstance(losses_R, DTensor) else losses_R
 
-    def _bounds(self, rows: _Rows, held: HeldGradients | None) -> list[int]:
+    def _bounds(self, rows: TokenRows, held: HeldGradients | None) -> list[int]:
         """The first row of each chunk, and the number of all."""
         chunks = self.chunks
         if chunks == "auto":
@@ -179,7 +175,7 @@ class ChunkedLoss(NamedTuple):
         size = math.ceil(rows.number / max(1, int(chunks))) or 1
         return [*range(0, rows.number, size), rows.number] if rows.number else [0, 0]
 
-    def _width(self, rows: _Rows) -> int:
+    def _width(self, rows: TokenRows) -> int:
         """The number of logits of a row on the rank that has the most: all ranks make the same chunks."""
         weight = getattr(self.head, "weight", None)
         if isinstance(self.head, nn.Linear) and isinstance(weight, Tensor):
@@ -198,166 +194,12 @@ def _largest(tensor: Tensor, dim: int) -> int:
     return max(1, size)
 
 
-class _Rows:
-    """Hidden states as rows, a row for each token: parts of them are leaves of a graph.
-
-    Attributes:
-        local: the rows, on this rank.
-        number: of the rows.
-        form: makes tensors like the hidden states.
-
-    Raises:
-        ValueError: the hidden states are cut over ranks.
-    """
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.form = _Form.of(hidden)
-        local = local_of(hidden) if isinstance(hidden, DTensor) else hidden
-        self.local = local.detach().flatten(0, -2)
-        self.number = self.local.shape[0]
-        self._leading = (1,) * (hidden.ndim - 2)
-
-    def part(self, start: int, stop: int) -> Tensor:
-        shape = (*self._leading, stop - start, self.local.shape[1])
-        return self.form.wrap(self.local[start:stop].view(shape), self.form.placements)
-
-
-class _Form(NamedTuple):
-    """The shape and the mesh of hidden states."""
-
-    shape: torch.Size
-    mesh: DeviceMesh | None
-    placements: Sequence[Placement]
-
-    @classmethod
-    def of(cls, hidden: Tensor) -> _Form:
-        if not isinstance(hidden, DTensor):
-            return cls(hidden.shape, None, ())
-        if not all(isinstance(each, Replicate) for each in hidden.placements):
-            raise ValueError(
-                f"hidden: expected whole hidden states in the head, got a DTensor with {hidden.placements}. Let the "
-                "head's parallel style gather them, as ColwiseParallel(input_layouts=...) does"
-            )
-        return cls(hidden.shape, hidden.device_mesh, hidden.placements)
-
-    def wrap(self, local: Tensor, placements: Sequence[Placement]) -> Tensor:
-        if self.mesh is None:
-            return local
-        return DTensor.from_local(local, self.mesh, placements, run_check=False)
-
-
-class HeldGradients:
-    """Gradients of one loss between forward and backward: of the hidden states, and sums of those of the head.
-
-    Attributes:
-        hidden: of the hidden states, on this rank, a row for each token; None: not needed.
-    """
-
-    def __init__(
-        self, head: nn.Module, rows: _Rows, needs_hidden: bool, parameters: Sequence[Tensor]
-    ) -> None:
-        self.hidden = torch.empty_like(rows.local) if needs_hidden else None
-        self._form = rows.form
-        self._hidden_placements = rows.form.placements
-        self._parameters = parameters
-        self._aliases = [p.detach().requires_grad_() for p in parameters]
-        self._placements: list[Sequence[Placement] | None] = [None] * len(parameters)
-        self._used = [False] * len(parameters)
-        self._slab, self._sums = _lease(head, parameters)
-        self._finish = weakref.finalize(self, _give_back, self._slab, weakref.ref(head))
-        self._finish.atexit = False
-
-    @contextmanager
-    def computing(self, head: nn.Module) -> Iterator[None]:
-        """Inside the context the head computes with aliases of its parameters, so that the hooks of these see one
-        gradient in backward, and none of a chunk."""
-        aliases = {id(p): alias for p, alias in zip(self._parameters, self._aliases, strict=True)}
-        places = [
-            (module._parameters, name, p)
-            for module in head.modules()
-            for name, p in module._parameters.items()
-            if id(p) in aliases
-        ]
-        for registry, name, p in places:
-            registry[name] = aliases[id(p)]  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for registry, name, p in places:
-                registry[name] = p
-            self._aliases = []
-
-    def leaves(self, hidden: Tensor) -> list[Tensor]:
-        """The tensors whose gradients are computed: the hidden states of a chunk, if needed, and the parameters."""
-        return [*([hidden] if self.hidden is not None else []), *self._aliases]
-
-    def add(self, start: int, stop: int, losses_R: Tensor, hidden: Tensor, factors_R: Tensor) -> None:
-        """Add the gradients of some rows, each loss times its factor."""
-        inputs = self.leaves(hidden)
-        if not losses_R.requires_grad:
-            gradients: list[Tensor | None] = [None] * len(inputs)
-        else:
-            gradients = list(torch.autograd.grad(losses_R, inputs, factors_R, allow_unused=True))
-        if self.hidden is not None:
-            gradient = gradients.pop(0)
-            if isinstance(gradient, DTensor):
-                self._hidden_placements = gradient.placements
-                gradient = local_of(gradient)
-            if gradient is None:
-                self.hidden[start:stop].zero_()
-            else:
-                self.hidden[start:stop].copy_(gradient.flatten(0, -2))
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if isinstance(gradient, DTensor):
-                self._placements[i] = gradient.placements
-                gradient = local_of(gradient)
-            if self._used[i]:
-                self._sums[i].add_(gradient)
-            else:
-                self._sums[i].copy_(gradient)
-                self._used[i] = True
-
-    def scaled(self, factor: Tensor, keep: bool) -> list[Tensor | None]:
-        """The gradients times ``factor``, of the hidden states, then of the parameters in their dtypes. Unless ``keep``
-        the held ones are freed."""
-        if not self._finish.alive:
-            raise RuntimeError(
-                "Backward ran a second time through a chunked cross-entropy, whose gradients are freed after the first "
-                "backward. Pass retain_graph=True to the first one."
-            )
-        results: list[Tensor | None] = [self._scaled_hidden(factor, keep)]
-        results += [self._scaled_sum(i, factor) for i in range(len(self._parameters))]
-        if not keep:
-            self.hidden, self._sums = None, []
-            self._finish()
-        return results
-
-    def _scaled_sum(self, i: int, factor: Tensor) -> Tensor | None:
-        if not self._used[i]:
-            return None
-        p, placements = self._parameters[i], self._placements[i]
-        gradient = torch.empty_like(self._sums[i], dtype=p.dtype)
-        torch.mul(self._sums[i], factor, out=gradient)
-        if placements is None:
-            return gradient
-        assert isinstance(p, DTensor)
-        return dtensor_of(gradient, p.device_mesh, placements, p.shape, p.stride())
-
-    def _scaled_hidden(self, factor: Tensor, keep: bool) -> Tensor | None:
-        if self.hidden is None:
-            return None
-        gradient = self.hidden.mul(factor) if keep else self.hidden.mul_(factor)
-        return self._form.wrap(gradient.view(self._form.shape), self._hidden_placements)
-
-
 class _InForward(torch.autograd.Function):
     """A loss whose gradients are computed in forward."""
 
     @staticmethod
     def forward(ctx: Any, loss: ChunkedLoss, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        held = HeldGradients(loss.head, _Rows(hidden), ctx.needs_input_grad[1], parameters)
+        held = HeldGradients(loss.head, TokenRows(hidden), ctx.needs_input_grad[1], parameters)
         with held.computing(loss.head):
             loss_sum, losses = loss.run(hidden, held)
         ctx.held = held
@@ -405,51 +247,3 @@ def _plainly_saved() -> Iterator[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-#: Released slabs, by head. A slab is used again, so that a plan of the engine's memory has a place for it.
-_released: weakref.WeakKeyDictionary[nn.Module, list[Slab]] = weakref.WeakKeyDictionary()
-
-
-def _lease(head: nn.Module, parameters: Sequence[Tensor]) -> tuple[Slab | None, list[Tensor]]:
-    """Memory for the sums of the gradients of these parameters, and its views."""
-    if not parameters:
-        return None, []
-    locals_ = [local_of(p) if isinstance(p, DTensor) else p for p in parameters]
-    dtypes = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
-    sizes = [p.numel() * dtype.itemsize for p, dtype in zip(locals_, dtypes, strict=True)]
-    starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
-    owner = _owner(parameters[0])
-    device = locals_[0].device
-    slab = _take(head, owner, starts[-1], device)
-    slab.lease()
-    views = [
-        slab.view(dtype, start // dtype.itemsize, p.shape)
-        for p, dtype, start in zip(locals_, dtypes, starts, strict=False)
-    ]
-    return slab, views
-
-
-def _owner(parameter: Tensor) -> Owner | None:
-    """The owner of the memory of the parameter's unit; None without a unit."""
-    sharded = parameter.__dict__.get(STANDS_FOR)
-    unit = None if sharded is None else unit_of(sharded)
-    return None if unit is None else unit.site.owner  # type: ignore[no-any-return]
-
-
-def _take(head: nn.Module, owner: Owner | None, nbytes: int, device: torch.device) -> Slab:
-    released = _released.setdefault(head, [])
-    while released:
-        slab = released.pop()
-        if slab.nbytes == nbytes and slab.device == device and (owner is None or slab.owner is owner):
-            return slab
-    return Slab(nbytes, device, HEAD_GRADIENT, owner or Owner(type(head).__name__))
-
-
-def _give_back(slab: Slab | None, head: weakref.ref[nn.Module]) -> None:
-    if slab is not None:
-        slab.release()
-        if (module := head()) is not None:
-            _released.setdefault(module, []).append(slab)

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from shardwright._torch import uncompiled
 from shardwright.context import exchange
-from shardwright.context.split import Split, current, within
+from shardwright.context.split import Split, current, note_compiled, within
 
 
 class Part(NamedTuple):
@@ -69,7 +69,10 @@ def exchanged(
     if not split.divides:
         every = range(q_BSHK.shape[1])
         return kernel(q_BSHK, k_BSGK, v_BSGK, Part(len(every), every, every, range(heads)))
-    split.attended = True
+    if torch.compiler.is_compiling():
+        note_compiled(split.name)  # compiled code under a checkpoint must not write attributes
+    else:
+        split.attended = True
     length = q_BSHK.shape[1] * ranks
     every, own = range(length), split.part(length)
     if heads % ranks == 0:

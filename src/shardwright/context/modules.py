@@ -96,7 +96,7 @@ class _WithinWhole(_Within):
         self._check_positions(args, kwargs)
         split.attended = False
         result = super().__call__(forward, *args, **kwargs)
-        if not split.attended:
+        if not splits.has_attended(split):
             raise RuntimeError(
                 f"forward of {self._name} has called neither torch.nn.functional.scaled_dot_product_attention nor "
                 "sw.context.attention, so its tokens have not seen those of other ranks; a model of transformers needs "

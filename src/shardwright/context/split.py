@@ -5,6 +5,7 @@ A rank has one contiguous part; parts are equal and in rank order. Nothing here 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,14 +30,16 @@ class Split:
         ranks: the number of ranks.
         rank: the number of this one; the part of a sample that it has.
         active: False while every rank computes whole samples, see `whole_samples`.
-        attended: whether an attention has run over the samples that the ranks divide.
+        attended: whether an attention has run over the samples that the ranks divide, outside of compiled code.
+        name: another one for each split.
     """
 
     group: ProcessGroup | None
+    _names = map("split {}".format, itertools.count())
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         """None: this rank has whole samples. Raises ValueError for a mesh of several dimensions."""
-        self.active, self.attended = True, False
+        self.active, self.attended, self.name = True, False, next(Split._names)
         if mesh is None:
             self.group, self.ranks, self.rank = None, 1, 0
             return
@@ -65,6 +68,20 @@ class Split:
             )
         own = length // self.ranks
         return range(self.rank * own, (self.rank + 1) * own)
+
+
+_compiled: set[str] = set()  #: names of splits over which compiled code attends
+
+
+@torch.compiler.assume_constant_result
+def note_compiled(name: str) -> None:
+    """Note that code which is compiled now attends over this split. Compiled code does not call this function."""
+    _compiled.add(name)
+
+
+def has_attended(split: Split) -> bool:
+    """Whether an attention has run over the samples, as far as known: compiled code does not say when it runs."""
+    return split.attended or split.name in _compiled
 
 
 class _InUse(threading.local):

@@ -59,6 +59,7 @@ def search_widely(
     grids: Callable[[Keys], Sequence[Sequence[Axis]]],
     plan: Plan,
     further: Sequence[Sequence[Keys]],
+    smaller: Sequence[Sequence[Keys]],
     last: Sequence[Keys],
     helps: Callable[[Found], bool],
     width: int = 1,
@@ -66,15 +67,17 @@ def search_widely(
 ) -> list[Found]:
     """Plans of the job as it is, which is the first one, of grids, and of grids with further settings if needed.
 
-    If nothing fits, the first of the further settings with which the smallest point fits are searched, and the first of
-    ``last``, each unless its smallest point is slower than what was found. If something fits, and ``helps`` says that
-    further settings may be faster, they are searched as long as each is faster than the one before.
+    If nothing fits, the first of the further and of the smaller settings with which the smallest point fits are
+    searched, and the first of ``last``, each unless its smallest point is slower than what was found. If something
+    fits, and ``helps`` says that further settings may be faster, they are searched as long as each is faster than the
+    one before.
 
     Args:
         grids: with these settings. The first one that has a point that fits counts. None: they do not go together.
         plan: begins a plan, at most once of the same settings.
         further: for each setting its values in order: each takes less memory than the one before.
-        last: settings that are mostly slower. They are tried alone, and with further ones if nothing else fits.
+        smaller: the same of settings that are tried only if nothing else fits.
+        last: settings that are mostly slower. They are tried alone, and with the others if nothing else fits.
         helps: whether further settings may be faster than this plan.
         width: points that are planned at a time.
         likeness: a value that is equal for keys that are the same settings.
@@ -131,7 +134,7 @@ def search_widely(
                 ways.append(keys)
                 break
             if not ways:
-                ways += filter(None, (first(keys, values) for values in further))
+                ways += filter(None, (first(keys, values) for values in (*further, *smaller)))
         for _, keys in sorted((found.seconds if (found := corner(way)) else 0.0, way) for way in ways):
             best = fastest(plans)
             if best is None or (found := corner(keys)) is None or found.seconds <= NEAR * best.seconds:

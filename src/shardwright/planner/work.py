@@ -24,7 +24,7 @@ class Work(NamedTuple):
 
     Attributes:
         kind: what limits it.
-        flops: floating-point operations; a multiplication and an addition are two.
+        flops: floating-point operations of products and of attention; a multiplication and an addition are two.
         nbytes: bytes read and written.
         sizes: of a product the batch, rows, columns and the length of the sums; of attention the batch and heads, the
             lengths of queries and of keys, and the width of a head.
@@ -65,10 +65,6 @@ def work_of(kernel: Kernel) -> Work:
         return Work("products", 2 * math.prod(sizes), _bytes_of_product(sizes, kernel), sizes)
     if "attention" in name and (found := _attention(name, kernel)) is not None:
         return found
-    if name == "convolution" or name.startswith("convolution_"):
-        weight = shapes[1] if len(shapes) > 1 else ()
-        taps = math.prod(weight[1:]) if len(weight) > 2 else 1
-        return Work("memory", 2 * math.prod(shapes[0]) * taps, kernel.nbytes)
     if name in _OF_UPDATES:
         return Work("optimizer", 0, kernel.nbytes * _OF_UPDATES[name])
     nbytes: float = kernel.nbytes

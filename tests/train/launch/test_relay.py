@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardwright.train.launch.relay import SECONDS_FOR_STATUS, relay
-from tests.train.kit.jobs import TINY, config_file, losses, run
+from tests.train.kit.jobs import TINY, config_file, losses, run, wait_for
 from tests.train.launch.kit.hosts import in_make_clusters, plain_environment, reason_against, tool
 
 EXAMPLE = Path(__file__).parents[3] / "examples/kubernetes.yaml"
@@ -57,8 +57,7 @@ def test_it_passes_signals_on(tmp_path: Path) -> None:
     script = f"trap 'exit 7' TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done"
     program = [sys.executable, "-m", "shardwright", "relay", str(tmp_path), "--", "sh", "-c", script]
     process = subprocess.Popen(program, env=plain_environment())
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.05)
+    wait_for((tmp_path / "ready").exists)
     (tmp_path / "exit.json").write_text('{"status": 143}')
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143

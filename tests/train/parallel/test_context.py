@@ -1,7 +1,8 @@
 """`[parallel] context`: ranks that divide each sample, against ranks that have whole samples.
 
-Rows are generated: each trains with some number of ranks, model, engine, data and precision, and is compared with the
-same job without such ranks. Losses, gradient norms, weights and the loss of validation are equal.
+Rows are generated: each trains with some number of ranks, model, engine, data, precision, tensor parallelism, chunks of
+the loss, checkpointing and offload, and is compared with the same job that has none of the last four. Losses, gradient
+norms, weights and the loss of validation are equal.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from shardwright.activations import offload
 from shardwright.context import Split, shard
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
@@ -68,6 +70,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "checkpoint": ("none", "full", "ops", "layers"),
     "dtype": ("float32", "bfloat16"),
     "compile": ("none", "aot_eager"),
+    "tensor": (1, 2),
+    "chunks": (0, 3),  # of the loss
+    "offload": ("none", "blocks", "inputs"),
 }
 #: Relative: of float32 sums in another order, and of bfloat16 products in another order.
 LOSS = {"float32": 2e-6, "bfloat16": 4e-3}
@@ -85,10 +90,27 @@ def excluded(one: str, a: Any, other: str, b: Any) -> bool:
         or (model.startswith("python") and "aot_eager" in pair.values())
         or (model.startswith("python") and pair.get("packing") in ("mask", "best_fit"))
         or (model.startswith(("python", "hf")) and pair.get("heads") not in (None, "grouped"))
+        or (model == "python-loss" and pair.get("chunks"))  # it has no logits
+        or (pair.get("offload") == "inputs" and pair.get("checkpoint") == "none")
+        or (pair.get("tensor") == 2 and _not_cut(pair, model))
+    )
+
+
+def _not_cut(pair: dict[str, Any], model: str) -> bool:
+    """Whether tensor parallelism does not go with one of these settings, on four ranks of which two divide a sample."""
+    return (
+        pair.get("ranks") not in (None, (4, 2))
+        or model not in ("", "llama")
+        or pair.get("heads") not in (None, "grouped")
+        or pair.get("engine") not in (None, "zero3", "zero2")
     )
 
 
 ROWS = generate(AXES, excluded, *((3, 0) if everything() else (2, 0)))
+
+
+#: Settings of the job that a row is compared with: what only divides or saves memory is off.
+PLAIN = {"checkpoint": "none", "offload": "none", "chunks": 0, "tensor": 1, "compile": "none"}
 
 
 def config_of(row: dict[str, Any], context: int, folder: Path) -> Config:
@@ -107,9 +129,9 @@ def config_of(row: dict[str, Any], context: int, folder: Path) -> Config:
             "document_mask": packing == "mask" or "auto",
         }
         | ({"document_mask": False} if packing == "split" else {}),
-        activations={"checkpoint": row["checkpoint"]},
-        train={"compile": row["compile"]},
-        parallel=ENGINES[row["engine"]] | {"param_dtype": row["dtype"]},
+        activations={"checkpoint": row["checkpoint"], "offload": row["offload"]},
+        train={"compile": row["compile"], "loss_chunks": row["chunks"]},
+        parallel=ENGINES[row["engine"]] | {"param_dtype": row["dtype"], "tensor": row["tensor"]},
         validation={"batches": 1},
     )
 
@@ -122,11 +144,13 @@ def found_by(job: Trainer) -> tuple[list[tuple[float, float]], dict[str, Any], f
 
 def check(row: dict[str, Any], rank: int, world_size: int, folder: Path) -> None:
     results = []
-    for context in (1, row["ranks"][1]):
+    for settings, context in ((row | PLAIN, 1), (row, row["ranks"][1])):
         torch._dynamo.reset()
-        config = config_of(row, context, folder)
+        config = config_of(settings, context, folder)
         check_ranks(config, world_size)
-        one = trainer(config, rank, world_size, documents(config))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(offload, "SMALLEST", 1)
+            one = trainer(config, rank, world_size, documents(config))
         check_model(one)
         results.append(found_by(one))
     (wanted, whole, validation), (found, weights, own_validation) = results
@@ -186,12 +210,18 @@ def test_zeros_do_not_hide_that_a_module_computes_something_else(
 
 @pytest.mark.extensive("torch imports its compiler")
 @multirank(2)
-@pytest.mark.parametrize("target", [f"{USERS}:Counting", "tests.train.models.kit.user_module:Module"])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (f"{USERS}:Counting", "has other losses where 2 ranks divide a sample"),
+        ("tests.train.models.kit.user_module:Module", "its tokens have not seen those of other ranks"),
+    ],
+)
 def test_modules_that_would_compute_something_else_are_refused(
-    rank: int, world_size: int, target: str
+    rank: int, world_size: int, target: str, message: str
 ) -> None:
     config = job(2, model={**dict.fromkeys(NATIVE), "kind": "python", "target": target})
-    with pytest.raises(ExtensionError, match="other losses where 2 ranks divide a sample"):
+    with pytest.raises(ExtensionError, match=message):
         check_model(trainer(config, rank, world_size))
 
 

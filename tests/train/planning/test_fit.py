@@ -25,6 +25,9 @@ from tests.page.kit import read_page
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DEBUG = str(EXAMPLES / "llama_debug.toml")
 SLOW: dict[str, int] = {}  #: by how much collectives are slower without tensor parallelism
+LOGITS: dict[str, float] = {}  #: GiB of a step's logits, unless the loss is computed in chunks
+#: Options with which neither context parallelism nor offload of activations is tried.
+WITHOUT = "--parallel.context", "1", "--activations.offload", "none"
 
 
 def config(*keys: tuple[str, str], ranks: int = 8) -> Config:
@@ -33,21 +36,26 @@ def config(*keys: tuple[str, str], ranks: int = 8) -> Config:
 
 def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda") -> Program:
     """8 GiB for each sample of a micro-batch, a fourth of it with checkpoints, which take a third more time. Tensor
-    parallelism divides it, and collectives then take time. Offload leaves a part of the weights."""
+    parallelism divides it, and collectives then take time; context parallelism, too. Offload of activations leaves a
+    tenth of them, offload of the state a part of the weights."""
     train, way = config.train, config.activations.checkpoint
     if way == "ops" and train.compile != "none":
         raise UserError("these do not go together")
     parallel = config.parallel
     nbytes = int(8 * GIB * train.micro_batch * {"none": 1, "ops": 0.5, "full": 0.25}[way] / parallel.tensor)
+    nbytes = int(nbytes / parallel.context * (0.1 if config.activations.offload != "none" else 1))
+    nbytes += int(GIB * LOGITS.get("gib", 0)) if not train.loss_chunks else 0
     check_division(config, ranks)
     gathers = 1 if parallel.strategy == "zero2" else 2 if parallel.reshard_after_forward == "never" else 3
     whole = 20 * GIB if config.parallel.strategy == "zero2" else 5 * GIB
     whole = int(whole * {"none": 1, "optimizer": 0.5, "cpu": 0.25}[parallel.offload])
-    times = {"none": 0, "optimizer": 1, "cpu": 3}[parallel.offload]
+    times = {"none": 0, "optimizer": 1, "cpu": 3}[parallel.offload] + (config.activations.offload != "none")
     copies = [Kernel("pcie.copy_", "compute", 64 * GIB, (), "uint8")] * times
     gathers *= 4 * SLOW["gathers"] if SLOW and parallel.tensor == 1 else parallel.tensor
+    gathers *= 2 * parallel.context - 1
     count = train.global_batch // ranks
     work = int(1e4 * {"none": 3, "ops": 3.4, "full": 4}[way] * (0.8 if train.compile != "none" else 1))
+    work += work // 50 if train.loss_chunks else 0
     product = Kernel("mm", "compute", 100, ((4096, 4096), (4096, work * count)), "bfloat16")
     gather = Kernel("c10d.allgather", "compute", 1 << 28, (), "uint8", (ranks, 1))
     events = [
@@ -221,8 +229,9 @@ def test_a_plan_that_fails_ends_no_search(
 def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out = fit_on(capsys, tmp_path, 4.0)
     assert status == 3 and "best     none; the smallest one needs 1.50 GiB: " in out
-    assert "--parallel.offload cpu --parallel.tensor 8" in out and out.startswith("fit      13 plans ")
-    status, out = fit_on(capsys, tmp_path, 4.0, "--parallel.offload", "none", "--parallel.tensor", "1")
+    assert "--parallel.offload cpu --parallel.tensor 8" in out and out.startswith("fit      25 plans ")
+    keys = "--parallel.offload", "none", "--parallel.tensor", "1", *WITHOUT
+    status, out = fit_on(capsys, tmp_path, 4.0, *keys)
     assert status == 3 and "best     none; the smallest one needs 7.00 GiB: " in out
 
 
@@ -233,9 +242,9 @@ def test_tensor_parallelism_and_then_offload_if_nothing_fits_without(
     status, out = fit_on(capsys, tmp_path, 9.2)
     best = out.partition("smaller")[0]
     assert status == 0 and "tensor = 2" in best and "offload" not in best
-    status, out = fit_on(capsys, tmp_path, 9.2, "--parallel.tensor", "1")
+    status, out = fit_on(capsys, tmp_path, 9.2, "--parallel.tensor", "1", *WITHOUT)
     assert status == 0 and 'offload = "optimizer"' in out and "tensor" not in out
-    status, out = fit_on(capsys, tmp_path, 6.8)
+    status, out = fit_on(capsys, tmp_path, 6.8, *WITHOUT)
     assert status == 0 and 'offload = "optimizer"' in out and "tensor = 2" in out
 
 
@@ -250,23 +259,52 @@ def test_tensor_parallelism_if_collectives_are_slow(
 def test_further_settings() -> None:
     figures = known_devices()["h100"].figures
     assert figures is not None
-    (experts, tensor), last = fitting.further_settings(config(), 12, figures, {})
+    (experts, tensor), (context,), last = fitting.further_settings(config(), 12, figures, {})
     assert [dict(each) for each in tensor] == [{"parallel.tensor": "2"}, {"parallel.tensor": "4"}]
-    assert [dict(each)["parallel.offload"] for each in last] == ["optimizer", "cpu"]
-    given = {"parallel.tensor": "2", "parallel.offload": "none"}
-    assert fitting.further_settings(config(), 12, figures, given) == ([experts], [])
+    assert [dict(each) for each in context] == [{"parallel.context": "2"}, {"parallel.context": "4"}]
+    activations = {"activations.offload": "inputs", "activations.checkpoint": "full"}
+    assert list(map(dict, last)) == [
+        activations, {"parallel.offload": "optimizer"}, {"parallel.offload": "cpu"}
+    ]  # fmt: skip
+    given = {"parallel.tensor": "2", "parallel.context": "1", "parallel.offload": "none"}
+    assert fitting.further_settings(config(), 12, figures, given)[:2] == ([experts], [])
+    given |= {"activations.checkpoint": "full"}
+    assert not fitting.further_settings(config(), 12, figures, given)[2]
     of_torch = fitting.further_settings(config(("parallel.engine", "fsdp2")), 8, figures, {})
-    assert [values[0] for values in of_torch[0]] == [(("parallel.tensor", "2"),)] and not of_torch[1]
+    assert [values[0] for values in of_torch[0]] == [(("parallel.tensor", "2"),)]
+    assert list(map(dict, of_torch[2])) == [activations]
+
+
+def test_chunks_of_the_loss_where_logits_are_large(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "loss_chunks" not in fit_on(capsys, tmp_path, 79)[1]
+    monkeypatch.setitem(LOGITS, "gib", 30)
+    assert 'loss_chunks = "auto"' in fit_on(capsys, tmp_path, 79)[1].partition("smaller")[0]
+    assert "loss_chunks" not in fit_on(capsys, tmp_path, 79, "--train.loss_chunks", "0")[1]
+    grid = next(fitting.axes_of(config(), 8, 8, {"train.loss_chunks": "0"}, chunks=True))
+    assert "loss chunks" not in [axis.name for axis in grid]
+
+
+def test_context_parallelism_or_offload_of_activations_if_nothing_fits_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The runtime takes 2.8 GiB, the state 5 GiB, and activations 2 GiB."""
+    keys = "--parallel.tensor", "1", "--parallel.offload", "none"
+    status, out = fit_on(capsys, tmp_path, 9.2, *keys, "--parallel.context", "1")
+    assert status == 0 and 'offload = "inputs"' in out and 'checkpoint = "full"' in out
+    status, out = fit_on(capsys, tmp_path, 9.2, *keys, "--activations.offload", "none")
+    assert status == 0 and "context = 2" in out
 
 
 def test_settings_that_do_not_divide_the_model_have_no_grid() -> None:
     """8 groups of heads; experts, which no plan compiles if they are divided; keys of the file do not stay."""
     job = PlannedJob(str(EXAMPLES / "llama_8b.toml"), (("parallel.offload", "cpu"),), 16)
-    assert fitting._grids(job, job(), 16, (("parallel.tensor", "8"),))
-    assert not fitting._grids(job, job(), 16, (("parallel.tensor", "16"),))
-    assert not fitting._grids(job, job(), 16, (("parallel.expert", "2"),))
+    assert fitting._grids(job, job(), 16, False, (("parallel.tensor", "8"),))
+    assert not fitting._grids(job, job(), 16, False, (("parallel.tensor", "16"),))
+    assert not fitting._grids(job, job(), 16, False, (("parallel.expert", "2"),))
     job = PlannedJob(str(EXAMPLES / "hybrid_debug.toml"), (), 2)
-    (axes,) = fitting._grids(job, job(), 8, (("parallel.expert", "2"),))
+    (axes,) = fitting._grids(job, job(), 8, False, (("parallel.expert", "2"),))
     assert axes[0].values == ((("train.compile", "none"),),) and axes[-1].values == (
         (("parallel.expert", "2"),),
     )

@@ -111,6 +111,17 @@ def test_a_long_sample_is_one_document_and_needs_no_mask(tmp_path: Path) -> None
     assert "_scaled_dot_product_efficient_attention" not in made
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_job_with_documents_that_stay_apart(kind: str, tmp_path: Path) -> None:
+    """The model looks how its class does it, with a small model on real tensors."""
+    folder = folder_of(kind, tmp_path, num_hidden_layers=8)
+    words = "train.seq_len=512 data.document_mask=true"
+    config = config_of(folder, words)
+    assert config.data.separates
+    program = program_of(config, 2)
+    assert program.peak().nbytes == program_of(config_of(folder, "train.seq_len=512"), 2).peak().nbytes
+
+
 def test_the_command_prints_what_it_assumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of("llama", tmp_path, max_position_embeddings=512)
     words = ("--train.micro_batch", "2", "--optimizer.name", "adamw8bit")

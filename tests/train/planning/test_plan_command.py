@@ -180,8 +180,15 @@ def test_an_edit_that_is_pasted_gives_its_figure(
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        pytest.param(("--parallel.offload", "none"), {"parallel.tensor": "2"}, id="tensor"),
-        pytest.param(("--parallel.tensor", "1"), {"parallel.offload": "cpu"}, id="offload"),
+        pytest.param(
+            ("--parallel.offload", "none", "--parallel.context", "1"), {"parallel.tensor": "2"}, id="tensor"
+        ),
+        pytest.param(
+            ("--parallel.offload", "none", "--parallel.tensor", "1"), {"parallel.context": "2"}, id="context"
+        ),
+        pytest.param(
+            ("--parallel.tensor", "1", "--parallel.context", "1"), {"parallel.offload": "cpu"}, id="offload"
+        ),
     ],
 )
 def test_a_search_with_further_settings(

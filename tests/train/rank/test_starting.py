@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import signal
@@ -37,7 +38,7 @@ from shardwright.train.report import progress
 from shardwright.train.report.progress import Start
 from shardwright.train.run import lock
 from shardwright.train.run.folder import RunFolder
-from tests.train.kit.jobs import TINY, config_file, losses, ranks, run, tiny, train_here
+from tests.train.kit.jobs import TINY, config_file, losses, ranks, run, tiny, train_here, wait_for
 
 
 def answers(*statements: Statement | None, status: int = UserError.MISTAKE) -> list[str]:
@@ -367,18 +368,18 @@ def test_a_file_in_place_of_a_package_is_named(
     )
 
 
-def test_a_start_that_takes_long_says_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()  # a fixture that empties its text while a thread prints can lose a line
+    monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(progress, "EVERY", 0.01)
     start = Start()
     start.begin("reading the text")
-    seen = ""
-    while "reading the text (" not in seen:  # the first second is over on a busy machine
-        seen += capsys.readouterr().out
+    wait_for(lambda: "reading the text (" in out.getvalue())  # the first second is over on a busy machine
     monkeypatch.setattr(progress, "EVERY", 0.0)
     start.doing("building the model")
-    assert "building the model (" in capsys.readouterr().out  # what begins in a slow start is said at once
+    assert (
+        "building the model (" in out.getvalue()
+    )  # an action that begins in a slow start is printed at once
     start.end()
     assert not start.is_speaking and start.variables == {}
 

@@ -22,6 +22,7 @@ from shardwright.planner.search import (
     Found,
     Keys,
     Later,
+    Plan,
     corners,
     fastest,
     frontier,
@@ -41,6 +42,9 @@ from shardwright.train.errors import UserError, counted
 _Result = tuple[Found, Speed] | str | None
 SHOWN = 5  #: plans beside the best one
 SIZES = (2, 4, 8)  #: of tensor and expert parallelism, up to a node
+LOGITS = (
+    1 << 30
+)  #: bytes of a rank's logits in a step, in float32, from which on chunks of the loss are tried
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
@@ -118,8 +122,8 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
     """Plan the job as it is, then settings with which it may be faster, or fit.
 
     The settings change no number of the run, except for the order of sums. Keys of the command line stay. Tensor and
-    expert parallelism are tried if nothing fits without them, or if a step waits long for collectives; offload if
-    nothing fits without it.
+    expert parallelism are tried if nothing fits without them, or if a step waits long for collectives; context
+    parallelism and both kinds of offload if nothing fits without them.
 
     Args:
         job: the job.
@@ -145,11 +149,13 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
     def likeness(keys: Keys) -> Hashable:
         return frozenset(_changed(config, keys))
 
-    further, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
-    grids = functools.partial(_grids, job, config, device.figures.node)
+    further, smaller, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
     with _pool(processes) as pool:
         made = _Plans(functools.partial(planned, job, device, rules, caches), pool)
-        plans = search_widely(grids, made.plan, further, last, made.waits_long, processes, likeness)
+        grids = functools.partial(
+            _grids, job, config, device.figures.node, _divides_loss(job, config, made.plan)
+        )
+        plans = search_widely(grids, made.plan, further, smaller, last, made.waits_long, processes, likeness)
     if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
@@ -328,8 +334,8 @@ def _place(text: str, order: Sequence[str]) -> tuple[float, str]:
 
 def further_settings(
     config: Config, ranks: int, figures: Figures, given: Mapping[str, str]
-) -> tuple[list[list[Keys]], list[Keys]]:
-    """Values of expert and of tensor parallelism, and those of offload, that may be tried.
+) -> tuple[list[list[Keys]], list[list[Keys]], list[Keys]]:
+    """Values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
 
     Args:
         config: the job.
@@ -339,18 +345,40 @@ def further_settings(
     """
     sizes = [size for size in SIZES if size <= figures.node and not ranks % size]
     facts = config.parallel.facts
-    further: list[list[Keys]] = []
-    for key, known in (("parallel.expert", facts.has_own_keys), ("parallel.tensor", facts.divides_layers)):
-        if known and key not in given:
-            further.append([((key, str(size)),) for size in sizes])
-    offloads = facts.has_own_keys and figures.knows_host and "parallel.offload" not in given
-    return further, [(("parallel.offload", way),) for way in ("optimizer", "cpu")] if offloads else []
+
+    def values(key: str) -> list[Keys]:
+        return [((key, str(size)),) for size in sizes]
+
+    further = [
+        values(key)
+        for key, known in (("parallel.expert", facts.has_own_keys), ("parallel.tensor", facts.divides_layers))
+        if known and key not in given
+    ]
+    smaller = [values("parallel.context")] if "parallel.context" not in given else []
+    last: list[Keys] = []
+    if figures.knows_host:
+        if not {"activations.offload", "activations.checkpoint"} & given.keys():
+            last.append((("activations.offload", "inputs"), ("activations.checkpoint", "full")))
+        if facts.has_own_keys and "parallel.offload" not in given:
+            last += [(("parallel.offload", way),) for way in ("optimizer", "cpu")]
+    return further, smaller, last
 
 
-def _grids(job: PlannedJob, config: Config, node: int, keys: Keys) -> list[list[Axis]]:
-    """The grids with these settings beside; none if they do not go together with the job."""
+def _divides_loss(job: PlannedJob, config: Config, plan: Plan) -> bool:
+    """Whether all logits of a step together are large, and the loss of this model can be computed in chunks."""
+    dims = ParallelDims.of(config.parallel, job.ranks)
+    tokens = config.train.global_batch // dims.data * config.train.seq_len
+    shape = config.model.shape()
+    if "train.loss_chunks" in dict(job.keys) or 4 * tokens * shape.vocab_size < LOGITS:
+        return False
+    return config.model.facts.has_output_layer or plan((("train.loss_chunks", "auto"),))() is not None
+
+
+def _grids(job: PlannedJob, config: Config, node: int, chunks: bool, keys: Keys) -> list[list[Axis]]:
+    """The grids with these settings beside; none if they do not go together with the job. ``chunks``: of the loss."""
     given = dict(job.keys)
-    plain = [("parallel.tensor", "1"), ("parallel.expert", "1"), ("parallel.offload", "none")]
+    plain = [(f"parallel.{axis}", "1") for axis in ("tensor", "expert", "context")]
+    plain += [("parallel.offload", "none"), ("activations.offload", "none")]
     if "parallel.expert" in dict(keys):
         plain.append(("train.compile", "none"))  # as it must be with expert parallelism
     fixed = with_keys(_changed(config, tuple(pair for pair in plain if pair[0] not in given)), keys)
@@ -361,7 +389,7 @@ def _grids(job: PlannedJob, config: Config, node: int, keys: Keys) -> list[list[
     least = tuple(pair for pair in least if pair[0] not in given)
     try:
         settings = job(with_keys(least, fixed))
-        grids = list(axes_of(settings, job.ranks, node, {**given, **dict(plain)}))
+        grids = list(axes_of(settings, job.ranks, node, {**given, **dict(plain), **dict(keys)}, chunks))
         grids = [[*axes, Axis("further", (fixed,))] for axes in grids] if fixed else grids
         return [axes for axes in grids if not keys or _divides(job, next(corners(axes)))]
     except UserError:
@@ -378,7 +406,9 @@ def _divides(job: PlannedJob, keys: Keys) -> bool:
     return True
 
 
-def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> Iterator[list[Axis]]:
+def axes_of(
+    config: Config, ranks: int, node: int, given: Mapping[str, str], chunks: bool = False
+) -> Iterator[list[Axis]]:
     """The grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
 
     Args:
@@ -386,6 +416,7 @@ def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> 
         ranks: of the job.
         node: devices of a node.
         given: keys that stay as they are.
+        chunks: try chunks of the loss, too.
     """
     dims = ParallelDims.of(config.parallel, ranks)
     data = dims.data
@@ -399,6 +430,8 @@ def axes_of(config: Config, ranks: int, node: int, given: Mapping[str, str]) -> 
         ),
         Axis("checkpoint", tuple((("activations.checkpoint", way),) for way in ("none", "ops", "full"))),
     ]
+    if chunks:
+        axes.append(Axis("loss chunks", tuple((("train.loss_chunks", n),) for n in ("0", "auto"))))
     axes = [axis for axis in axes if not any(key in given for keys in axis.values for key, _ in keys)]
     ways = [config.train.compile] if "train.compile" in given else [config.train.compile, "inductor"]
     for way in dict.fromkeys(reversed(ways)):

@@ -49,6 +49,7 @@ def hf() -> Offers:
         config_json=transformers_model.config_json,
         divide_samples=context.divide_samples,
         check=checks.check,
+        try_ahead=checks.try_ahead,
         layers=layers.layers_of,
         fingerprints=transformers_model.fingerprints,
     )

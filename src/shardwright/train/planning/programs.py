@@ -24,6 +24,7 @@ from shardwright.tracing.saving import trace_save
 from shardwright.tracing.trace import CPU, trace
 from shardwright.tracing.training import Calls, watch_calls, watch_training
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.conflicts.jobs import PLANNED
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.plans.shorter_jobs import series_of
@@ -134,6 +135,9 @@ def traced_program(
         shared: by this trace and others; None: nothing is.
     """
     _warm_up()
+    shape = config.model.shape()
+    if (try_ahead := offers_of(shape).try_ahead) is not None:
+        try_ahead(shape, config)
     train = config.train.model_copy(update={"memory_snapshot": ()})
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})

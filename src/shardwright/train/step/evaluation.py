@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright import board as boards
 from shardwright.comm.noted import noted
@@ -123,8 +122,9 @@ def _check_divided(trainer: Trainer, split: Split) -> None:
     length = min(CHECKED_TOKENS // 2, length // split.ranks) * split.ranks
     tokens = torch.arange(length + 1, device=world.device).remainder(trainer.dataset.vocab_size)
     batch = Batch(tokens[None, :-1], tokens[None, 1:], None, None)
+    forward = f"forward of {trainer.facts.in_words}"
     with _tried(trainer.model), _noise_for_zeros(trainer.model):
-        own = trainer.losses.of_tokens(batch).float().flatten()
+        own = outputs.called(forward, trainer.losses.of_tokens, batch).float().flatten()
         with whole_samples(split):
             whole = trainer.losses.of_tokens(batch).float().flatten()
         trainer.engine.free_gathered(trainer.model)
@@ -174,7 +174,7 @@ def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
     """
     before: list[tuple[Tensor, Tensor]] = []
     for number, parameter in enumerate(model.parameters()):
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         zeros = own.detach().abs() <= ABOUT_ZERO
         if not own.is_floating_point() or not zeros.any():
             continue

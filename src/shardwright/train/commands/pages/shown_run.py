@@ -25,7 +25,6 @@ CURVES = (
     "loss", "validation_loss", "tokens_per_second", "seconds", "data_seconds", "grad_norm", "lr", "memory_active",
     "memory_reserved", "mfu",
 )  # fmt: skip
-NOTES = "step_notes.json"  #: the notes of an early step, in runs that keep them
 PARTS = "parts"  #: an object with the seconds of the parts of a step, in runs that record it
 ABSENT = {"validation_loss": None, "data_seconds": 0.0}  #: keys that lines of older runs lack
 TABLE = ("step", "loss", "validation_loss", "grad_norm", "tokens_per_second", "seconds", "memory_reserved")
@@ -196,11 +195,11 @@ def read_shown_run(path: Path) -> ShownRun:
     plan = _json(plan_file(folder), run.notices)
     run.plan = plan if plan.keys() >= {*PLANNED} and isinstance(plan["exact"], dict) else None
     run.incidents = sorted(_incidents(run, events, folder), key=lambda each: each["step"] or 0)
-    if notes := _json(path / NOTES, run.notices):
+    if notes := _json(folder.notes_file, run.notices):
         try:
             run.noted = notes_picture(notes)
         except ValueError as error:
-            run.notices.append(f"{path / NOTES}: {error}")
+            run.notices.append(f"{folder.notes_file}: {error}")
     try:
         run.memory = folder.memory_file.read_text(encoding="utf-8", errors="replace")[:LONGEST]
     except OSError:  # it is written after the first steps

@@ -81,6 +81,8 @@ class Offers:
         check: refuses, with a UserError, a job that the model cannot run. It also takes the whole configuration, a
             ``shardwright.train.config.Config``. The launcher and each rank call it, before anything is allocated. It
             may fetch files.
+        try_ahead: finds by real computation, and keeps, what the model asks when it is built. Takes the same. A plan
+            calls it before its trace, in which nothing is computed.
         expert_layers: the names of the modules that have experts, which `parallel.expert` spreads.
         layers: the layers, if a model with some of them has the same keys.
         fingerprints: digests of the files behind a model, which all ranks must have, by their names in messages.
@@ -94,6 +96,7 @@ class Offers:
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
     divide_samples: Callable[[Any, Split], None] | None = None
     check: Callable[[Any, Any], None] | None = None
+    try_ahead: Callable[[Any, Any], None] | None = None
     expert_layers: Callable[[Any], list[str]] | None = None
     layers: Callable[[Any], Layers] | None = None
     fingerprints: Callable[[Any], dict[str, str]] = lambda shape: {}
@@ -123,6 +126,7 @@ class Kind:
         no_cuda_graph: the reason why a step of its models is no CUDA graph. Empty: it can be one.
         is_users_code: code of the user makes its models, which can change while the configuration stays.
         experts: the experts of a shape's model; None if it has none.
+        has_output_layer: every one of its models says which module makes the logits. Others may.
         predicts_further: whether a shape's model also predicts the token after the next one.
         base: the model of transformers of whose files a shape's model is made: its tokenizer and its settings are
             beside its weights. None for other models.
@@ -138,6 +142,7 @@ class Kind:
     no_cuda_graph: str = ""
     is_users_code: bool = False
     experts: Callable[[Any], Experts | None] = lambda shape: None
+    has_output_layer: bool = False
     predicts_further: Callable[[Any], bool] = lambda shape: False
     base: Callable[[Any], HuggingFaceShape | None] = lambda shape: None
 
@@ -195,11 +200,14 @@ kinds: Registry[Kind] = Registry(
     "models",
     Kind,
     (
-        Kind("llama", "Llama 3.", LlamaConfig, PRESETS, _built_in("llama"), "model.n_layers"),
+        Kind(
+            "llama", "Llama 3.", LlamaConfig, PRESETS, _built_in("llama"), "model.n_layers", has_output_layer=True
+        ),
         Kind(
             "hybrid", "Mamba-2, attention, mixture-of-experts and dense layers in any order.",
             HybridConfig, HYBRID_PRESETS, _built_in("hybrid"), "model.pattern",
-            experts=_experts_of_hybrid, predicts_further=lambda shape: bool(shape.mtp_pattern),
+            experts=_experts_of_hybrid, has_output_layer=True,
+            predicts_further=lambda shape: bool(shape.mtp_pattern),
         ),
         Kind(
             "hf", "Any causal language model of transformers: set model.path.", HuggingFaceShape, {},

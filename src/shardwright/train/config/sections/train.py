@@ -51,6 +51,13 @@ class TrainConfig(Section):
             "Gradients then differ in rounding."
         ),
     )
+    deterministic: bool = Field(
+        default=False,
+        description=(
+            "Use only operations that give the same bits each time on the same device: sums of a GPU in a fixed order. "
+            "An operation without such a kernel is an error that names it. Slower on GPUs."
+        ),
+    )
     cuda_graph: bool = Field(
         default=False,
         description=(

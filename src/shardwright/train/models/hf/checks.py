@@ -8,6 +8,7 @@ from shardwright.train.config import Config
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.context import check_divides
+from shardwright.train.models.hf.documents import separation_of
 from shardwright.train.models.hf.transformers_model import config_of, opened_files
 
 
@@ -27,6 +28,16 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
         check_divides(settings, config.parallel.context, config.data.separates)
     if shape.weights == "pretrained":
         opened_files(shape)
+
+
+def try_ahead(shape: HuggingFaceShape, config: Config) -> None:
+    """Find how the model keeps documents apart, with a small model.
+
+    Raises:
+        UserError: it mixes them.
+    """
+    if config.data.separates:
+        separation_of(config_of(shape))
 
 
 def _class_of(settings: Any) -> Any:

@@ -89,12 +89,12 @@ class HuggingFaceModel(ForeignModel):
 
     @functools.cached_property
     def separation(self) -> Separation:
-        """The way in which forward keeps documents apart. The first use tries a small model of this class.
+        """The way in which forward keeps documents apart. The first use in a process tries a small model of this class.
 
         Raises:
             UserError: this class mixes them.
         """
-        return separation_of(self.model.config)
+        return separation_of(config_of(self.config))
 
     @property
     def separates(self) -> bool:  # type: ignore[override]
