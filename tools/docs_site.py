@@ -118,7 +118,7 @@ def reference(text: str) -> str:
 
 def entry(name: str) -> str:
     """The directive of mkdocstrings for one public name, or a line about a name of torch."""
-    if shardwright._HOMES.get(name, "").startswith("torch"):
+    if shardwright._HOMES.get(name) in ("torch.distributed.fsdp", "shardwright._torch"):
         return f"### sw.{name}\n\nTorch's own class `torch.distributed.fsdp.{name}`.\n"
     return f"::: shardwright.{name}\n"
 
