@@ -59,7 +59,7 @@ def test_each_page_is_in_the_navigation_once() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     text = docs_site.reference(PAGES["docs/api.md"])
-    directives = re.findall(r"^(?:::: shardwright\.|### sw\.)(\w+)$", text, re.MULTILINE)
+    directives = re.findall(r"^(?:::: shardwright\.|### )(\w+)$", text, re.MULTILINE)
     assert sorted(directives) == sorted(shardwright.__all__)
 
 
@@ -85,7 +85,7 @@ def test_options_in_commands_are_keys(name: str) -> None:
 def sources() -> str:
     """The source of the package and the set-up, with the pieces of each string in one."""
     files = [*(ROOT / "src").rglob("*.py"), ROOT / "tools" / "setup.sh"]
-    return "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in files)
+    return "\n".join(re.sub(r"""["']\s*\n\s*f?["']""", "", path.read_text(encoding="utf-8")) for path in files)
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_source() -> None:
@@ -93,5 +93,10 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_source() -> None:
     shown = [line for block in blocks for line in block.splitlines() if not line.startswith("torch.")]
     assert len(shown) > 40
     parts = [(line, part.strip(" ;:.,()'")) for line in shown for part in line.split("…")]
-    missing = [f"{part!r} of {line!r}" for line, part in parts if len(part) > 8 and part not in sources()]
+    missing = [f"{part!r} of {line!r}" for line, part in parts if len(part) > 8 and not is_said(part)]
     assert missing == []
+
+
+def is_said(text: str) -> bool:
+    """Whether the source has the text, or each of its clauses: some messages are put together from these."""
+    return text in sources() or all(clause in sources() for clause in re.split(r"[,:;] ", text))

@@ -6,7 +6,7 @@ This file never contains text of the documentation: it copies and generates.
 
 from __future__ import annotations
 
-import os
+import functools
 import posixpath
 import re
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "sh",
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 
 
+@functools.cache
 def pages() -> dict[str, str]:
     """Each page of the site that has a text in the repository, with the path of that text."""
     own = {str(path.relative_to(DOCS)): str(path.relative_to(ROOT)) for path in sorted(DOCS.rglob("*.md"))}
@@ -50,6 +51,48 @@ def with_links(text: str, page: str, source: str) -> str:
         return found[1] if target is None else posixpath.relpath(target, posixpath.dirname(page) or ".")
 
     return LINK.sub(link_of, text.replace("](docs/images/", "](images/") if source == "README.md" else text)
+
+
+def title_of(source: str) -> str:
+    """The first heading of a text of the repository."""
+    lines = (ROOT / source).read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
+def with_titles(text: str, source: str) -> str:
+    """The text with the titles of pages in place of their file names, where these are the words of a link."""
+
+    def link_of(found: re.Match[str]) -> str:
+        page = target_on_site(source, found[2])
+        if page not in pages() or posixpath.basename(found[1]) != posixpath.basename(found[2]):
+            return found[0]
+        return f"[{title_of(pages()[page])}]({found[2]}{found[3]})"
+
+    return re.sub(r"\[((?:\w+/)*\w+\.md)\]\(([^()\s:#]+)(#[^()\s]*|)\)", link_of, text)
+
+
+def for_python_markdown(text: str) -> str:
+    """The text for Python-Markdown, which is stricter than GitHub about lists and about bars in tables.
+
+    Lines that belong to an item of a list get twice their indentation, and an item after a paragraph of the item before
+    it gets an empty line before it. In a table GitHub needs the backslash before a bar, and Python-Markdown shows it.
+    """
+    lines, fenced, in_list, after_blank, loose = [], False, False, True, False
+    for line in text.splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        indent = len(line) - len(line.lstrip())
+        item = re.match(r"\s*([-*]|\d+\.) ", line) is not None
+        if not fenced and line.strip():
+            if after_blank:
+                in_list = item or (in_list and indent >= 2)
+                loose = in_list and not item
+            elif item and loose:
+                lines.append("")
+                loose = False
+            line = re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), line)
+        after_blank = not line.strip()
+        lines.append(" " * indent + line if in_list and line.strip() else line)
+    return "\n".join(lines) + "\n"
 
 
 def linked_files() -> Iterator[str]:
@@ -91,13 +134,19 @@ def options() -> str:
             section = name
             lines.append(f"## [{section}] {{: #{section} }}\n\n{plain(section_summary(section))}\n")
         lines.append(f"#### {plain(key.path)} {{: #{key.path} }}\n")
-        lines.append(f"{plain(key.expected)}. Default: {plain(key.default)}.\n\n{plain(key.description)}\n")
+        lines.append(f"{plain(key.expected)}; default {default_of(key.default)}\n{{: .option }}\n")
+        lines.append(f"{plain(key.description)}\n")
     return "\n".join(lines)
 
 
+def default_of(text: str) -> str:
+    """A value as code, and words such as "the preset's" as they are."""
+    return plain(text) if " " in text and not text.startswith(('"', "[", "{")) else f"`{text}`"
+
+
 def plain(text: str) -> str:
-    """Text in which Markdown finds no marks."""
-    return re.sub(r"([\\`*_<>\[\]{}|])", r"\\\1", text)
+    """Text in which Markdown finds no marks except for code."""
+    return re.sub(r"([\\*_\[\]{}|])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
 def reference(text: str) -> str:
@@ -119,7 +168,7 @@ def reference(text: str) -> str:
 def entry(name: str) -> str:
     """The directive of mkdocstrings for one public name, or a line about a name of torch."""
     if shardwright._HOMES.get(name) in ("torch.distributed.fsdp", "shardwright._torch"):
-        return f"### sw.{name}\n\nTorch's own class `torch.distributed.fsdp.{name}`.\n"
+        return f"### {name}\n\nTorch's own class `torch.distributed.fsdp.{name}`.\n"
     return f"::: shardwright.{name}\n"
 
 
@@ -167,6 +216,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = pages().get(page.file.src_uri)
     if source is None:
         return markdown
-    markdown = with_links(markdown, page.file.src_uri, source)
+    markdown = with_links(with_titles(markdown, source), page.file.src_uri, source)
+    markdown = for_python_markdown(markdown)
     markdown = markdown.replace("<!-- options -->", options()) if "<!-- options -->" in markdown else markdown
     return reference(markdown) if "<!-- api:" in markdown else markdown
