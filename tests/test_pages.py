@@ -85,7 +85,9 @@ def test_options_in_commands_are_keys(name: str) -> None:
 def sources() -> str:
     """The source of the package and the set-up, with the pieces of each string in one."""
     files = [*(ROOT / "src").rglob("*.py"), ROOT / "tools" / "setup.sh"]
-    return "\n".join(re.sub(r"""["']\s*\n\s*f?["']""", "", path.read_text(encoding="utf-8")) for path in files)
+    return "\n".join(
+        re.sub(r"""["']\s*\n\s*f?["']""", "", path.read_text(encoding="utf-8")) for path in files
+    )
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_source() -> None:

@@ -21,7 +21,14 @@ DOCS = ROOT / "docs"
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 #: The folder of the site for all other files of the repository that pages link to.
 FILES = "repository"
-LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "sh", ".sh": "sh", ".md": "markdown"}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".sbatch": "sh",
+    ".sh": "sh",
+    ".md": "markdown",
+}
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 
 
@@ -110,7 +117,9 @@ def linked_files() -> Iterator[str]:
 
 
 def entries(folder: str) -> list[Path]:
-    return [path for path in sorted((ROOT / folder).iterdir()) if path.is_file() and path.name != "__init__.py"]
+    return [
+        path for path in sorted((ROOT / folder).iterdir()) if path.is_file() and path.name != "__init__.py"
+    ]
 
 
 def page_of_file(name: str) -> str:
@@ -191,7 +200,9 @@ def expanded(entries: list[Any], named: set[str]) -> list[Any]:
 def named_pages(entries: Any) -> Iterator[str]:
     if isinstance(entries, str):
         yield entries
-    for each in entries if isinstance(entries, list) else entries.values() if isinstance(entries, dict) else ():
+    for each in (
+        entries if isinstance(entries, list) else entries.values() if isinstance(entries, dict) else ()
+    ):
         yield from named_pages(each)
 
 
