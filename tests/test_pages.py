@@ -91,7 +91,7 @@ def sources() -> str:
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_source() -> None:
-    blocks = re.findall(r"^```text\n(.*?)^```", PAGES["docs/troubleshooting.md"], re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```output\n(.*?)^```", PAGES["docs/troubleshooting.md"], re.DOTALL | re.MULTILINE)
     shown = [line for block in blocks for line in block.splitlines() if not line.startswith("torch.")]
     assert len(shown) > 40
     parts = [(line, part.strip(" ;:.,()'")) for line in shown for part in line.split("…")]

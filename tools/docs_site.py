@@ -29,6 +29,8 @@ LANGUAGES = {
     ".sh": "sh",
     ".md": "markdown",
 }
+#: Functions of public modules that mkdocstrings takes for the submodule of the same name, by their module.
+SHADOWED = {"optim": ["in_backward.in_backward"]}
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 
 
@@ -178,7 +180,8 @@ def entry(name: str) -> str:
     """The directive of mkdocstrings for one public name, or a line about a name of torch."""
     if shardwright._HOMES.get(name) in ("torch.distributed.fsdp", "shardwright._torch"):
         return f"### {name}\n\nTorch's own class `torch.distributed.fsdp.{name}`.\n"
-    return f"::: shardwright.{name}\n"
+    names = [name, *(f"{name}.{function}" for function in SHADOWED.get(name, ()))]
+    return "\n".join(f"::: shardwright.{each}\n" for each in names)
 
 
 def expanded(entries: list[Any], named: set[str]) -> list[Any]:
