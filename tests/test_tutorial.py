@@ -62,13 +62,14 @@ def typed(folder: Path, commands: str) -> str:
     return done.stdout
 
 
-def test_jobs_of_the_tutorial_have_keys_of_the_configuration() -> None:
+def test_jobs_of_pages_have_keys_of_the_configuration() -> None:
     pytest.importorskip("pydantic")
     from shardwright.train.config.keys import keys
 
-    jobs = [tomllib.loads(text) for name, text in programs(TUTORIAL) if name.endswith(".toml")]
+    pages = TUTORIAL + (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    jobs = [tomllib.loads(text) for language, text in BLOCK.findall(pages) if language == "toml"]
     used = {f"{section}.{key}" for job in jobs for section, table in job.items() for key in table}
-    assert [job["run"]["name"] for job in jobs] == ["pretrain", "tune"]
+    assert [job["run"]["name"] for job in jobs] == ["pretrain", "tune", "tune"]
     assert used - {key.path for key in keys()} == set()
 
 
