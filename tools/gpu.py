@@ -73,6 +73,7 @@ TRAINER_TESTS = (
     "tests/train/data/test_loader.py",
     "tests/train/models/native/test_documents.py",
     "tests/train/models/test_documents_transformers.py",
+    "tests/train/step/account/test_where_time_goes.py",
 )
 """Those that need the trainer's packages."""
 PYTEST = ("-q", "-rs", "-m", "gpu", "-o", "minversion=6", "-p", "no:cacheprovider", "--tb=long")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
 
     from shardwright import comm_hooks, context, layout, optim
+    from shardwright.activations.causal_lm import chunk_causal_lm_loss
     from shardwright.activations.chunked_loss import chunked_cross_entropy
     from shardwright.activations.offload import offload_activations
     from shardwright.checkpoint import (
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
     from shardwright.planner.verdict import Verdict
+    from shardwright.profiling import Profiler, profiler
     from shardwright.tracing.loop import plan
     from shardwright.watching.api import Watch, watch
 
@@ -87,12 +89,14 @@ __all__ = [
     "Offload",
     "OffloadPolicy",
     "PrecisionPolicy",
+    "Profiler",
     "Ragged",
     "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
     "Verdict",
     "Watch",
+    "chunk_causal_lm_loss",
     "chunked_cross_entropy",
     "clip_grad_norm_",
     "comm_hooks",
@@ -114,6 +118,7 @@ __all__ = [
     "open_checkpoint",
     "optim",
     "plan",
+    "profiler",
     "receive_weights",
     "register_fsdp_forward_method",
     "replace_torch",
@@ -151,10 +156,12 @@ _HOMES = {
     "Offload": "shardwright.engine",
     "OffloadPolicy": "torch.distributed.fsdp",
     "PrecisionPolicy": "shardwright.engine",
+    "Profiler": "shardwright.profiling",
     "Ragged": "shardwright.layout",
     "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
+    "chunk_causal_lm_loss": "shardwright.activations.causal_lm",
     "chunked_cross_entropy": "shardwright.activations.chunked_loss",
     "clip_grad_norm_": "shardwright.optim",
     "compare_copies": "shardwright.engine",
@@ -181,6 +188,7 @@ _HOMES = {
     "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
     "plan": "shardwright.tracing.loop",
+    "profiler": "shardwright.profiling",
     "Verdict": "shardwright.planner.verdict",
     "Watch": "shardwright.watching.api",
     "watch": "shardwright.watching.api",

@@ -98,6 +98,7 @@ _peek_sequence_number = _probe(torch._C, "_autograd", "_get_sequence_nr")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
 _profiler_enabled = _probe(torch.autograd, "_profiler_enabled")
+_ProfilerConfig = _probe(torch._C, "_profiler", "_ExperimentalConfig")
 
 #: Inside this context reads of attributes of our tensor classes are as fast as for plain tensors.
 quick_attributes = _probe(torch._C, "DisableTorchFunctionSubclass")
@@ -293,6 +294,16 @@ def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
     if not _profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(f"FSDP::{name} ({unit})" if unit else f"FSDP::{name}")
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records this thread."""
+    return _profiler_enabled()  # type: ignore[no-any-return]
+
+
+def synchronisation_events() -> Any:
+    """Settings of torch's profiler with which waits of streams for events are in the trace."""
+    return _ProfilerConfig(enable_cuda_sync_events=True)
 
 
 class _Nothing:

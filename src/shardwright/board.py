@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 #: An entry: time, bytes, step, count, place (unit, phase, patience), collective (its name, group, subject), number. See
 #: :class:`shardwright.watching.reading.Entry`. The number is written last, so an entry whose number fits its slot is
@@ -353,29 +354,143 @@ class Board:
                 path.unlink()
 
 
-#: The board of this process. None: nobody watches, and nothing is written.
-current: Board | None = None
+class Listener(Protocol):
+    """Hears what this process notes, in the thread that notes it. It must not raise."""
+
+    def at(self, phase: int, unit: str) -> None:
+        """See :meth:`Board.at`."""
+
+    def enter(self, collective: str, group: str, nbytes: int, subject: str) -> None:
+        """See :meth:`Board.enter`."""
+
+    def await_result(self, collective: str, group: str, nbytes: int, subject: str) -> None:
+        """See :meth:`Board.await_result`."""
+
+    def leave(self) -> None:
+        """See :meth:`Board.leave`. It may come without a collective before it."""
+
+    def end_step(self) -> None:
+        """See :meth:`Board.end_step`."""
+
+
+class Relay:
+    """Passes the notes of this process to its board, if it has one, and to listeners."""
+
+    __slots__ = ("_board", "_listeners")
+
+    def __init__(self, board: Board | None, listeners: Sequence[Listener]) -> None:
+        self._board, self._listeners = board, (*listeners,)
+
+    def at(self, phase: int, unit: str = "") -> None:
+        """See :meth:`Board.at`."""
+        if self._board is not None:
+            self._board.at(phase, unit)
+        for listener in self._listeners:
+            listener.at(phase, unit)
+
+    def enter(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
+        """See :meth:`Board.enter`."""
+        if self._board is not None:
+            self._board.enter(collective, group, nbytes, subject)
+        for listener in self._listeners:
+            listener.enter(collective, group, nbytes, subject)
+
+    def await_result(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
+        """See :meth:`Board.await_result`."""
+        if self._board is not None:
+            self._board.await_result(collective, group, nbytes, subject)
+        for listener in self._listeners:
+            listener.await_result(collective, group, nbytes, subject)
+
+    def leave(self) -> None:
+        """See :meth:`Board.leave`."""
+        for listener in self._listeners:
+            listener.leave()
+        if self._board is not None:
+            self._board.leave()
+
+    def begin_step(self, number: int) -> None:
+        """See :meth:`Board.begin_step`."""
+        if self._board is not None:
+            self._board.begin_step(number)
+
+    def count_step(self) -> None:
+        """See :meth:`Board.count_step`."""
+        if self._board is not None:
+            self._board.count_step()
+
+    def end_step(self, following: int) -> None:
+        """See :meth:`Board.end_step`."""
+        for listener in self._listeners:
+            listener.end_step()
+        if self._board is not None:
+            self._board.end_step(following)
+
+    def go_into(self, phase: int) -> tuple[int, int]:
+        """See :meth:`Board.go_into`."""
+        return (0, 0) if self._board is None else self._board.go_into(phase)
+
+    def go_back(self, before: tuple[int, int]) -> None:
+        """See :meth:`Board.go_back`."""
+        if self._board is not None:
+            self._board.go_back(before)
+
+    def be_patient(self) -> None:
+        """See :meth:`Board.be_patient`."""
+        if self._board is not None:
+            self._board.be_patient()
+
+
+#: Where this process writes its notes. None: nobody watches or listens, and nothing is written.
+current: Board | Relay | None = None
+#: The board of this process, which other processes read. None: nobody watches.
+own: Board | None = None
+_listeners: list[Listener] = []
+
+
+def _route() -> None:
+    """Let notes go to the board, and to all listeners."""
+    global current
+    current = Relay(own, _listeners) if _listeners else own
 
 
 def open_board(rank: int, ranks: int, folder: Path | None = None) -> Board:
     """Begin to write. Raises OSError: there is no room for the file."""
-    global current
+    global own
     remove_left_boards(folder)
-    current = Board(rank, ranks, folder)
-    return current
+    own = Board(rank, ranks, folder)
+    _route()
+    return own
 
 
 def close_board() -> None:
     """Write no more, and say that the process has left in order."""
-    global current
-    board, current = current, None
+    global own
+    board, own = own, None
+    _route()
     if board is not None:
         board.close()
 
 
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside the context ``listener`` hears the notes of this process, also without a board. Without listeners notes
+    cost what they cost before."""
+    _listeners.append(listener)
+    _route()
+    try:
+        yield
+    finally:
+        if listener in _listeners:  # not in a child that was forked
+            _listeners.remove(listener)
+        _route()
+
+
 def _forget() -> None:
-    global current
-    current = None
+    global own
+    own = None
+    _listeners.clear()
+    _route()
 
 
 os.register_at_fork(after_in_child=_forget)  # a child must not write to the board of its parent

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import shardwright as sw
 from tests.engine.kit.models import full
@@ -85,3 +86,27 @@ def test_a_framework_that_comes_after_trains(rank: int, world_size: int) -> None
         assert isinstance(model, titan.FSDPModule)
     model(data).sum().backward()
     assert full(model.weight.grad).unique().tolist() == [expected]
+
+
+@multirank(2)
+def test_a_wrapper_of_torch_warns_once(rank: int, world_size: int) -> None:
+    """As Accelerate does on the CPU, which takes DDP whatever its plugin says."""
+    mesh = world_mesh(world_size)
+    with sw.replace_torch(), sw.replace_torch():
+        with pytest.warns(
+            UserWarning, match=r"DistributedDataParallel wraps Linear.*fsdp_version=2"
+        ) as caught:
+            wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+        assert [each.filename for each in caught] == [__file__]
+        assert sw.describe(wrapped).engine == "DDP"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+            nn.Sequential(nn.Linear(4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    with sw.replace_torch(), pytest.warns(UserWarning, match="FullyShardedDataParallel wraps Linear"):
+        FullyShardedDataParallel(
+            nn.Linear(4, 3), process_group=mesh.get_group(), device_id=torch.device("cpu")
+        )

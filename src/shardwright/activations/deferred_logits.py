@@ -170,7 +170,7 @@ def _made(plain: Tensor, hidden: Tensor, like: Any, steps: tuple[Step, ...]) -> 
     return record
 
 
-class _Source:
+class LogitsSource:
     """The head and the chunks of new records."""
 
     def __init__(self, head: nn.Module, chunks: int | str) -> None:
@@ -195,7 +195,7 @@ class LossInForward:
 
     def __init__(self, model: nn.Module, head: nn.Module, chunks: int | str) -> None:
         self._forward = model.forward
-        self._source = _Source(head, chunks)
+        self._source = LogitsSource(head, chunks)
         self._function: Callable[[Any], Any] | None = None
         model.forward = self
 

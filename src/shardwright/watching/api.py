@@ -99,7 +99,7 @@ def _check_process() -> None:
         raise RuntimeError(
             "sw.watch needs a process group: call torch.distributed.init_process_group before."
         )
-    if boards.current is not None:
+    if boards.own is not None:
         raise RuntimeError("This process watches already. Close the earlier watch before another one begins.")
 
 
@@ -147,7 +147,7 @@ def start(settings: WatchSettings, host: str | None = None) -> Watch:
     def open_others() -> None:
         for other, place in enumerate(places):
             if place.host == mine.host:
-                board = boards.current if other == rank else None
+                board = boards.own if other == rank else None
                 readers[other] = BoardReader(board or boards.board_of(place.pid))
                 if readers[other].began != place.began:
                     raise OSError(f"the board of rank {other} has been replaced by another process")
@@ -163,9 +163,9 @@ def start(settings: WatchSettings, host: str | None = None) -> Watch:
             "watch."
         ) from error
     courier = _courier(places, mine) if settings.judges and len({each.host for each in places}) > 1 else None
-    assert boards.current is not None
+    assert boards.own is not None
     job = hashlib.sha256(repr(places[0]).encode()).hexdigest()[:6]
-    watcher = Watcher(boards.current, readers, settings, courier, mine.name if courier else "", job)
+    watcher = Watcher(boards.own, readers, settings, courier, mine.name if courier else "", job)
     return Watch(watcher, list(readers.values()))
 
 

@@ -237,6 +237,11 @@ OPTIONS: list[tuple[str, str]] = [
         "data.sources: expected a list of tables, ... put the list into single quotes, or the shell removes the double",
     ),
     ("--train.memory_snapshot [three]", 'an integer >= 1, found "[three]" (a string)'),
+    ("--profile.steps [3,2]", "profile.steps: expected [FIRST, LAST] with 1 <= FIRST <= LAST, found [3, 2]"),
+    ("--profile.steps [3]", "profile.steps: expected [FIRST, LAST] with 1 <= FIRST <= LAST, found [3]"),
+    ("--profile.steps [-1,2]", "profile.steps.0: expected an integer >= 1, found -1"),
+    ("--profile.steps [2,9]", "profile.steps: expected [FIRST, LAST] with LAST <= train.steps = 8, found [2, 9]"),
+    ("--profile.steps [2,3] --profile.ranks [1]", "profile.ranks: expected ranks below 1, ... found 1"),
     (
         "--data.source [sound.txt,sound.jsonl]",
         "data.source: expected a string or a list of strings, found ...; write '[\"sound.txt\", \"sound.jsonl\"]'",

@@ -177,8 +177,8 @@ def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: 
     patient = []
 
     def draw(*arguments: object) -> Any:
-        assert boards.current is not None
-        patient.append(BoardReader(boards.current).last().patient)
+        assert boards.own is not None
+        patient.append(BoardReader(boards.own).last().patient)
         return plan_figure(*arguments)
 
     plan_figure: Any = plan_picture.plan_figure

@@ -33,6 +33,7 @@ from shardwright.comm import (
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.front.composable import ModuleState, introduce, state_of
 from shardwright.engine.front.copies import convert, deepcopy_module
+from shardwright.engine.front.input_note import note_inputs
 from shardwright.engine.front.lending import lends
 from shardwright.engine.front.resizing import resizes
 from shardwright.engine.front.state_hooks import AfterLoad, AtRest, CutToShards, as_dtensors
@@ -140,7 +141,8 @@ class FSDPModule(TorchFSDPModule):
         depth = depth_of(unit)
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
+        except BaseException as error:
+            note_inputs(error, unit.name, original_class(type(self)).__name__, args, kwargs)
             Calls(unit).forward_failed(depth)
             raise
 

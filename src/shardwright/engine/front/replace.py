@@ -5,7 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from shardwright._torch import fsdp2_modules, torchs_own
 from shardwright.engine.front.api import fully_shard
@@ -30,7 +36,8 @@ def replace_torch() -> ReplacedTorch:
     It replaces the names in ``torch.distributed.fsdp``, ``torch.distributed.fsdp._fully_shard`` and
     ``torch.distributed._composable.fsdp`` for the rest of the process, or until the end of the context if used as a
     context manager. Modules that imported torch's names before keep those names. The result lists these modules as
-    ``bound``. A warning names the modules that would still shard with torch's engine.
+    ``bound``. A warning names the modules that would still shard with torch's engine. Another one says if
+    torch's DDP or FSDP1 then wraps a model, as Accelerate and the Trainer of transformers do on the CPU.
 
     Returns:
         A context manager. ``bound`` is a dict from the name of a loaded module to the names of torch that it has
@@ -58,6 +65,7 @@ class ReplacedTorch:
         ]
         for home, name, _ in self._before:
             setattr(home, name, _OURS[name])
+        self._watch = _WrapperWatch.begin()
 
     def __enter__(self) -> ReplacedTorch:
         return self
@@ -67,6 +75,66 @@ class ReplacedTorch:
     ) -> None:
         for home, name, value in self._before:
             setattr(home, name, value)
+        if self._watch is not None:
+            self._watch.end()
+
+
+#: By class of wrappers of torch: their name, and how to get this engine instead.
+_WRAPPERS: dict[type[nn.Module], tuple[str, str]] = {
+    DistributedDataParallel: (
+        "DistributedDataParallel",
+        "On the CPU Accelerate and the Trainer of transformers take DDP whatever their settings of FSDP are; on a GPU "
+        "Accelerate takes fully_shard with FullyShardedDataParallelPlugin(fsdp_version=2)",
+    ),
+    FullyShardedDataParallel: (
+        "FullyShardedDataParallel",
+        "Choose FSDP2 in the framework (in Accelerate fsdp_version=2), which calls fully_shard",
+    ),
+}
+
+
+class _WrapperWatch:
+    """Warns once when a wrapper of torch gets a model: the wrapper registers it as a submodule."""
+
+    active: ClassVar[_WrapperWatch | None] = None
+
+    def __init__(self) -> None:
+        self._handle: RemovableHandle | None = register_module_module_registration_hook(self._registered)
+        _WrapperWatch.active = self
+
+    @classmethod
+    def begin(cls) -> _WrapperWatch | None:
+        """A new watch; None: an outer replacement watches already."""
+        return cls() if cls.active is None else None
+
+    def end(self) -> None:
+        self._stop()
+        _WrapperWatch.active = None
+
+    def _stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def _registered(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
+        wrapper = next((_WRAPPERS[kind] for kind in _WRAPPERS if isinstance(module, kind)), None)
+        if wrapper is None or inner is None:
+            return
+        self._stop()
+        warnings.warn(
+            f"torch's {wrapper[0]} wraps {type(inner).__name__}, so shardwright does not shard it, though "
+            f"shardwright.replace_torch() was called. {wrapper[1]}. Or shard the model yourself with "
+            "shardwright.fully_shard, and do not let the framework wrap it.",
+            stacklevel=_outside_torch(),
+        )
+
+
+def _outside_torch() -> int:
+    """The number of frames from a warning to the code that called torch."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _importers() -> dict[str, list[str]]:

@@ -69,7 +69,7 @@ class Calls:
             _back_to_caller(boards.current, self.unit)
 
 
-def _back_to_caller(board: boards.Board, unit: Unit) -> None:
+def _back_to_caller(board: boards.Board | boards.Relay, unit: Unit) -> None:
     """Note that a call of a unit is over: the unit around it goes on, if there is one."""
     root = root_of(unit)
     if root is not None and root.visits.frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -92,6 +93,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         if (root := root_of(unit)) is not None:
             root.pools.step()
     reduce_held(parameters)
+    if first:
+        _warn_of_other_model(optimizer, parameters)
     if any(unit.gradients.chooses_dtype for unit in stepped):
         refuse_gradient_dtypes(optimizer, parameters)
     if not subclasses_dispatch:  # else the written tensors increase their counters themselves
@@ -153,6 +156,24 @@ def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit
             if any(storage_key(shard) in plain for shard in unit.weights.shards):
                 units[id(unit)] = unit
     return units.values()
+
+
+def _warn_of_other_model(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Warn if no parameter of the optimizer has a gradient, and parameters of a sharded model do: torch would train
+    nothing and raise nothing."""
+    if not parameters or any(p.grad is not None for p in parameters):
+        return
+    for root in list(roots):
+        for unit in root.units():
+            for p in unit.parameters:
+                if p.sharded.grad is not None:
+                    warnings.warn(
+                        f"None of the {len(parameters)} parameters of this {type(optimizer).__name__} has a gradient, "
+                        f"so its step trains nothing; parameter {p.name!r} of a sharded model has one. If the "
+                        "optimizer is to train that model, build it from the model's parameters().",
+                        stacklevel=3,
+                    )
+                    return
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:

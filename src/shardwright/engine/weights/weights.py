@@ -194,16 +194,17 @@ class Weights:
         self.residence = change(self.residence, ISSUING, self.site.owner)
         try:
             with annotate("all_gather", place.label):
-                self._flight = gather.begin(place, epoch), gather
+                try:
+                    self._flight = gather.begin(place, epoch), gather
+                finally:
+                    if boards.current is not None:
+                        boards.current.leave()
         except (
             Exception
         ):  # out of memory or diverged ranks: no collective has begun; an interrupt may come later
             self.residence = change(self.residence, EMPTY, self.site.owner)
             self.epoch = NEVER
             raise
-        finally:
-            if boards.current is not None:
-                boards.current.leave()
         self.residence = change(self.residence, GATHERING, self.site.owner)
 
     def wait(self) -> None:

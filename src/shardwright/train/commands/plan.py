@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from shardwright.extend import strategies
 from shardwright.planner import cache
 from shardwright.planner.allocator import Rules, with_setting
 from shardwright.planner.devices import Device
@@ -22,13 +21,11 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plans.cache_key import cache_key
+from shardwright.train.config.plans.memory_edits import Keys, edits_of, in_words
 from shardwright.train.errors import UserError, as_user_errors, counted
 
 EDITS = 3  #: shown at most
 LEAST = 0.01  #: part of the reserved bytes that an edit must be able to save, to be planned
-
-Keys = Sequence[tuple[str, str]]
-"""Keys of the configuration, as SECTION.KEY, and the texts of their values."""
 
 
 def plan(
@@ -70,13 +67,13 @@ def plan(
             if sum(groups.get(group, 0) for group in touched) >= LEAST * verdict.unlimited.reserved
         ]
         for i, keys in enumerate(tried):
-            say(f"edit {i + 1} of {len(tried)}: {_in_words(keys)}")
+            say(f"edit {i + 1} of {len(tried)}: {in_words(keys)}")
             try:
                 program = program_of(configured(keys), ranks, caches, device.kind)
             except UserError:  # it does not go together with another key
                 continue
             speed = speed_of(program, device, ranks, with_range=False)
-            edits.append((_in_words(keys), judge(program, device, ranks, rules, speed)))
+            edits.append((in_words(keys), judge(program, device, ranks, rules, speed)))
         say("")
     edits = [
         (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
@@ -160,53 +157,9 @@ def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
         yield "assumed  hooks of run.hooks take no memory; logits that validation keeps for their metrics count"
 
 
-def _in_words(keys: Keys) -> str:
-    return " ".join(f"--{key} {value}" for key, value in keys)
-
-
 def _merit(edit: tuple[str, Verdict]) -> tuple[int, float]:
     """Sorts edits: those with which the job fits come first, the fastest first, then those that save most memory."""
     other = edit[1]
     if other.answer == "yes" and other.speed is not None:
         return 0, -other.speed.tokens_per_second[1]
     return ("yes", "barely", "no").index(other.answer), other.unlimited.reserved
-
-
-def edits_of(config: Config, kind: str) -> Iterator[tuple[Keys, tuple[str, ...]]]:
-    """Changes of a key that may save memory, with the groups of memory that they can shrink.
-
-    The first ones change no number of the run, except for the order of sums. ``kind``: of the devices.
-    """
-    train, parallel = config.train, config.parallel
-    ways = {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}
-    for way in ways.get(config.activations.checkpoint, ()):
-        yield [("activations.checkpoint", way)], ("activations",)
-    if not train.loss_chunks and not parallel.facts.flattens:
-        yield [("train.loss_chunks", "auto")], ("activations", "temporary")
-    if train.micro_batch > 1:
-        part = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
-        yield [("train.micro_batch", str(part))], ("activations", "temporary")
-    if train.accumulate == "hold":
-        yield [("train.accumulate", "communicate")], ("gradients", "slabs", "other")
-    if strategies.get(parallel.strategy).axes == 2:
-        yield [("parallel.strategy", "zero3"), ("parallel.replicas", "1")], _STATE
-    elif parallel.strategy in ("ddp", "zero1", "zero2"):
-        yield [("parallel.strategy", "zero3")], _STATE
-    if parallel.reshard_after_forward != "always":
-        way = "always" if parallel.reshard_after_forward == "default" else "default"
-        yield [("parallel.reshard_after_forward", way)], ("slabs",)
-    if parallel.prefetch not in (0, 1):
-        yield [("parallel.prefetch", "1")], ("slabs",)
-    if kind == "cuda" and config.activations.offload == "none":
-        way = "inputs" if config.activations.checkpoint == "full" else "blocks"
-        yield [("activations.offload", way)], ("activations",)
-    if kind == "cuda" and parallel.facts.has_own_keys and parallel.offload == "none":
-        yield [("parallel.offload", "optimizer")], ("optimizer",)
-    if parallel.param_dtype == "float32":
-        keys = [("parallel.param_dtype", "bfloat16")]
-        yield keys, ("activations", "temporary", "slabs")
-    if config.optimizer.name == "adamw":
-        yield [("optimizer.name", "adamw8bit")], ("optimizer",)
-
-
-_STATE = ("parameters", "gradients", "optimizer", "slabs")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +38,8 @@ GIB = 1 << 30
 def forecast(config: Config, folder: RunFolder, ranks: int, device: str) -> Forecast | None:
     """Begin to plan a job that computes on `device`, cpu or cuda. None: `run.plan` asks for none."""
     with writing(folder.logs):
-        plan_file(folder).unlink(missing_ok=True)  # of an earlier start
+        for file in (plan_file(folder), shortage_file(folder)):
+            file.unlink(missing_ok=True)  # of an earlier start
     way = config.run.plan
     if way == "off" or (way == "auto" and device == "cpu"):
         return None
@@ -179,13 +181,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return text or isinstance(error, torch.OutOfMemoryError)
 
 
+def shortage_file(folder: RunFolder) -> Path:
+    """Lines of a rank that has run out of memory: the owners of its memory, and settings that need less."""
+    return folder.logs / "out_of_memory.txt"
+
+
 def note_out_of_memory(folder: RunFolder) -> list[str]:
-    """Keep that a job has run out of memory beside its plan, and return the plan in a line. Nothing without a plan."""
+    """Keep that a job has run out of memory beside its plan. Returns lines: the plan, if there is one, and those that
+    the rank has left."""
     figures = read_plan(plan_file(folder))
-    if figures is None:
-        return []
-    _keep(figures, None)
-    return [f"the plan of this job has {plan_in_words(figures)}"]
+    lines = []
+    if figures is not None:
+        _keep(figures, None)
+        lines.append(f"the plan of this job has {plan_in_words(figures)}")
+    with suppress(OSError, ValueError):
+        lines += shortage_file(folder).read_text(encoding="utf-8").splitlines()
+    return lines
 
 
 def note_reserved(folder: RunFolder, reserved: int) -> list[str]:

@@ -54,6 +54,7 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
             "another engine"
         )
     refuse(STARTED, config)
+    check_profiled_ranks(config, ranks)
     dims = ParallelDims.of(parallel, ranks)
     if dims.tensor > 1:
         _check_tensor_parallel(config)
@@ -70,6 +71,15 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
     shape = config.model.shape()
     if (check_model := offers_of(shape).check) is not None:
         check_model(shape, config)
+
+
+def check_profiled_ranks(config: Config, ranks: int) -> None:
+    """Refuse ranks in `profile.ranks` that the job does not have."""
+    profile = config.profile
+    if profile.steps and profile.ranks != "all" and (last := max(profile.ranks)) >= ranks:
+        raise UserError(
+            f'profile.ranks: expected ranks below {ranks}, the number of ranks, found {last}; or set it to "all"'
+        )
 
 
 def check_least_ranks(config: Config, ranks: int) -> None:

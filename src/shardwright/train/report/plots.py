@@ -68,8 +68,19 @@ def results(records: Records, sessions: Records) -> dict[str, Any]:
         "step_seconds": statistics.median(record["seconds"] for record in timed),
         "data_share": sum(record["data_seconds"] for record in timed)
         / max(sum(record["seconds"] for record in timed), 1e-9),
+        **({"time_shares": shares} if (shares := time_shares(timed)) else {}),
         **({"metrics": metrics} if metrics else {}),
     }
+
+
+def time_shares(records: Records) -> dict[str, float]:
+    """The share of each part in the time of these steps. Empty if they have no parts."""
+    totals: dict[str, float] = {}
+    for record in records:
+        for name, seconds in record.get("parts", {}).items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    whole = sum(totals.values())
+    return {name: seconds / whole for name, seconds in totals.items()} if whole else {}
 
 
 def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:

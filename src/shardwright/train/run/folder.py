@@ -59,6 +59,7 @@ class RunFolder:
     memory_file = _Inside("memory.txt")  #: the memory of the first rank, by use
     base_file = _Inside("base.json")  #: the reference to the frozen base of adapters
     plan_file = _Inside("memory_plan.json")
+    notes_file = _Inside("step_notes.json")  #: leases and collectives of an early step of the first rank
     plan_picture = _Inside("memory_plan.png")
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")
@@ -66,6 +67,10 @@ class RunFolder:
     def memory_history(self, step: int, rank: int) -> Path:
         """The allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
+
+    def profile(self, first: int, last: int, rank: int) -> Path:
+        """The trace of torch's profiler of a rank in these steps."""
+        return self.path / "profile" / f"steps_{first}_to_{last}_rank_{rank}.json.gz"
 
     def exists(self) -> bool:
         """Return whether a run was ever started here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +11,7 @@ from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import DONE, Outcome
+from shardwright.train.step.account.profile import StepProfile
 from shardwright.train.step.account.step_reports import (
     report_step,
     report_untrained,
@@ -45,18 +45,22 @@ class LoopEnd:
         return stopped_by(self.signal) if self.signal else Outcome(DONE, "done")
 
 
-def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest) -> LoopEnd:
+def run_steps(
+    trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequest, profile: StepProfile
+) -> LoopEnd:
     """Run steps, validations and checkpoints until the last step, a signal, or a hook that ends the run.
 
     When this returns, the state is saved.
     """
     config = trainer.config
     while True:
-        started = time.perf_counter()
+        profile.before_step(trainer.position.step + 1)
+        trainer.clock.begin()
         with trainer.recompiles.step():
             result = trainer.train_step(stop, saves.has_ended())
         agreed = result.agreed
-        seconds = time.perf_counter() - started
+        seconds, parts = trainer.clock.end()
+        profile.after_step(trainer.position.step)
         START.end()
         step = trainer.position.step
         is_last = step == config.train.steps
@@ -78,7 +82,7 @@ def run_steps(trainer: Trainer, reporter: Reporter, saves: Saves, stop: StopRequ
                 return LoopEnd(agreed.signal)
             continue
         validation = validate(trainer) if validates else None
-        record = step_record(trainer, result, seconds, validation)
+        record = step_record(trainer, result, seconds, parts, validation)
         report_step(record, agreed, validation, reporter)
         trainer.hooks.after_step(record)
         if agreed.save_ended:

@@ -19,6 +19,7 @@ from shardwright.comm.noted import noted
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
+from shardwright.train.step.account.clock import StepClock
 from shardwright.train.step.feed import Untrained
 from shardwright.train.step.hooks import ACTIONS, means
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
@@ -103,8 +104,10 @@ class StepResult:
     untrained: Untrained | None
 
 
-def agree(world: World, part: OwnPart, metric_names: Sequence[str]) -> Agreed:
-    """Add the parts of all ranks up. Called by all ranks together."""
+def agree(world: World, part: OwnPart, metric_names: Sequence[str], clock: StepClock | None = None) -> Agreed:
+    """Add the parts of all ranks up. Called by all ranks together. `clock`: of the step."""
+    clock = clock or StepClock()
+    clock.to("communication")
     waits = [0.0] * world.size  # a rank adds to its own number alone, so the sum keeps them apart
     waits[world.rank] = part.data_seconds
     numbers: dict[str, Sequence[float | Tensor]] = {
@@ -125,7 +128,10 @@ def agree(world: World, part: OwnPart, metric_names: Sequence[str]) -> Agreed:
         if part.norm is not None:
             parts["norm"] = part.norm.to(row.device, row.dtype, non_blocking=True)[None]
             row = torch.cat([row, parts["norm"]])
+        clock.wait_begins()
         totals = split(row.tolist(), parts)
+        clock.wait_ends()
+    clock.to("host")
     return Agreed(
         losses=[loss / world.dims.with_same_loss for loss in totals["losses"]],
         flags=totals["flags"][0],

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
+from shardwright import board as boards
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.run_documents import resumed_data
 from shardwright.train.errors import UserError, as_user_errors, note_steps_done
 from shardwright.train.finetune import adapters, finetuning
+from shardwright.train.launch.forecast import is_out_of_memory
 from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
@@ -31,7 +34,10 @@ from shardwright.train.step.account.conclusion import Reports, conclude
 from shardwright.train.step.account.introduction import introduction
 from shardwright.train.step.account.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.account.notices import FirstLoss
+from shardwright.train.step.account.out_of_memory import leave_owners
+from shardwright.train.step.account.profile import StepProfile
 from shardwright.train.step.account.report_places import open_record, open_reporter
+from shardwright.train.step.account.step_notes import NotesOfStep
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loading import LoadedRun
@@ -106,6 +112,8 @@ def _train(
         except BaseException as error:
             note_steps_done(error, trainer.position.step)
             trainer.hooks.end(RunEnd("failed", trainer.position.step))
+            if is_out_of_memory(error):
+                leave_owners(trainer, run.folder)
             raise
 
 
@@ -151,7 +159,9 @@ def _opened_reports(trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, 
     best = None
     if config.checkpoint.keep_best:
         best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
-    hooks = [MemorySnapshots(trainer, folder), FirstLoss(trainer, reporter), memory]
+    hooks: list[TrainerHook] = [MemorySnapshots(trainer, folder), FirstLoss(trainer, reporter), memory]
+    if trainer.world.is_first:
+        hooks.append(NotesOfStep(trainer, folder))
     trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
     return Reports(record, reporter, memory, best)
 
@@ -183,4 +193,5 @@ def _run_steps(
     ) as saves:
         if done >= config.train.steps:
             return LoopEnd()
-        return run_steps(trainer, reports.reporter, saves, stop)
+        with boards.listening(trainer.clock), StepProfile(trainer, folder, reports.reporter) as profile:
+            return run_steps(trainer, reports.reporter, saves, stop, profile)

@@ -39,6 +39,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.step import loading
+from shardwright.train.step.account.clock import clock_for
 from shardwright.train.step.feed import Feed, Untrained, batches_of, tensors_of
 from shardwright.train.step.hooks import Hooks, JobOfHooks
 from shardwright.train.step.loading import LoadedRun
@@ -93,6 +94,7 @@ class Trainer:
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.world = world
+        self.clock = clock_for(world.device, config.train.cuda_graph)
         config.train.accumulation_steps(world.data_size)
         self._set_data(config, dataset)
         config = self.config
@@ -194,7 +196,7 @@ class Trainer:
             votes=[each.action for each in faults],
             sums=self.hooks.metrics(step),
         )
-        agreed = agree(self.world, part, self.hooks.step_metrics)
+        agreed = agree(self.world, part, self.hooks.step_metrics, self.clock)
         fault = self._fault(agreed, gradients, faults)
         rate = float(self.optimizer.param_groups[0]["lr"])  # as a hook may have set it
         loss, *others = agreed.losses
@@ -208,12 +210,14 @@ class Trainer:
     def _next_data(self) -> StepData:
         """The data of the next step. The position moves over global batches without a trained token."""
         boards.at(boards.DATA)
+        self.clock.to("data")
         started = time.perf_counter()
         data, untrained = self.feed.next(self.position)
         if untrained is not None:
             self.position = self.position.after_untrained(data.first, untrained.batches)
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
         counts = self.losses.counts(data.trained)
+        self.clock.to("host")
         return StepData(tensors_of(batches), counts, time.perf_counter() - started, untrained)
 
     def _set_rates(self, rate: float) -> None:
@@ -228,9 +232,13 @@ class Trainer:
             recipe.parallel_loss(self.world.dims),
             as_user_errors(HostMemoryError, prefix="activations.offload: "),
         ):
+            if self.config.train.cuda_graph:  # which has forward inside
+                self.clock.to("backward")
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
+        self.clock.to("optimizer")
         norm = self.clip_gradients()
+        self.clock.to("host")
         return StepGradients(loss_sums / data.counts, norm, partial(self.forward_backward, *arguments))
 
     def clip_gradients(self) -> Tensor | None:
@@ -252,9 +260,11 @@ class Trainer:
         done = result.fault is None
         if done or result.agreed.norm is None:  # in backward most of it is done, and it ends here
             boards.at(boards.OPTIMIZER)
+            self.clock.to("optimizer")
             self.optimizer.step()
             float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
+        self.clock.to("host")
         boards.at(boards.OUTSIDE)
         if done:
             batch, kept = self.config.train.global_batch, self.config.fault.losses_kept
@@ -280,6 +290,7 @@ class Trainer:
         train = self.config.train
         batches = batches_of(tensors, self.dataset.train.separate)
         loss_sums = self.losses.zeros()
+        to = self.clock.to if not train.cuda_graph else lambda part: None
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
             reduced = last or train.accumulate == "communicate"
@@ -289,7 +300,9 @@ class Trainer:
             adapters.set_samples(self.model, self.feed.samples(self.position, number), part)
             boards.at(boards.MODEL)
             with self.engine.gradient_sync(self.model, synchronise=reduced, last=last and completes):
+                to("forward")
                 sums = self.losses.sums(batch)
+                to("backward")
                 (sums * weights).sum().backward()
             loss_sums += sums.detach()
         return loss_sums

@@ -28,6 +28,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.report.jsonl import JsonLines
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.account.profile import StepProfile
 from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.loop import run_steps
 from shardwright.train.step.saving.saves import Saves
@@ -117,7 +118,8 @@ class Run:
             ):
                 patch.setattr(os, "fsync", lambda file: None)
                 self.trainer.open_hooks(reporter, loaded=self.loaded)
-                run_steps(self.trainer, reporter, saves, stop)
+                profile = StepProfile(self.trainer, self.folder, reporter)
+                run_steps(self.trainer, reporter, saves, stop, profile)
         finally:
             self.trainer.close()
         return tried

@@ -47,6 +47,8 @@ class StepRecord:
     balance_loss: float | None = field(init=False, metadata=APART | OPTIONAL)
     #: if the model has this head: cross-entropy of the token after the next
     mtp_loss: float | None = field(init=False, metadata=APART | OPTIONAL)
+    #: seconds of rank 0's forward, backward, optimizer, communication, data and host, which add up to `seconds`
+    parts: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     extra_losses: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     #: metrics of hooks, over all ranks
     metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
@@ -119,6 +121,7 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
     values["loss/train"] = record.loss
     values |= {f"loss/{name}": loss for name, loss in record.extra_losses.items()}
     values |= {f"metrics/{name}": value for name, value in record.metrics.items()}
+    values |= {f"parts/{name}": value for name, value in record.parts.items()}
     names = [each.name for each in fields(record) if not each.metadata.get("apart")]
     others = {name: getattr(record, name) for name in names}
     return values | {f"step/{name}": value for name, value in others.items() if value is not None}

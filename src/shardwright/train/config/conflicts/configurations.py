@@ -387,5 +387,16 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
 )
 """Settings of several sections, in any configuration."""
 
-LENGTH = (_too_short("fault.on_non_finite"), _too_short("fault.on_spike"))
+LENGTH: tuple[Conflict[Sections], ...] = (
+    _too_short("fault.on_non_finite"),
+    _too_short("fault.on_spike"),
+    Conflict(
+        ("profile.steps", "train.steps"),
+        lambda c: bool(c.profile.steps) and c.train.knows_steps and c.profile.steps[-1] > c.train.steps,
+        lambda c: (
+            f"expected [FIRST, LAST] with LAST <= train.steps = {c.train.steps}, found {list(c.profile.steps)}; the "
+            "run has no such step"
+        ),
+    ),
+)
 """Settings that need a longer run, checked before the first step. With `train.epochs` that is once the data is read."""

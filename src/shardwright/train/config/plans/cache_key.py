@@ -19,7 +19,7 @@ from shardwright.train.config.schema import Config
 
 PACKAGES = ("torch", "transformers", "torchao")
 #: Sections that no step of a plan depends on.
-_APART = {"run", "checkpoint", "log"}
+_APART = {"run", "checkpoint", "log", "profile"}
 
 
 def cache_key(config: Config, ranks: int, kind: str) -> str | None:

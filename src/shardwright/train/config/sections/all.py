@@ -10,7 +10,7 @@ from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.config.sections.data import DataConfig
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.config.sections.finetune import FinetuneConfig
-from shardwright.train.config.sections.log import LogConfig
+from shardwright.train.config.sections.log import LogConfig, ProfileConfig
 from shardwright.train.config.sections.model import ModelConfig
 from shardwright.train.config.sections.optimizer import OptimizerConfig
 from shardwright.train.config.sections.parallel import ParallelConfig
@@ -34,6 +34,7 @@ class Sections(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     def value_at(self, key: str) -> Any:
         """The value of a key, as SECTION.KEY."""

@@ -210,6 +210,7 @@ def summary(
         *([f"  ended early     {results['ended_early']}"] if "ended_early" in results else []),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
         f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
+        *([f"  time            {in_shares(results['time_shares'])}"] if "time_shares" in results else []),
         f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *plan,
         *engine,
@@ -221,6 +222,12 @@ def summary(
         "",
     ]
     return "\n".join(lines)
+
+
+def in_shares(shares: Mapping[str, float]) -> str:
+    """Shares of the steps' time, the largest first."""
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.1%}" for name, share in ordered)
 
 
 def best_lines(results: Mapping[str, Any], checkpoints: FolderOrUrl) -> list[str]:

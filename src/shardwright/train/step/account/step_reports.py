@@ -5,12 +5,15 @@ The loop calls these functions, and nothing else passes a step to the sinks. Hoo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardwright.strict_json import not_finite
 from shardwright.train.config.catalog.records import COMMON_LOSSES, Incident, StepRecord
 from shardwright.train.errors import counted
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.memory import device_name, measure_memory
 from shardwright.train.report.reporter import Reporter
+from shardwright.train.step.account.clock import Part
 from shardwright.train.step.evaluation import Validation
 from shardwright.train.step.feed import Untrained
 from shardwright.train.step.numerics.not_finite import in_words
@@ -19,9 +22,13 @@ from shardwright.train.step.trainer import Trainer
 
 
 def step_record(
-    trainer: Trainer, result: StepResult, seconds: float, validation: Validation | None
+    trainer: Trainer,
+    result: StepResult,
+    seconds: float,
+    parts: Mapping[Part, float],
+    validation: Validation | None,
 ) -> StepRecord:
-    """The record of a step that is done."""
+    """The record of a step that is done. `parts`: of its `seconds`."""
     config, world, position = trainer.config, trainer.world, trainer.position
     memory = measure_memory(world.device)
     tokens_per_second = config.train.global_batch * config.train.seq_len / seconds
@@ -42,6 +49,7 @@ def step_record(
         memory_reserved=memory.reserved,
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
+        parts=dict(parts.items()),
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,

@@ -1,0 +1,28 @@
+"""A loop of Accelerate without a plugin, which wraps the model in torch's DDP.
+
+torchrun --standalone --nproc-per-node 2 examples/ports/accelerate_ddp_before.py
+"""
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from tiny import qwen_folder, report, samples
+from transformers import AutoModelForCausalLM
+
+accelerator = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2)
+model = AutoModelForCausalLM.from_pretrained(qwen_folder()).to(accelerator.device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+model, optimizer = accelerator.prepare(model, optimizer)
+
+for step in range(8):
+    with accelerator.accumulate(model):
+        x = samples(step).to(accelerator.device)
+        loss = model(input_ids=x, labels=x).loss
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    report(step, loss)
+
+dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""The trace of the steps of `[profile] steps` on this rank, with ranges for steps and their parts.
+
+``shardwright.profiling`` writes the trace. Nothing here measures: `clock.py` beside this file does.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from torch.profiler import record_function
+
+from shardwright import board as boards
+from shardwright.profiling import Profiler
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.account.clock import Part
+from shardwright.train.step.trainer import Trainer
+
+
+class StepProfile:
+    """Traces this rank in the steps of `[profile] steps`. If the profiler fails, the run goes on.
+
+    A session has one trace at most. It also ends if the run goes back before the first of these steps.
+    """
+
+    def __init__(self, trainer: Trainer, folder: RunFolder, reporter: Reporter) -> None:
+        config, self._rank = trainer.config.profile, trainer.world.rank
+        self._trainer, self._folder, self._reporter = trainer, folder, reporter
+        self._first, self._last = config.steps or (0, 0)
+        self._is_chosen = config.ranks == "all" or self._rank in config.ranks
+        self._is_said = False  #: on a rank that is not traced, whether it has named the folder
+        self._profiler: Profiler | None = None
+        self._step: Any = None  #: the range of the running step
+        self._part: Any = None  #: the range of its running part
+        if config.steps and trainer.position.step >= self._first:
+            reporter.say(f"profile.steps: step {self._first} is done already, so no step is traced")
+
+    def __enter__(self) -> StepProfile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def before_step(self, step: int) -> None:
+        """Begin the trace, if it begins with this step."""
+        if self._profiler is None and step == self._first:
+            path = self._folder.profile(self._first, self._last, self._rank)
+            self._profiler = Profiler(
+                self._trainer.world.device, lambda _: path, runs=self._is_chosen, warn=_warn
+            )
+            boards.be_patient()  # to start takes seconds
+            self._profiler.__enter__()
+            if self._profiler.runs:
+                self._trainer.clock.follow = self._begin_part
+        if self._profiler is not None and self._profiler.runs:
+            if step < self._first:
+                self._stop()
+            else:
+                self._step = _opened(f"step {step}")
+
+    def after_step(self, step: int) -> None:
+        """A step has ended, or was left out. End the trace after the last step."""
+        if self._profiler is not None and self._profiler.runs:
+            self._end_ranges()
+        if self._profiler is not None and step >= self._last:
+            self._stop()
+            if not self._is_chosen and not self._is_said:
+                self._is_said = True
+                self._say_path()
+
+    def _begin_part(self, part: Part) -> None:
+        if self._part is not None:
+            self._part.__exit__(None, None, None)
+        self._part = _opened(part)
+
+    def _end_ranges(self) -> None:
+        for each in (self._part, self._step):
+            if each is not None:
+                each.__exit__(None, None, None)
+        self._part = self._step = None
+
+    def _stop(self) -> None:
+        profiler = self._profiler
+        if profiler is None or not profiler.runs:
+            return
+        self._trainer.clock.follow = None
+        self._end_ranges()
+        boards.be_patient()  # to write takes seconds, and the other ranks wait in their next step
+        profiler.stop()
+        if profiler.files:
+            self._say_path()
+
+    def _say_path(self) -> None:
+        """Only the first rank has a reporter that prints."""
+        path = self._folder.profile(self._first, self._last, self._rank)
+        ranks = self._trainer.config.profile.ranks
+        where = path if ranks == (self._rank,) else path.parent
+        self._reporter.say(
+            f"trace of steps {self._first} to {self._last}: {where}; open it at ui.perfetto.dev"
+        )
+
+
+def _opened(name: str) -> Any:
+    opened = record_function(name)
+    opened.__enter__()
+    return opened
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,140 @@
+"""A run reports its time and its memory: parts of steps, traces, notes of a step, owners after out of memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from shardwright.train.report.plots import time_shares
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.step.account import step_notes
+from shardwright.train.step.account.clock import PARTS
+from shardwright.train.step.trainer import Trainer
+from tests.train.kit.jobs import config_file, ranks, records, train_here
+
+SHORT = (
+    "--parallel.engine",
+    "shardwright",
+    "--train.steps",
+    "4",
+    "--validation.every",
+    "0",
+    "--run.sample_tokens",
+    "0",
+)
+
+
+def names_in(path: Path, category: str = "user_annotation") -> list[str]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == category]
+
+
+def test_a_run_divides_its_time_and_traces_the_steps_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train_here(config_file(tmp_path), "--run.dir", run, *SHORT, "--profile.steps", "[2, 3]") == 0
+    printed = capsys.readouterr().out
+    steps = records(run)
+    for step in steps:
+        assert step["parts"].keys() == set(PARTS)
+        assert sum(step["parts"].values()) == pytest.approx(step["seconds"], rel=0.01)
+        assert all(step["parts"][name] > 0 for name in PARTS)
+        assert step["parts"]["data"] == pytest.approx(step["data_seconds"], rel=0.3, abs=1e-3)
+    results = RunFolder(run).record()["results"]
+    assert results["time_shares"] == pytest.approx(time_shares(steps[3:]))
+    assert "  time            " in printed and "backward" in printed
+    # The trace
+    path = RunFolder(run).profile(2, 3, 0)
+    assert printed.count(str(path)) == 1 and f"trace of steps 2 to 3: {path}" in printed
+    names = names_in(path)
+    assert [name for name in names if name.startswith("step ")] == ["step 2", "step 3"]
+    assert names.count("forward") == names.count("backward") == 8  # micro-batches of two steps
+    assert names.count("all-reduce of the loss") == 2 and names.count("data") == 2
+    # The notes of step 3
+    notes = json.loads(RunFolder(run).notes_file.read_text())
+    assert (notes["step"], notes["rank"], notes["left_out"]) == (3, 0, 0)
+    kinds = [notes["kinds"][row[1]] for row in notes["notes"]]
+    assert set(kinds) >= {"lease", "release", "begin", "end", "phase"}
+    times = [row[0] for row in notes["notes"]]
+    assert times == sorted(times) and times[-1] <= steps[2]["seconds"] * 1e6
+    assert "layers.0" in notes["names"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_parts_add_up_and_ranges_stand_above_kernels(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run.dir", run, *SHORT, "--run.device", "cuda", "--profile.steps", "[3, 3]")
+    assert train_here(config_file(tmp_path), *arguments) == 0
+    for step in records(run)[1:]:
+        assert sum(step["parts"].values()) == pytest.approx(step["seconds"], rel=0.01)
+        assert step["parts"]["forward"] > 0 and step["parts"]["backward"] > 0
+    assert {"step 3", "forward"} <= {*names_in(RunFolder(run).profile(3, 3, 0), "gpu_user_annotation")}
+
+
+@pytest.mark.extensive("a file of each rank")
+def test_each_rank_writes_a_trace_with_the_names_of_units(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run.dir", run, *SHORT, "--profile.steps", "[2, 2]", "--profile.ranks", "all")
+    ended = ranks(2, "train", config_file(tmp_path), *arguments)
+    assert [status for status, _ in ended] == [0, 0], ended
+    for rank in range(2):
+        names = names_in(RunFolder(run).profile(2, 2, rank))
+        assert {"prefetch: all-gather of layers.1", "wait: reduce-scatter of layers.0", "forward"} <= {*names}
+    parts = [step["parts"] for step in records(run)]
+    assert all(part["communication"] > 0 for part in parts)
+
+
+def test_a_profiler_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(profile, "start", fail)
+    monkeypatch.setattr(step_notes, "NOTED", 1)
+    monkeypatch.setattr(step_notes, "MOST", 10)
+    run = tmp_path / "run"
+    arguments = (*SHORT, "--train.steps", "2", "--profile.steps", "[1, 2]")
+    assert train_here(config_file(tmp_path), "--run.dir", run, *arguments) == 0
+    printed = capsys.readouterr()
+    assert (
+        printed.err.count("warning: the profiler of this rank has stopped, and training goes on: Runtime")
+        == 1
+    )
+    assert "trace of" not in printed.out and not (run / "profile").exists()
+    notes = json.loads(RunFolder(run).notes_file.read_text())
+    assert len(notes["notes"]) == 10 and notes["left_out"] > 10
+
+
+def test_the_error_of_a_rank_without_memory_names_owners_and_three_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backward = Trainer._verified_if_due
+
+    def out_of_memory(self: Trainer, *tensors: Any) -> Any:
+        if self.position.step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return backward(self, *tensors)
+
+    monkeypatch.setattr(Trainer, "_verified_if_due", out_of_memory)
+    run = tmp_path / "run"
+    assert train_here(config_file(tmp_path), "--run.dir", run, *SHORT) == 1
+    error = capsys.readouterr().err
+    (owners,) = (line for line in error.splitlines() if line.startswith("memory of rank 0 by owner"))
+    assert "after the error of step 2: " in owners and "KiB optimizer state" in owners
+    assert "KiB shards of parameters" in owners
+    (settings,) = (line for line in error.splitlines() if line.startswith("settings that need less memory"))
+    assert settings.count("--") == 3 and "--activations.checkpoint full" in settings, settings
+    assert "--train.micro_batch 1" in settings, settings
+
+
+def test_shares_of_runs_without_parts_are_empty() -> None:
+    assert time_shares([{"seconds": 1.0}]) == {}
