@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ def _run(call: Call) -> int:
     data = ask(
         options.data, "--data", "Data: files or folders with spaces between, or pydoc (text to try)", "pydoc"
     )
-    known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or Ncpu"
+    known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or 2xcpu"
     on = ask(options.on, "--on", f"Devices: {known}", _here())
     default = "finetune" if model.startswith("hf:") else "pretrain"
     task = options.task or (
@@ -42,16 +43,15 @@ def _run(call: Call) -> int:
     )
     if task not in new_job.TASKS:
         raise UserError(f"--task: expected one of {', '.join(new_job.TASKS)}, found {task!r}")
-    count, _, kind = (
-        on.lower().rpartition("x") if on.lower().endswith(f"x{CPU}") else (on[: -len(CPU)], "", on[-3:])
-    )
-    if kind.lower() == CPU and (not count or count.isdecimal()):
-        ranks, device = int(count or 2) or 2, None
+    if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", on, re.IGNORECASE)) is not None:
+        ranks, device = int(of_cpu[1] or 2), None
+        if not ranks:
+            raise UserError(f"--on: expected at least 1 rank, found {on!r}")
     else:
         try:
             ranks, device = parse_devices(on, _local_device)
         except DeviceError as error:
-            raise UserError(f"--on: {error}") from error
+            raise UserError(f"--on: {error}, or 2xcpu for two ranks of the CPU") from error
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -83,7 +83,10 @@ class _Questions:
             raise UserError(
                 f"init: expected {option}, found none, and there is no terminal to ask; {question}"
             )
-        return input(f"{question} [{default}]: ").strip() or default
+        try:
+            return input(f"{question} [{default}]: ").strip() or default
+        except EOFError:
+            raise UserError(f"init: expected {option}, found the end of the input") from None
 
 
 def _here() -> str:

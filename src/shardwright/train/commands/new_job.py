@@ -18,7 +18,8 @@ from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config.catalog.kinds import kinds, sizes_of
 from shardwright.train.config.load import load_config
 from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
-from shardwright.train.config.schema import toml_value
+from shardwright.train.config.schema import Config, toml_value
+from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError
 
 TASKS = ("pretrain", "finetune", "lora")
@@ -70,9 +71,11 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     foreign = wanted.model.startswith(MODEL_PREFIX)
     name = wanted.model.removeprefix(MODEL_PREFIX)
     if not foreign and wanted.model not in presets():
+        near = next((each for each in presets() if each.lower().endswith(wanted.model.lower())), None)
+        hint = f"; did you mean {near!r}?" if near and wanted.model else ""
         raise UserError(
             f"--model: expected {', '.join(presets())}, or {MODEL_PREFIX} with a model of transformers, found "
-            f"{wanted.model!r}"
+            f"{wanted.model!r}{hint}"
         )
     if wanted.task != "pretrain" and not foreign:
         raise UserError(
@@ -100,9 +103,7 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     }
     if wanted.task == "lora":
         sections["finetune"] = {"method": ("lora", ""), "rank": (16, ""), "alpha": (32, "")}
-    path = folder / "shape.toml"
-    path.write_text(text_of({"model": model | ({"weights": ("random", "")} if foreign else {})}))
-    shape = load_config(path).model.shape()
+    shape = _shape(model, folder, wanted.model)
     longest = shape.max_seq_len or SEQ_LEN
     if wanted.seq_len > longest:
         raise UserError(f"--seq-len: expected at most {longest} with this model, found {wanted.seq_len}")
@@ -119,6 +120,16 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     )
     sections["optimizer"] = {"lr": (rate, "peak learning rate"), "warmup_steps": (10, "")}
     return sections
+
+
+def _shape(model: Section, folder: Path, name: str) -> Shape:
+    path = folder / "shape.toml"
+    read: Section = {"weights": ("random", "")} if "path" in model else {}
+    path.write_text(text_of({"model": model | read, "train": {"seq_len": (2, "")}}))
+    try:
+        return load_config(path).model.shape()
+    except UserError as error:
+        raise UserError(f"--model {name}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 def _data(sources: Sequence[str], tokenizer: str | None) -> Section:
@@ -204,16 +215,14 @@ def _with_keys(sections: dict[str, Section], best: Found) -> dict[str, Section]:
 
 
 def _is_default(key: str, value: str) -> bool:
-    from shardwright.train.config.schema import Config
-
     return str(Config().value_at(key)) == value
 
 
 def text_of(sections: Mapping[str, Section]) -> str:
     """The file."""
     lines: list[str] = []
-    for name, section in sections.items():
-        if not section:
+    for name in Config.model_fields:
+        if not (section := sections.get(name)):
             continue
         lines += ["", f"[{name}]"]
         for key, (value, comment) in section.items():
