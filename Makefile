@@ -17,18 +17,20 @@
 # make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
 # make bench                             every engine's step beside FSDP2's on two CPU ranks, in under 20 minutes
 # make bench ARGS="--shapes deep --only FSDP"   fewer; benchmarks/README.md says how to add DeepSpeed and Megatron-FSDP
+# make docs                              the documentation as a site, in build/site; open index.html there
 # make test  WORKERS=0                   in one process; default: 3, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
 PY := .venv/bin/python
 STAMP := .venv/.set-up
 TRAIN_STAMP := .venv/.set-up-train
+DOCS_STAMP := .venv/.set-up-docs
 CONFIG ?= examples/llama_debug.toml
 NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test test-all quick guard house defects faults ops clusters gpu bench-gpu bench check lint types contract format clean
+.PHONY: setup train test test-all quick guard house defects faults ops clusters gpu bench-gpu bench docs check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -38,6 +40,10 @@ $(STAMP): pyproject.toml tools/setup.sh tools/environment.py
 
 $(TRAIN_STAMP): pyproject.toml tools/setup.sh tools/environment.py
 	@PYTHON="$(PYTHON)" sh tools/setup.sh train
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml tools/setup.sh tools/environment.py
+	@PYTHON="$(PYTHON)" sh tools/setup.sh docs
 	@touch $@
 
 train: $(TRAIN_STAMP)
@@ -94,6 +100,10 @@ bench-gpu:
 
 bench: $(STAMP)
 	PYTHONPATH=src $(PY) -m benchmarks.peers $(ARGS)
+
+# The variable silences an advertisement of the theme for another program.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
 check: lint types contract
 

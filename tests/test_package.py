@@ -31,6 +31,7 @@ SDIST_FILES = (
     "MANIFEST.in",
     "Makefile",
     "README.md",
+    "mkdocs.yml",
     "pyproject.toml",
 )
 PASSING = ("__pycache__", ".egg-info")  # what running or building leaves behind

@@ -57,7 +57,16 @@ def test_figures_that_are_not_finite_are_named() -> None:
 
 def test_one_function_writes_the_files_of_runs() -> None:
     """Other uses of `json.dumps` are messages between processes, digests, and formats with rules of their own."""
-    rooms = ("train/run", "train/report", "train/commands", "train/step", "train/launch", "cli", "planner")
+    rooms = (
+        "train/run",
+        "train/report",
+        "train/commands",
+        "train/step",
+        "train/launch",
+        "cli",
+        "page",
+        "planner",
+    )
     messages = {"planner/cache.py"}  #: read by this package alone
     for room in rooms:
         for file in (SOURCE / room).rglob("*.py"):

@@ -1,6 +1,7 @@
 #!/bin/sh
-# tools/setup.sh [train | dev]: makes .venv at the root of the repository and installs the project into it with one of its
-# extras, on machines with and without GPUs. train: what jobs need. dev (default): what tests and checks need, too.
+# tools/setup.sh [train | docs | dev]: makes .venv at the root of the repository and installs the project into it with one
+# of its extras, on machines with and without GPUs. train: what jobs need. docs: what the site of docs/ needs. dev (default):
+# what tests and checks need, too.
 # An environment that is there already and satisfies pyproject.toml is left as it is. Nothing is installed outside
 # .venv, and no package index is named here: pip's own configuration decides where packages come from.
 set -eu

@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """The value as JSON. A float that is nan or infinite becomes null, since JSON has no word for it."""
-    return json.dumps(_with_nulls(value), allow_nan=False, indent=indent)
+def strict_json(value: Any, indent: int | None = None, compact: bool = False) -> str:
+    """The value as JSON. A float that is nan or infinite becomes null, since JSON has no word for it.
+
+    ``compact``: without spaces between values.
+    """
+    separators = (",", ":") if compact else None
+    return json.dumps(_with_nulls(value), allow_nan=False, indent=indent, separators=separators)
 
 
 def _with_nulls(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command import Call, Command
@@ -51,6 +52,13 @@ def _plan(call: Call) -> int:
     jobs = [PlannedJob(name, tuple(call.overrides), ranks) for name in names]
     for each in jobs:
         refuse(PLANNED, each())  # mistakes are reported before PyTorch is imported
+    html = None if options.html is None else Path(options.html)
+    if html is not None:
+        from shardwright.train.commands.pages.html_file import check_place
+
+        if len(jobs) > 1:
+            raise UserError("plan: expected one job with --html, found two")
+        check_place(html)
     caches = not options.no_cache
     unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     if options.fit or len(jobs) > 1:
@@ -65,7 +73,7 @@ def _plan(call: Call) -> int:
             from shardwright.train.commands.fit import fit
 
             processes = options.processes or min(8, os.cpu_count() or 1)
-            return fit(jobs[0], device, rules, options.json, caches, processes, unset)
+            return fit(jobs[0], device, rules, options.json, caches, processes, unset, html)
         from shardwright.train.commands.plan_difference import plan_difference
 
         return plan_difference(jobs, device, rules, options.json, caches)
@@ -80,6 +88,7 @@ def _plan(call: Call) -> int:
         unset,
         names_edits=not options.no_edits,
         caches=caches,
+        html=html,
     )
 
 
@@ -91,9 +100,10 @@ def _local_device() -> Device:
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--no-edits] [--no-cache]\n"
-        "                        [--section.key value ...] [--debug]\n"
-        "       shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE --fit [--processes N] [--json] [--no-cache] ...\n"
+        "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--html FILE] [--no-edits]\n"
+        "                        [--no-cache] [--section.key value ...] [--debug]\n"
+        "       shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE --fit [--processes N] [--json] [--html FILE]\n"
+        "                        [--no-cache] ...\n"
         "       shardwright plan CONFIG.toml OTHER.toml --on NxDEVICE [--json] [--no-cache] [--section.key value ...]\n"
         "       shardwright plan --accuracy"
     )
@@ -128,6 +138,10 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write one HTML file, which needs no network: memory over a step above its "
+        "streams, the tensors of each moment, the losses of speed, and with --fit the planned settings",
+    )  # fmt: skip
     parser.add_argument(
         "--no-cache", action="store_true",
         help="plan again, and keep nothing; other plans are kept in ~/.cache/shardwright, or below $XDG_CACHE_HOME",

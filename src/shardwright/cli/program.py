@@ -26,6 +26,7 @@ from shardwright.cli import (
     layout,
     plan,
     relay,
+    report,
     train,
 )
 from shardwright.cli.command import Call
@@ -46,6 +47,7 @@ COMMANDS = {
         init,
         train,
         compare,
+        report,
         generate,
         export,
         convert,

@@ -164,8 +164,8 @@ def _meeting(items: Sequence[Item], chosen: Sequence[int]) -> Iterator[tuple[int
 def slots(items: Sequence[Item], count: int) -> Plan:
     """A pool of ``count`` slots. Items use them in turn, in the order of their first lease.
 
-    Any ``count`` consecutive items have different slots, in forward and in backward. The k-th largest
-    slot is no larger than the k-th largest item.
+    Any ``count`` consecutive items have different slots, in forward and in backward. One slot
+    is as large as the largest item, and each further one at most as large as the next largest item.
     """
     order = sorted(range(len(items)), key=lambda i: items[i].spans[0])
     members = [[i for place, i in enumerate(order) if place % count == slot] for slot in range(count)]

@@ -15,55 +15,61 @@ def as_json(
     edits: Sequence[tuple[str, Verdict]] = (),
     assumed: Mapping[str, object] = MappingProxyType({}),
 ) -> str:
+    """The values of a verdict as JSON, see :func:`as_values`."""
+    return strict_json(as_values(verdict, edits, assumed), indent=2)
+
+
+def as_values(
+    verdict: Verdict,
+    edits: Sequence[tuple[str, Verdict]] = (),
+    assumed: Mapping[str, object] = MappingProxyType({}),
+) -> dict[str, object]:
     """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
     values of keys that nobody gave."""
     peak = verdict.peak
-    return strict_json(
-        {
-            "fits": verdict.answer,
-            "assumed": dict(assumed),
-            "device": verdict.device.key,
-            "device_bytes": verdict.device.nbytes,
-            "ranks": verdict.ranks,
-            "reserved_bytes": verdict.usage.reserved,
-            "unlimited_reserved_bytes": verdict.unlimited.reserved,
-            "retries": verdict.retries,
-            "retries_each_step": verdict.retries_each_step,
-            "active_bytes": verdict.usage.active,
-            "live_bytes": peak.nbytes,
-            "cached_bytes": verdict.cached,
-            "room_bytes": verdict.room,
-            "left_bytes": verdict.left,
-            "runtime_bytes": list(verdict.runtime),
-            "exact": verdict.exact,
-            "traced": verdict.traced,
-            "phases": {
-                name: {"live_bytes": on_device, "host_bytes": on_host}
-                for name, (on_device, on_host) in verdict.parts.items()
-            },
-            "host": verdict.host,
-            "speed": _speed(verdict.speed),
-            "edits": [
-                {
-                    "keys": words,
-                    "fits": other.answer,
-                    "reserved_bytes": other.usage.reserved,
-                    "step_seconds": None if other.speed is None else other.speed.seconds[1],
-                    "unlimited_reserved_bytes": other.unlimited.reserved,
-                }
-                for words, other in edits
-            ],
-            "peak": {
-                "text": peak_in_words(peak),
-                "phase": peak.phase,
-                "owner": peak.owner.group,
-                "unit": peak.owner.unit,
-                "operation": peak.owner.what,
-                "line": peak.owner.line,
-            },
+    return {
+        "fits": verdict.answer,
+        "assumed": dict(assumed),
+        "device": verdict.device.key,
+        "device_bytes": verdict.device.nbytes,
+        "ranks": verdict.ranks,
+        "reserved_bytes": verdict.usage.reserved,
+        "unlimited_reserved_bytes": verdict.unlimited.reserved,
+        "retries": verdict.retries,
+        "retries_each_step": verdict.retries_each_step,
+        "active_bytes": verdict.usage.active,
+        "live_bytes": peak.nbytes,
+        "cached_bytes": verdict.cached,
+        "room_bytes": verdict.room,
+        "left_bytes": verdict.left,
+        "runtime_bytes": list(verdict.runtime),
+        "exact": verdict.exact,
+        "traced": verdict.traced,
+        "phases": {
+            name: {"live_bytes": on_device, "host_bytes": on_host}
+            for name, (on_device, on_host) in verdict.parts.items()
         },
-        indent=2,
-    )
+        "host": verdict.host,
+        "speed": _speed(verdict.speed),
+        "edits": [
+            {
+                "keys": words,
+                "fits": other.answer,
+                "reserved_bytes": other.usage.reserved,
+                "step_seconds": None if other.speed is None else other.speed.seconds[1],
+                "unlimited_reserved_bytes": other.unlimited.reserved,
+            }
+            for words, other in edits
+        ],
+        "peak": {
+            "text": peak_in_words(peak),
+            "phase": peak.phase,
+            "owner": peak.owner.group,
+            "unit": peak.owner.unit,
+            "operation": peak.owner.what,
+            "line": peak.owner.line,
+        },
+    }
 
 
 def _speed(speed: Speed | None) -> dict[str, object] | None:

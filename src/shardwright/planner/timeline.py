@@ -9,6 +9,8 @@ from typing import NamedTuple
 from shardwright.planner.program import (
     HOST,
     OPTIMIZER,
+    Alloc,
+    Free,
     HostWait,
     Kernel,
     Mark,
@@ -69,6 +71,38 @@ class _Queued(NamedTuple):
     in_graph: bool
 
 
+class Span(NamedTuple):
+    """The time of one kernel.
+
+    Attributes:
+        number: among the different kernels.
+        stream: of the kernel.
+        start, end: seconds since the step's begin.
+    """
+
+    number: int
+    stream: str
+    start: float
+    end: float
+
+
+@dataclass
+class Recording:
+    """The course of a step.
+
+    Attributes:
+        spans: of the kernels, in the order of the host's program.
+        moments: allocations, frees and phases in this order, with the seconds that the computation and the host have
+            reached. They never go back.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    moments: list[tuple[Alloc | Free | Phase, float]] = field(default_factory=list)
+
+
+_Event = _Queued | Mark | Wait | HostWait | Alloc | Free | Phase
+
+
 @dataclass(frozen=True)
 class Step:
     """The last step of a program, after which the states of optimizers exist: what its time depends on.
@@ -79,7 +113,12 @@ class Step:
     """
 
     kernels: list[tuple[Kernel, Work]]
-    events: list[_Queued | Mark | Wait | HostWait]
+    events: list[_Event]
+
+    @property
+    def queued(self) -> list[_Queued]:
+        """Its kernels, in the order in which the host queues them."""
+        return [each for each in self.events if isinstance(each, _Queued)]
 
     @property
     def offloads(self) -> bool:
@@ -87,10 +126,13 @@ class Step:
         return any(kernel.stream == HOST or work.kind == "copies" for kernel, work in self.kernels)
 
     @classmethod
-    def of(cls, program: Program) -> Step:
-        """Raises ValueError if the program makes no second step."""
+    def of(cls, program: Program, with_memory: bool = False) -> Step:
+        """``with_memory``: with allocations, frees and phases, for a recording.
+
+        Raises ValueError if the program makes no second step.
+        """
         numbers: dict[Kernel, int] = {}
-        events: list[_Queued | Mark | Wait | HostWait] = []
+        events: list[_Event] = []
         optimizes, has_graph = False, program.has_graph
         begin, end = program.last_step()
         if begin == end:
@@ -105,6 +147,8 @@ class Step:
             elif isinstance(event, (Mark, Wait)):
                 events.append(event._replace(stream=COMPUTE) if event.stream == CAPTURE else event)
             elif isinstance(event, HostWait):
+                events.append(event)
+            if with_memory and isinstance(event, (Alloc, Free, Phase)):
                 events.append(event)
         works = [(kernel, work_of(kernel)) for kernel in numbers]
         nothing = {number for number, (_, work) in enumerate(works) if work.kind == "nothing"}
@@ -128,7 +172,20 @@ def step_seconds(step: Step, rates: Rates) -> float:
     return _replay(step, rates).seconds
 
 
-def _replay(step: Step, rates: Rates, copies: bool = True, offloaded: bool = True) -> Timeline:
+def record(step: Step, rates: Rates) -> Recording:
+    """The course of a step that was made with its memory."""
+    recording = Recording()
+    _replay(step, rates, recording=recording)
+    return recording
+
+
+def _replay(
+    step: Step,
+    rates: Rates,
+    copies: bool = True,
+    offloaded: bool = True,
+    recording: Recording | None = None,
+) -> Timeline:
     """``copies``: those between host and device take time. ``offloaded``: the host's computation does."""
     found = Timeline()
     node, longer = rates.figures.node, rates.shares["beside"] - 1
@@ -162,7 +219,8 @@ def _replay(step: Step, rates: Rates, copies: bool = True, offloaded: bool = Tru
                 continue
             now += 0.0 if in_graph else host_of[number]
             if stream == HOST:
-                now += seconds
+                start = now
+                end = now = now + seconds
             elif work.kind == "communication":
                 crosses = spread(*kernel.group, node)[0] > 1
                 start = max(ready[stream], now, links[crosses])
@@ -174,17 +232,20 @@ def _replay(step: Step, rates: Rates, copies: bool = True, offloaded: bool = Tru
                     ready[stream] = end
                     recent = [*recent[-7:], (start, end)]
             elif stream != COMPUTE:
-                ready[stream] = max(ready[stream], now) + seconds
+                start = max(ready[stream], now)
+                end = ready[stream] = start + seconds
             else:
                 idle(now)
                 start = ready[COMPUTE]
-                over = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in recent)
+                over = sum(max(0.0, min(stop, start + seconds) - max(begin, start)) for begin, stop in recent)
                 slower = longer * min(over, seconds)
-                ready[COMPUTE] = start + seconds + slower
+                end = ready[COMPUTE] = start + seconds + slower
                 found.busy["optimizer" if optimizes and work.kind == "memory" else work.kind] += seconds
                 found.beside += slower
                 found.flops += work.flops
                 found.ideal += ideal_of[number]
+            if recording is not None:
+                recording.spans.append(Span(number, stream, start, end))
             if on_host:  # which computes itself, and then goes on
                 now = max(now, ready[stream])
         elif isinstance(event, Mark):
@@ -195,8 +256,10 @@ def _replay(step: Step, rates: Rates, copies: bool = True, offloaded: bool = Tru
                 idle(until)
             else:
                 ready[event.stream] = max(ready[event.stream], until)
-        else:
+        elif isinstance(event, HostWait):
             now = max(now, marks.get(event.mark, 0.0))
+        elif recording is not None:
+            recording.moments.append((event, max(now, ready[COMPUTE])))
     idle(max(now, *ready.values()))
     found.seconds = ready[COMPUTE]
     return found

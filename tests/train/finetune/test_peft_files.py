@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,14 @@ CASES = [
     ("llama", NORMS), ("tied", {"train_also": ["tok_embeddings.weight"]}), ("hybrid", {}),
     ("transformers", {"train_also": ["*layernorm.weight"]}),
 ]  # fmt: skip
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "finetuning.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "finetuning.md", "exec"), {"model": model("llama"), "shape": LLAMA})
+    assert (tmp_path / "adapters" / "adapter_config.json").is_file()
 
 
 @pytest.mark.parametrize(("name", "values"), CASES, ids=[f"{n}-{'-'.join(v)}" for n, v in CASES])

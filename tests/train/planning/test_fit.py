@@ -20,6 +20,7 @@ from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.checks import check_division
+from tests.page.kit import read_page
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DEBUG = str(EXAMPLES / "llama_debug.toml")
@@ -184,6 +185,25 @@ def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and values["best"] == fastest and values["now"]["keys"] == {}
 
 
+def test_a_page_has_all_plans_by_dimension(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1"]
+    file = tmp_path / "fit.html"
+    status, out, _ = run(capsys, *job, "--html", str(file))
+    assert status == 0 and out.endswith(f"wrote {file}\n")
+    plan = read_page(file.read_text())[2]["plan"]
+    grid = plan["grid"]
+    values = {each["name"]: each["values"] for each in grid["dimensions"]}
+    assert values["train.micro_batch"] == sorted(values["train.micro_batch"], key=int)
+    assert values["activations.checkpoint"] == ["none", "full"]
+    assert len({tuple(each["at"]) for each in grid["plans"]}) == len(grid["plans"]) > 5
+    best = min((each for each in grid["plans"] if each["fits"]), key=lambda each: each["step_seconds"])
+    assert best["reserved_bytes"] == plan["unlimited_reserved_bytes"] and grid["shown"].startswith(
+        "the fastest"
+    )
+    for each in grid["plans"]:
+        assert sum(loss["seconds"] for loss in each["losses"]) == pytest.approx(each["step_seconds"])
+
+
 def fit_on(capsys: pytest.CaptureFixture[str], tmp_path: Path, gib: float, *keys: str) -> tuple[int, str]:
     (tmp_path / "small.toml").write_text(f'like = "h100"\ngib = {gib}\n')
     job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml"]
@@ -309,6 +329,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
             (DEBUG, DEBUG, "--on", "2xh100", "--fit", "--processes", "1"),
             "expected one job with --fit, found two",
         ),
+        ((DEBUG, DEBUG, "--on", "2xh100", "--html", "a.html"), "expected one job with --html, found two"),
         ((DEBUG, "nowhere.toml", "--on", "2xh100"), "nowhere.toml"),
     ):
         status, out, err = run(capsys, *arguments)

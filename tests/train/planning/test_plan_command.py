@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwright.cli.program import main
 from shardwright.planner.verdict import CONTEXT, NCCL
+from tests.page.kit import read_page, totals
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -58,6 +59,19 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", config, "--on", f"2x{small}"]) == 3
     last = capsys.readouterr().out.splitlines()[-len(figures["edits"]) :]
     assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
+
+
+def test_a_page_has_the_figures_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, file = str(EXAMPLES / "llama_debug.toml"), tmp_path / "plan.html"
+    assert main(["plan", config, "--on", "2xh100", "--json", "--html", str(file)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    data = read_page(file.read_text())[2]
+    assert {key: data["plan"][key] for key in figures} == figures
+    assert max(totals(data["plan"]["step"])) == figures["phases"]["step"]["live_bytes"]
+    phases = [name for name, _ in data["plan"]["step"]["phases"]]
+    assert phases[1:] == ["forward", "backward", "before the optimizer", "optimizer", "after the optimizer"]
+    status = main(["plan", config, "--on", "2xh100", "--html", str(tmp_path / "no" / "plan.html")])
+    assert (status, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
 class Reader(nn.Module):

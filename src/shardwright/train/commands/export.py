@@ -22,11 +22,11 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_stored_model
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
-from shardwright.train.commands import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.dataset import read_template
+from shardwright.train.data.tokens import byte_tokenizer
 from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters

@@ -11,8 +11,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from shardwright.page.plan import losses_of, plan_page
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device, Figures
 from shardwright.planner.search import (
@@ -30,7 +32,8 @@ from shardwright.planner.search import (
 from shardwright.planner.speed import Speed, in_time, speed_of
 from shardwright.planner.verdict import in_gib, judge
 from shardwright.strict_json import strict_json
-from shardwright.train.commands.plan import assumptions, program_of, say
+from shardwright.train.commands.pages.html_file import write_page
+from shardwright.train.commands.plan import assumptions, head, program_of, say
 from shardwright.train.commands.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
@@ -52,13 +55,13 @@ class Search(NamedTuple):
         plans: that were made.
         speeds: of the plans, by their keys.
         failed: errors of plans that should not fail, by their keys.
-        searched: keys of the configuration of which several values may be tried.
+        searched: keys of the configuration of which several values may be tried, with these in order.
     """
 
     plans: list[Found]
     speeds: dict[Keys, Speed]
     failed: dict[Keys, str]
-    searched: set[str]
+    searched: dict[str, list[str]]
 
 
 def fit(
@@ -69,6 +72,7 @@ def fit(
     caches: bool = True,
     processes: int = 1,
     assumed: Sequence[str] = (),
+    html: Path | None = None,
 ) -> int:
     """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
 
@@ -76,9 +80,10 @@ def fit(
         job, device, rules, caches, processes: as for `search`.
         json: print all plans as JSON.
         assumed: keys whose values nobody gave, of a job that is a model alone.
+        html: a file for a page.
 
     Raises:
-        UserError: the device's speed is not known, or no plan covers the job.
+        UserError: the device's speed is not known, no plan covers the job, or the page cannot be written.
     """
     started = time.monotonic()
     try:
@@ -88,6 +93,9 @@ def fit(
     config = job()
     now = next((each for each in plans if not each.keys), None)
     best = fastest(plans)
+    if html is not None:
+        found = Search(plans, speeds, failed, searched)
+        write_page(html, _page(job, device, rules, caches, found, best or now, assumed))
     if json:
         values = {
             "now": None if now is None else _values(now, speeds),
@@ -105,6 +113,8 @@ def fit(
             print(line)
         if "train.global_batch" in assumed:
             print(f"{'':8} A larger --train.global_batch allows larger micro-batches, which may be faster.")
+        if html is not None:
+            print(f"wrote {html}")
     return 0 if best is not None else 3
 
 
@@ -149,7 +159,11 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
     if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
-    searched = {key for axes in grids(()) for axis in axes for keys in axis.values for key, _ in keys}
+    searched: dict[str, list[str]] = {}
+    for axis in (axis for axes in grids(()) for axis in axes):
+        for key, value in (pair for keys in axis.values for pair in keys):
+            if value not in searched.setdefault(key, []):
+                searched[key].append(value)
     return Search(plans, made.speeds, made.failed, searched)
 
 
@@ -246,6 +260,76 @@ def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
         "step_seconds": each.seconds,
         "tokens_per_second": speeds[each.keys].tokens_per_second[1],
     }
+
+
+def _page(
+    job: PlannedJob,
+    device: Device,
+    rules: Rules,
+    caches: bool,
+    found: Search,
+    shown: Found | None,
+    assumed: Sequence[str],
+) -> str:
+    """The page of a search: the plan of some settings, without any those of the job, and all plans."""
+    config = job(() if shown is None else shown.keys)
+    program = program_of(config, job.ranks, caches, device.kind)
+    verdict = judge(program, device, job.ranks, rules, speed_of(program, device, job.ranks))
+    values = {key: config.value_at(key) for key in assumed if key not in found.searched}
+    what = "the fastest settings that fit" if shown is not None and shown.fits else "the job as it is"
+    grid = {**grid_of(job(), found), "shown": what}
+    lines = head(config, job.ranks, device).split("\n")
+    return plan_page(config.run.name, lines, program, verdict, (), values, grid)
+
+
+_TOGETHER = ("parallel.strategy", "parallel.replicas", "parallel.reshard_after_forward")
+"""Keys that one dimension has: few of their combinations are planned."""
+
+
+def grid_of(config: Config, found: Search) -> dict[str, Any]:
+    """The plans of a search by dimension, for `plan_page`. Values that all plans share are no dimension."""
+
+    def words(keys: Keys, names: Sequence[str]) -> str:
+        values = [dict(keys).get(name, str(config.value_at(name))) for name in names]
+        return ", ".join(
+            [values[0], *(f"{n.partition('.')[2]} {v}" for n, v in zip(names[1:], values[1:], strict=True))]
+        )
+
+    keys = dict.fromkeys(key for plan in found.plans for key, _ in plan.keys)
+    groups = [
+        tuple(key for key in _TOGETHER if key in keys),
+        *((key,) for key in keys if key not in _TOGETHER),
+    ]
+    dimensions, places = [], []
+    for names in filter(None, groups):
+        texts = [words(plan.keys, names) for plan in found.plans]
+        order = found.searched.get(names[0], [])
+        values = sorted(dict.fromkeys(texts), key=lambda text: _place(text, order))
+        if len(values) > 1:
+            dimensions.append({"name": names[0], "values": values})
+            places.append([values.index(text) for text in texts])
+    return {
+        "dimensions": dimensions,
+        "plans": [
+            {
+                **_values(plan, found.speeds),
+                "keys": dict(_changed(config, plan.keys)),
+                "is_job": not plan.keys,
+                "at": [place[i] for place in places],
+                "losses": losses_of(found.speeds[plan.keys]),
+            }
+            for i, plan in enumerate(found.plans)
+        ],
+        "failed": [{"keys": dict(keys), "error": error} for keys, error in found.failed.items()],
+    }
+
+
+def _place(text: str, order: Sequence[str]) -> tuple[float, str]:
+    """Numbers in ascending order, other values in the order of the search."""
+    first = text.partition(",")[0]
+    if first.isdigit():
+        return float(first), text
+    return float(order.index(first) if first in order else len(order)), text
 
 
 def further_settings(

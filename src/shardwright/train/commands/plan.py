@@ -8,8 +8,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
+from shardwright.page.plan import plan_page
 from shardwright.planner import cache
 from shardwright.planner.allocator import Rules, with_setting
 from shardwright.planner.devices import Device
@@ -17,6 +19,7 @@ from shardwright.planner.program import Program
 from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.text import as_json
 from shardwright.planner.verdict import Verdict, in_gib, judge
+from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
 from shardwright.train.config.dims import ParallelDims
@@ -36,14 +39,15 @@ def plan(
     assumed: Sequence[str] = (),
     names_edits: bool = True,
     caches: bool = True,
+    html: Path | None = None,
 ) -> int:
     """Print the verdict on the job, and edits that save memory if it does not fit well; returns 0, or 3 if it does not.
 
     `configured`: the configuration with further keys. `assumed`: keys whose values nobody gave. `caches`: take programs
-    that were traced before, and keep new ones. With these PyTorch is not imported.
+    that were traced before, and keep new ones. With these PyTorch is not imported. `html`: a file for a page.
 
     Raises:
-        UserError: the configuration does not fit so many ranks, or no plan covers it.
+        UserError: the configuration does not fit so many ranks, no plan covers it, or the page cannot be written.
     """
     config = configured(())
     with as_user_errors(ValueError):
@@ -51,7 +55,7 @@ def plan(
     program = program_of(config, ranks, caches, device.kind)
     verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
     if not json:
-        print(_head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
+        print(head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
         for line in assumptions(config, assumed):
             print(line)
         sys.stdout.flush()  # edits take some time
@@ -69,24 +73,32 @@ def plan(
         for i, keys in enumerate(tried):
             say(f"edit {i + 1} of {len(tried)}: {in_words(keys)}")
             try:
-                program = program_of(configured(keys), ranks, caches, device.kind)
+                changed = program_of(configured(keys), ranks, caches, device.kind)
             except UserError:  # it does not go together with another key
                 continue
-            speed = speed_of(program, device, ranks, with_range=False)
-            edits.append((in_words(keys), judge(program, device, ranks, rules, speed)))
+            speed = speed_of(changed, device, ranks, with_range=False)
+            edits.append((in_words(keys), judge(changed, device, ranks, rules, speed)))
         say("")
     edits = [
         (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
     ]
     edits = sorted(edits, key=_merit)[:EDITS]
+    values = {key: config.value_at(key) for key in assumed}
+    if html is not None:
+        page = plan_page(
+            config.run.name, head(config, ranks, device).split("\n"), program, verdict, edits, values
+        )
+        write_page(html, page)
     if json:
-        print(as_json(verdict, edits, {key: config.value_at(key) for key in assumed}))
+        print(as_json(verdict, edits, values))
         return verdict.status
     for i, (words, other) in enumerate(edits):
         saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")
+    if html is not None:
+        print(f"wrote {html}")
     return verdict.status
 
 
@@ -124,7 +136,8 @@ def program_of(
     return program
 
 
-def _head(config: Config, ranks: int, device: Device) -> str:
+def head(config: Config, ranks: int, device: Device) -> str:
+    """The lines about a job above its plan."""
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
     count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)

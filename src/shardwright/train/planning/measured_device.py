@@ -14,7 +14,6 @@ import torch
 
 from shardwright.planner.devices import MEASURED, Figures, Kind, known_devices
 from shardwright.planner.measured import HOST, SPREADS, Measured, Point, errors_between, kind_of_table, merged
-from shardwright.planner.program import HostWait, Mark, Wait
 from shardwright.planner.rates import Rates
 from shardwright.planner.samples import difference, errors_of_least_squares, least_squares, steady, width
 from shardwright.planner.timeline import Step, replay
@@ -87,8 +86,7 @@ def _beside_kernels(
     rows: list[tuple[float, float, float]] = []
     for values, seconds in zip(task.steps, steps, strict=True):
         step = Step.of(traced_program(configured(values, ranks), ranks, kind))
-        queued = [each for each in step.events if not isinstance(each, (Mark, Wait, HostWait))]
-        counts = Counter(step.kernels[each.number][1].kind == "communication" for each in queued)
+        counts = Counter(step.kernels[each.number][1].kind == "communication" for each in step.queued)
         of_kernels = replay(step, Rates.of(figures)).seconds if kind == "cpu" else 0.0
         rows.append((counts[False], counts[True] if ranks > 1 else 0, max(seconds - of_kernels, 0.0)))
     return rows

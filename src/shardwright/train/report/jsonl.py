@@ -119,6 +119,28 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [line for line in _lines(path) if line.keys() not in EVENTS]
 
 
+def read_what_is_whole(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """The records of steps, the lines about incidents and failed saves, and an error for each line that is damaged.
+
+    Raises UserError if the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the metrics: {error.strerror}; restore the file") from None
+    records: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    errors: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _record(line, f"line {number} of {path}")
+        except UserError as error:
+            errors.append(str(error))
+        else:
+            (events if record.keys() in EVENTS else records).append(record)
+    return records, events, errors
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")

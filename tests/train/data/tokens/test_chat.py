@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,13 @@ def test_the_assistant_and_the_end_of_its_turns_are_learnt(template: str, tokeni
     before = " " if template is MISTRAL else ""
     end = END[template]
     assert learnt(conversation, template, tokenizer) == [f"{before}Hello! é\n\nBye{end}", f"{before}No.{end}"]
+
+
+def test_the_template_of_the_troubleshooting_page(tokenizer: FromFile) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "troubleshooting.md").read_text()
+    (template,) = re.findall(r"```jinja\n(.*?)```", page, re.DOTALL)
+    check_template(template, "docs")
+    assert learnt(talk("Hi", "Hello!"), template, tokenizer) == ["Hello!<|im_end|>"]
 
 
 @TEMPLATES

@@ -1,0 +1,120 @@
+"""The notes of a step that has run, as a picture of the form that a planned step has (``step.py``).
+
+Leases over time are above the phases and the collectives of the host.
+
+The notes are those of step_notes.json in a run's folder. Nothing here knows how the picture is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwright.page.step import Table, differences
+
+MICROSECOND = 1e-6
+
+
+def notes_picture(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The picture of notes.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    try:
+        names, kinds = [str(each) for each in content["names"]], list(content["kinds"])
+        notes = [
+            (int(at), kinds[kind], names[unit], names[name], int(nbytes))
+            for at, kind, unit, name, nbytes in content["notes"]
+        ]
+        step, rank, left_out = (int(content[key]) for key in ("step", "rank", "left_out"))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected the notes of a step, found others: {type(error).__name__}: {error}"
+        ) from error
+    length = max((at for at, *_ in notes), default=0) + 1
+    return {
+        "step": step,
+        "rank": rank,
+        "left_out": left_out,
+        "unit_seconds": MICROSECOND,
+        "length": length,
+        "has_graph": False,
+        **_leases(notes),
+        **_spans(notes, length),
+    }
+
+
+def _leases(notes: Sequence[tuple[int, str, str, str, int]]) -> dict[str, Any]:
+    """Blocks, of which each lease and each release is a moment. A release without a lease is of a block that the step
+    has found."""
+    groups, texts, kinds = Table(), Table(), Table()
+    live: dict[int, list[int]] = {}
+    held: list[list[int]] = []
+    taken: list[int] = []
+    lives: list[int] = []
+    times: list[int] = []
+    for at, what, unit, name, nbytes in notes:
+        if what not in ("lease", "release"):
+            continue
+        kind = kinds((groups(name), texts(unit), texts(""), texts(""), nbytes))
+        moment = len(taken)
+        if what == "lease":
+            live.setdefault(kind, []).append(moment)
+        elif own := live.get(kind):
+            begun = own.pop(0)
+            lives[begun] = moment - begun
+        else:
+            held.append([kind, moment])
+        taken.append(kind if what == "lease" else -1)
+        lives.append(0)
+        times.append(at)
+    return {
+        "groups": groups.values,
+        "texts": texts.values,
+        "kinds": [list(each) for each in kinds.values],
+        "held": held,
+        "taken": taken,
+        "lives": lives,
+        "times": differences(times),
+        "small": [],
+        "small_bytes": 0,
+    }
+
+
+def _spans(notes: Sequence[tuple[int, str, str, str, int]], length: int) -> dict[str, Any]:
+    """The phases of the host, and its collectives: their begins, and the waits for them."""
+    spans: dict[str, list[tuple[int, int, str, str]]] = {"phase": [], "begins": [], "waits": []}
+    phases: list[list[Any]] = []
+    phase: tuple[int, str] | None = None
+    open_span: tuple[str, int, str] | None = None
+    for at, what, unit, name, _ in [*notes, (length, "phase", "", "", 0)]:
+        words = f"{name} of {unit}" if unit else name
+        if what == "phase":
+            if phase is not None:
+                kind = next(
+                    (each for each in ("forward", "backward") if phase[1].split(" of ")[0] == each), "host"
+                )
+                spans["phase"].append((phase[0], at, phase[1], kind))
+            phase = at, words
+            if name and (not phases or phases[-1][0] != name):
+                phases.append([name, at])
+        elif what in ("begin", "wait"):
+            open_span = "begins" if what == "begin" else "waits", at, words
+        elif what == "end" and open_span is not None:
+            stream, start, words = open_span
+            spans[stream].append((start, at, words, "communication" if stream == "begins" else "waiting"))
+            open_span = None
+    names = Table()
+    streams = []
+    for stream, own in spans.items():
+        ends = [0, *(end for _, end, _, _ in own)]
+        streams.append(
+            {
+                "name": stream,
+                "kernels": [names((words, kind)) for _, _, words, kind in own],
+                "gaps": [start - before for (start, *_), before in zip(own, ends[:-1], strict=True)],
+                "lengths": [end - start for start, end, *_ in own],
+            }
+        )
+    return {"phases": phases, "streams": streams, "kernels": [list(each) for each in names.values]}

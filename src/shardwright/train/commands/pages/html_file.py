@@ -1,0 +1,31 @@
+"""An HTML file that a command writes: its place is looked at before the work begins, and it is replaced whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardwright.durable import replace_file
+from shardwright.train.errors import UserError
+from shardwright.train.run.writing import writing
+
+OPTION = "--html"
+
+
+def check_place(file: Path) -> None:
+    """Raises UserError if no file can be there."""
+    if not file.name or os.path.isdir(file):
+        raise UserError(f"{OPTION}: expected a file, found a folder at {file}; write {file / 'plan.html'}")
+    folder = file.parent
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"{OPTION}: expected a file in a folder that exists, found no folder {folder}; make it first"
+        )
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{OPTION}: {folder}: cannot write: Permission denied. Choose another folder")
+
+
+def write_page(file: Path, text: str) -> None:
+    """Raises UserError if the file cannot be written."""
+    with writing(file, OPTION):
+        replace_file(file, text.encode())

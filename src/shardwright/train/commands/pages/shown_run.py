@@ -1,0 +1,300 @@
+"""One run as plain values for a page: all of it that can be read, and a notice for each file that cannot.
+
+Nothing here compares runs or writes files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeGuard
+
+from shardwright.page.notes import notes_picture
+from shardwright.train.errors import UserError, counted
+from shardwright.train.launch.forecast import plan_file
+from shardwright.train.report import jsonl, plots
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
+
+CURVES = (
+    "loss", "validation_loss", "tokens_per_second", "seconds", "data_seconds", "grad_norm", "lr", "memory_active",
+    "memory_reserved", "mfu",
+)  # fmt: skip
+PARTS = "parts"  #: an object with the seconds of the parts of a step, in runs that record it
+ABSENT = {"validation_loss": None, "data_seconds": 0.0}  #: keys that lines of older runs lack
+TABLE = ("step", "loss", "validation_loss", "grad_norm", "tokens_per_second", "seconds", "memory_reserved")
+ROWS = 50  #: of the table of steps
+SHOWN = 5  #: damaged lines that are named
+LONGEST = 100_000  #: characters of a text file that is shown
+PLANNED = ("fits", "device", "ranks", "reserved_bytes", "live_bytes", "exact", "speed", "peak")
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass
+class ShownRun:
+    """A run.
+
+    Attributes:
+        path: its folder.
+        record: run.json; empty if it cannot be read.
+        steps: records of steps.
+        settings: values of the configuration as text, by SECTION.KEY.
+        plan: the plan that was made beside the run; None: there is none.
+        incidents: faults, restarts and samples that were left out, in the order of steps.
+        end: exit.json; empty if there is none.
+        memory: memory.txt.
+        noted: the picture of a step that was noted; None: there is none.
+        notices: of files that are damaged or missing.
+    """
+
+    path: Path
+    record: Mapping[str, Any] = field(default_factory=dict)
+    steps: Sequence[Mapping[str, Any]] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, Any] | None = None
+    incidents: Sequence[Mapping[str, Any]] = ()
+    end: Mapping[str, Any] = field(default_factory=dict)
+    memory: str = ""
+    noted: Mapping[str, Any] | None = None
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the run and of its folder."""
+        name, folder = str(self.record.get("name", "")), self.path.resolve().name
+        return folder if folder.startswith(name) else f"{name} ({folder})"
+
+    @property
+    def sessions(self) -> Sequence[Mapping[str, Any]]:
+        """The sessions of its record, without damaged ones."""
+        return [each for each in self.record.get("sessions", []) if type(each["from_step"]) is int]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Settings, and facts of the last session, by which runs may differ."""
+        last = dict(self.sessions[-1]) if self.sessions else {}
+        versions = last.get("versions")
+        names = ("engine", "ranks", "device_name", "threads", "param_dtype", "reduce_dtype")
+        facts = {name: str(last[name]) for name in names if name in last}
+        if isinstance(versions, dict):
+            facts |= {f"version of {name}": str(version) for name, version in versions.items()}
+        corpus = self.record.get("corpus", {})
+        if "sha256" in corpus:
+            facts["SHA-256 of the data"] = corpus["sha256"][:12]
+        return {**facts, **self.settings}
+
+    def curves(self) -> dict[str, Curve]:
+        """Values over steps, by the keys of metrics.jsonl; those of objects as KEY/NAME."""
+        curves: dict[str, Curve] = {}
+        for record in self.steps:
+            for key, value in _numbers(record):
+                curves.setdefault(key, []).append((record["step"], value))
+        return {key: sorted(curve) for key, curve in curves.items()}
+
+    def results(self) -> dict[str, Any]:
+        """The figures of a comparison, and the memory in run.json."""
+        recorded = self.record.get("results") or {}
+        memory = {key: recorded.get(key) for key in ("peak_memory", "held_memory", "leased_memory")}
+        if not self.steps:
+            return memory
+        if memory["peak_memory"] is None:  # a run that did not end has no figure of all ranks
+            memory["peak_memory"] = max(record["memory_reserved"] for record in self.steps)
+        return {**plots.results(self.steps, self._timed_sessions), **memory}
+
+    @property
+    def _timed_sessions(self) -> Sequence[Mapping[str, Any]]:
+        return self.sessions or [{"from_step": 0}]
+
+    def split(self) -> dict[str, float]:
+        """Mean seconds of the parts of a timed step; without recorded parts the wait for data, and the rest."""
+        if not self.steps:
+            return {}
+        timed = plots.timed_steps(self.steps, self._timed_sessions)
+        recorded = [record[PARTS] for record in timed if record.get(PARTS)]
+        if recorded:
+            names = [name for name, value in recorded[-1].items() if _is_number(value)]
+            return {name: fmean(each.get(name) or 0.0 for each in recorded) for name in names}
+        whole, data = (fmean(record[name] for record in timed) for name in ("seconds", "data_seconds"))
+        return {"data": data, "forward, backward, collectives and optimizer": max(0.0, whole - data)}
+
+    def values(self) -> dict[str, Any]:
+        """All but its curves."""
+        results, last = self.results(), self.sessions[-1] if self.sessions else {}
+        split = self.split()
+        every = max(1, math.ceil(len(self.steps) / ROWS))
+        rows = [*self.steps[:-1:every], *self.steps[-1:]]
+        plan = self.plan
+        return {
+            "name": self.name,
+            "folder": str(self.path),
+            "status": self.record.get("status", ""),
+            "end": last.get("end"),
+            "on_gpu": last.get("device") == "cuda",
+            "out_of_memory": "out of memory" in str(self.end.get("reason", "")).lower(),
+            "parameters": self.record.get("parameters"),
+            "steps": self.steps[-1]["step"] if self.steps else 0,
+            "results": results,
+            "split": split,
+            "step_seconds": sum(split.values()) or None,
+            "sessions": list(self.sessions),
+            "incidents": list(self.incidents),
+            "settings": dict(self.settings),
+            "plan": None if plan is None else {key: plan.get(key) for key in PLANNED},
+            "memory_text": self.memory,
+            "noted": self.noted,
+            "notices": self.notices,
+            "table": [[record.get(key) for key in TABLE] for record in rows],
+        }
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in record.items():
+        if key in CURVES and _is_number(value):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from ((f"{key}/{name}", each) for name, each in value.items() if _is_number(each))
+
+
+def read_shown_run(path: Path) -> ShownRun:
+    """All of a run that can be read.
+
+    Raises:
+        UserError: the folder has neither a record nor metrics of a run.
+    """
+    folder = RunFolder(path)
+    run = ShownRun(path)
+    try:
+        run.record = folder.record()
+    except UserError as error:
+        if not folder.metrics_file.is_file():
+            raise
+        run.notices.append(str(error))
+    events: list[dict[str, Any]] = []
+    try:
+        steps, events, errors = jsonl.read_what_is_whole(folder.metrics_file)
+        run.steps = [{**ABSENT, **record} for record in steps]
+        run.notices += errors[:SHOWN]
+        if more := len(errors) - SHOWN:
+            run.notices += (
+                [f"{counted(more, 'more line', 'more lines')} of it are damaged"] if more > 0 else []
+            )
+    except UserError as error:
+        run.notices.append(str(error))
+    run.settings = dict(_settings(folder.config_file, run.notices))
+    run.end = _json(folder.exit_file, run.notices)
+    plan = _json(plan_file(folder), run.notices)
+    run.plan = plan if plan.keys() >= {*PLANNED} and isinstance(plan["exact"], dict) else None
+    run.incidents = sorted(_incidents(run, events, folder), key=lambda each: each["step"] or 0)
+    if notes := _json(folder.notes_file, run.notices):
+        try:
+            run.noted = notes_picture(notes)
+        except ValueError as error:
+            run.notices.append(f"{folder.notes_file}: {error}")
+    try:
+        run.memory = folder.memory_file.read_text(encoding="utf-8", errors="replace")[:LONGEST]
+    except OSError:  # it is written after the first steps
+        pass
+    return run
+
+
+def _settings(file: Path, notices: list[str]) -> Iterator[tuple[str, str]]:
+    try:
+        sections = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        notices.append(f"{file}: cannot read the settings: {reason}")
+        return
+    for section, keys in sections.items():
+        values = keys.items() if isinstance(keys, dict) else [("", keys)]
+        yield from ((f"{section}.{key}".rstrip("."), _in_words(value)) for key, value in values)
+
+
+def _in_words(value: object) -> str:
+    """Texts without quotes, and true and false as TOML writes them."""
+    if isinstance(value, str):
+        return value or '""'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _json(file: Path, notices: list[str]) -> dict[str, Any]:
+    """Empty without the file, and with a notice if it is damaged. A killed job may leave a file without content."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        value = json.loads(text) if text.strip() else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        notices.append(f"{file}: cannot read it: {error}")
+        return {}
+    if not isinstance(value, dict):
+        notices.append(f"{file}: expected a JSON object, found {type(value).__name__}")
+        return {}
+    return value
+
+
+def _incidents(
+    run: ShownRun, events: Sequence[Mapping[str, Any]], folder: RunFolder
+) -> Iterator[dict[str, Any]]:
+    def incident(step: object, what: str, text: object, time: object = None) -> dict[str, Any]:
+        return {"step": step if type(step) is int else None, "what": what, "text": str(text), "time": time}
+
+    for event in events:
+        if SAVE_FAILURE in event:
+            yield incident(event["step"], "checkpoint not written", event[SAVE_FAILURE])
+        elif isinstance(content := event[INCIDENT], dict):
+            words = {
+                "skip": "step skipped",
+                "rewind": "back to a checkpoint",
+                "untrained": "no trained token",
+            }
+            action, samples = str(content.get("action")), content.get("samples")
+            left_out = (
+                f"; samples {samples[0]} to {samples[1] - 1} are left out" if _is_range(samples) else ""
+            )
+            text = f"{content.get('reason', 'no reason is recorded')}{left_out}"
+            yield incident(event["step"], words.get(action, action), text)
+    for number, session in enumerate(run.sessions):
+        begin, ranks = session["from_step"], session["ranks"]
+        if session.get("attempt", 1) > 1:
+            text = f"attempt {session['attempt']}, on {ranks} ranks, goes on after step {begin}"
+            yield incident(begin, "restart", text, session["start"])
+        elif number:
+            yield incident(begin, "resume", f"on {ranks} ranks, goes on after step {begin}", session["start"])
+        if (status := session.get("status")) not in ("finished", "running", None):
+            text = session.get("ended_by") or "no reason is recorded"
+            yield incident(session.get("to_step"), f"session {status}", text, session.get("end"))
+    for record in run.steps:
+        if wrong := _not_finite(record):
+            yield incident(record["step"], "not finite", ", ".join(wrong))
+    if run.end.get("status"):
+        rank = f", rank {run.end['rank']}" if run.end.get("rank") is not None else ""
+        text = f"exit status {run.end['status']}{rank}: {run.end.get('reason', 'no reason is recorded')}"
+        yield incident(run.end.get("step"), "end of the job", text, run.end.get("time"))
+    try:
+        dropped = len(folder.dropped_metrics_file.read_bytes().splitlines())
+    except OSError:
+        dropped = 0
+    if dropped:
+        yield incident(
+            None, "repeated steps", f"{counted(dropped, 'line', 'lines')} of metrics.jsonl were moved away"
+        )
+    for report in sorted((folder.path / "hangs").glob("*.txt")):
+        yield incident(None, "hang", f"the report is {report}")
+
+
+def _is_range(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and [type(each) for each in value] == [int, int]
+
+
+def _not_finite(record: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
