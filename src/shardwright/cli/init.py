@@ -20,7 +20,7 @@ def _run(call: Call) -> int:
     import warnings
 
     from shardwright.planner.devices import DeviceError, known_devices, parse_devices
-    from shardwright.train.commands import new_job
+    from shardwright.train.commands.plans import new_job
 
     options = call.options
     file = Path(options.file)

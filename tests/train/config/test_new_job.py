@@ -11,8 +11,8 @@ import pytest
 from shardwright.cli.program import main
 from shardwright.planner.allocator import Rules
 from shardwright.planner.search import Found
-from shardwright.train.commands import new_job
-from shardwright.train.commands.fit import Search
+from shardwright.train.commands.plans import new_job
+from shardwright.train.commands.plans.fit import Search
 from shardwright.train.config.load import load_config
 from tests.train.kit.jobs import losses, run
 from tests.train.kit.qwen3 import SMALL_QWEN3, folder_of_model

@@ -13,8 +13,8 @@ from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device
 from shardwright.planner.search import Found, fastest
 from shardwright.planner.verdict import in_gib
-from shardwright.train.commands.fit import search
-from shardwright.train.commands.planned_job import PlannedJob
+from shardwright.train.commands.plans.fit import search
+from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config.catalog.kinds import kinds, sizes_of
 from shardwright.train.config.load import load_config
 from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
