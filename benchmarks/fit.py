@@ -47,8 +47,8 @@ from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.search import Found, Keys, fastest
 from shardwright.planner.verdict import runtime_of
-from shardwright.train.commands import fit
-from shardwright.train.commands.planned_job import PlannedJob
+from shardwright.train.commands.plans import fit
+from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
 from shardwright.train.launch.signals import StopRequest

@@ -42,7 +42,7 @@ def _plan(call: Call) -> int:
     except DeviceError as error:
         raise UserError(f"--on: {error}") from error
 
-    from shardwright.train.commands.planned_job import PlannedJob
+    from shardwright.train.commands.plans.planned_job import PlannedJob
     from shardwright.train.config.conflicts.jobs import PLANNED
     from shardwright.train.config.conflicts.table import refuse
     from shardwright.train.config.plans.job_of_model import ASSUMED_KEYS
@@ -70,15 +70,15 @@ def _plan(call: Call) -> int:
         with as_user_errors(ValueError):
             rules = Rules.of(os.environ)
         if options.fit:
-            from shardwright.train.commands.fit import fit
+            from shardwright.train.commands.plans.fit import fit
 
             processes = options.processes or min(8, os.cpu_count() or 1)
             return fit(jobs[0], device, rules, options.json, caches, processes, unset, html)
-        from shardwright.train.commands.plan_difference import plan_difference
+        from shardwright.train.commands.plans.plan_difference import plan_difference
 
         return plan_difference(jobs, device, rules, options.json, caches)
 
-    from shardwright.train.commands.plan import plan
+    from shardwright.train.commands.plans.plan import plan
 
     return plan(
         jobs[0],

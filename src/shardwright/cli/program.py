@@ -21,6 +21,7 @@ from shardwright.cli import (
     export,
     extensions,
     generate,
+    init,
     inspect,
     layout,
     plan,
@@ -43,6 +44,7 @@ from shardwright.train.launch.signals import restore_handlers
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
     for module in (
+        init,
         train,
         compare,
         report,

@@ -12,20 +12,10 @@ import pytest
 from shardwright.cli.program import main
 from shardwright.train.config.load import load_config
 from tests.train.kit.jobs import losses, run
+from tests.train.kit.qwen3 import QWEN3_8B, SMALL_QWEN3, folder_of_model
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.toml"))
-#: Sizes of Qwen3 8B, from the config.json of its publisher.
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12_288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1_000_000, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
-}  # fmt: skip
-SMALL_QWEN3 = QWEN3_8B | {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 259, "max_position_embeddings": 128,
-}  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong " * 9}]}
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -45,12 +35,6 @@ SHAPES = {
         "max_seq_len": 64, "mamba_heads": 4, "mamba_head_dim": 8, "mamba_groups": 2, "mamba_state": 8, "chunk_size": 16,
     },
 }  # fmt: skip
-
-
-def folder_of_model(values: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 def is_foreign(text: str) -> bool:

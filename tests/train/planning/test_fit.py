@@ -13,10 +13,10 @@ from shardwright import cli
 from shardwright.planner.allocator import GIB
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import STEP, Alloc, Free, Kernel, Owner, Phase, Program
-from shardwright.train.commands import fit as fitting
-from shardwright.train.commands import plan as planning
-from shardwright.train.commands import plan_difference
-from shardwright.train.commands.planned_job import PlannedJob
+from shardwright.train.commands.plans import fit as fitting
+from shardwright.train.commands.plans import plan as planning
+from shardwright.train.commands.plans import plan_difference
+from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.checks import check_division

@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.planner import cache
 from shardwright.planner.program import Alloc, Owner, Phase, Program
-from shardwright.train.commands import plan
+from shardwright.train.commands.plans import plan
 from shardwright.train.config import Config, load_config
 from shardwright.train.config.plans import cache_key as keys
 from shardwright.train.config.plans.cache_key import cache_key

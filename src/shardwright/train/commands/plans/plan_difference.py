@@ -10,8 +10,8 @@ from shardwright.planner.program import Owner
 from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.strict_json import strict_json
-from shardwright.train.commands.plan import program_of
-from shardwright.train.commands.planned_job import PlannedJob
+from shardwright.train.commands.plans.plan import program_of
+from shardwright.train.commands.plans.planned_job import PlannedJob
 
 SHOWN = 6  #: owners of memory, and losses
 LEAST = 0.01  #: the part of a peak, or of a step, that a difference must have to be shown

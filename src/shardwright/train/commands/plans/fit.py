@@ -33,8 +33,8 @@ from shardwright.planner.speed import Speed, in_time, speed_of
 from shardwright.planner.verdict import in_gib, judge
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.pages.html_file import write_page
-from shardwright.train.commands.plan import assumptions, head, program_of, say
-from shardwright.train.commands.planned_job import PlannedJob
+from shardwright.train.commands.plans.plan import assumptions, head, program_of, say
+from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError, counted

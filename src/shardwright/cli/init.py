@@ -1,0 +1,151 @@
+"""`shardwright init`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwright.cli.command import Call, Command
+from shardwright.cli.parsing import Parser, integer
+from shardwright.train.errors import UserError
+
+CPU = "cpu"
+
+
+def _run(call: Call) -> int:
+    import warnings
+
+    from shardwright.planner.devices import DeviceError, known_devices, parse_devices
+    from shardwright.train.commands.plans import new_job
+
+    options = call.options
+    file = Path(options.file)
+    if file.exists() and not options.force:
+        raise UserError(f"init: {file} exists already; name another file, or add --force")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of plans
+
+    ask = _Questions()
+    model = ask(
+        options.model, "--model", f"Model: {', '.join(new_job.presets())}, or hf:NAME or hf:FOLDER", "debug"
+    )
+    data = ask(
+        options.data, "--data", "Data: files or folders with spaces between, or pydoc (text to try)", "pydoc"
+    )
+    known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or 2xcpu"
+    on = ask(options.on, "--on", f"Devices: {known}", _here())
+    default = "finetune" if model.startswith("hf:") else "pretrain"
+    task = options.task or (
+        ask(None, "--task", "Task: pretrain, finetune or lora", default) if ask.asks else default
+    )
+    if task not in new_job.TASKS:
+        raise UserError(f"--task: expected one of {', '.join(new_job.TASKS)}, found {task!r}")
+    if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", on, re.IGNORECASE)) is not None:
+        ranks, device = int(of_cpu[1] or 2), None
+        if not ranks:
+            raise UserError(f"--on: expected at least 1 rank, found {on!r}")
+    else:
+        try:
+            ranks, device = parse_devices(on, _local_device)
+        except DeviceError as error:
+            raise UserError(f"--on: {error}, or 2xcpu for two ranks of the CPU") from error
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    wanted = new_job.Wanted(model, tuple(data.split()), task, ranks, device, options.seq_len or 0)
+    processes = min(8, os.cpu_count() or 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdict = new_job.new_job(wanted, file, processes, say, not options.no_plan)
+    print(f"{file} is written. {verdict}".rstrip())
+    print(f"next     shardwright train {file} --nproc {ranks}")
+    return 0
+
+
+class _Questions:
+    """Asks for what no option says, if there is a terminal to ask.
+
+    Attributes:
+        asks: whether one is there.
+    """
+
+    def __init__(self) -> None:
+        self.asks = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def __call__(self, given: Any, option: str, question: str, default: str) -> str:
+        if given is not None:
+            return " ".join(given) if isinstance(given, list) else str(given)
+        if not self.asks:
+            raise UserError(
+                f"init: expected {option}, found none, and there is no terminal to ask; {question}"
+            )
+        try:
+            return input(f"{question} [{default}]: ").strip() or default
+        except EOFError:
+            raise UserError(f"init: expected {option}, found the end of the input") from None
+
+
+def _here() -> str:
+    """The devices of this machine, without an import of torch."""
+    from shutil import which
+    from subprocess import run
+
+    if which("nvidia-smi"):
+        lines = run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+        if lines:
+            return f"{len(lines)}xlocal"
+    return f"2x{CPU}"
+
+
+def _local_device() -> Any:
+    from shardwright.tracing.local import local_device
+
+    return local_device()
+
+
+def _add_options(parser: Parser) -> None:
+    parser.usage = (
+        "shardwright init [FILE.toml] [--model MODEL] [--data FILE ...] [--on NxDEVICE]\n"
+        "                        [--task pretrain|finetune|lora] [--seq-len N] [--no-plan] [--force] [--debug]"
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add(
+        "file",
+        metavar="FILE.toml",
+        nargs="?",
+        default="job.toml",
+        help="the file to write (default: job.toml)",
+    )
+    add("--model", metavar="MODEL", help="a preset (8B, hybrid:9B), or hf: with a model of transformers")
+    add(
+        "--data",
+        metavar="FILE",
+        nargs="+",
+        help="files or folders with text, conversations or completions, or pydoc",
+    )
+    add("--on", metavar="NxDEVICE", help="the devices, as for plan, such as 8xh100; or 2xcpu")
+    add(
+        "--task",
+        metavar="TASK",
+        help="pretrain, finetune or lora (default: finetune for a model of transformers)",
+    )
+    add(
+        "--seq-len",
+        metavar="N",
+        type=integer(1),
+        help="tokens of a sequence (default: 4096, or the model's longest)",
+    )
+    add("--no-plan", action="store_true", help="compare no settings: write plain ones")
+    add("--force", action="store_true", help="replace the file if it exists")
+
+
+COMMAND = Command(
+    "init",
+    "write the file of a new job, with settings that the planner chooses",
+    _add_options,
+    _run,
+)

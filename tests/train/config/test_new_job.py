@@ -1,0 +1,139 @@
+"""`shardwright init`: files of new jobs from answers, and mistakes in these."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.program import main
+from shardwright.planner.allocator import Rules
+from shardwright.planner.search import Found
+from shardwright.train.commands.plans import new_job
+from shardwright.train.commands.plans.fit import Search
+from shardwright.train.config.load import load_config
+from tests.train.kit.jobs import losses, run
+from tests.train.kit.qwen3 import SMALL_QWEN3, folder_of_model
+
+MODELS = ("debug", "150M", "8B", "hybrid:debug", "hybrid:9B")
+
+
+class Fast:
+    tokens_per_second = (9.0, 1000.0, 1100.0)
+
+
+def init(folder: Path, *arguments: str) -> int:
+    return main(["init", str(folder / "job.toml"), *arguments])
+
+
+@pytest.mark.parametrize("on", ["2xcpu", "cpu", "3xCPU"])
+@pytest.mark.parametrize("model", MODELS)
+def test_each_preset_is_a_job(
+    model: str, on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path, "--model", model, "--data", "pydoc", "--on", on) == 0
+    ranks = 3 if on == "3xCPU" else 2
+    config = load_config(tmp_path / "job.toml", (), ranks=ranks)
+    assert config.train.global_batch % ranks == 0 and config.run.device == "cpu"
+    assert capsys.readouterr().out.endswith(f"shardwright train {tmp_path / 'job.toml'} --nproc {ranks}\n")
+
+
+@pytest.mark.parametrize(("task", "rate"), [("pretrain", 3e-3), ("finetune", 1e-5), ("lora", 2e-4)])
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"text": "a"}, "documents"),
+        ({"messages": []}, "conversations"),
+        ({"prompt": "a", "completion": "b"}, "completions"),
+    ],
+)
+def test_a_model_of_transformers_takes_its_data_as_it_is(
+    task: str, rate: float, row: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    folder = folder_of_model(SMALL_QWEN3, tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["--model", f"hf:{folder}", "--data", str(tmp_path / "data.jsonl"), "--on", "2xcpu"]
+    assert init(tmp_path, *words, "--task", task) == 0
+    config = load_config(tmp_path / "job.toml", [("model.weights", "random")], ranks=2)
+    assert (config.data.kind, config.data.tokenizer, config.optimizer.lr) == (kind, str(folder), rate)
+    assert config.finetune.method == ("lora" if task == "lora" else "full")
+    assert config.train.seq_len == 128  # the model's longest
+
+
+def test_the_planner_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (("train.compile", "inductor"), ("train.micro_batch", "4"), ("parallel.strategy", "zero3"))
+    found = Found(keys, True, 3 << 30, 2.0)
+
+    def searched(job: object, device: object, rules: Rules, caches: bool, processes: int) -> Search:
+        return Search([found], {keys: Fast()}, {}, set())  # type: ignore[dict-item]
+
+    monkeypatch.setattr(new_job, "search", searched)
+    assert init(tmp_path, "--model", "150M", "--data", "pydoc", "--on", "8xh100") == 0
+    text = (tmp_path / "job.toml").read_text()
+    assert "# Its plan: 3.00 GiB reserved, 1,000 tokens/s on each device.\n" in text
+    assert "micro_batch = 4  # chosen by the planner" in text and "strategy" not in text  # it is the default
+    assert f"#   shardwright plan {tmp_path / 'job.toml'} --on 8xh100\n" in text
+    config = load_config(tmp_path / "job.toml", (), ranks=8)
+    assert (config.train.compile, config.train.micro_batch) == ("inductor", 4)
+    monkeypatch.setattr(
+        new_job, "search", lambda *_: Search([found._replace(fits=False)], {keys: Fast()}, {}, set())
+    )
+    assert init(tmp_path, "--model", "150M", "--data", "pydoc", "--on", "8xh100", "--force") == 2
+    assert "no settings of this model fit on 8 x NVIDIA H100" in capsys.readouterr().err
+    assert (tmp_path / "job.toml").read_text() == text
+
+
+def test_questions_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    asked, answers = [], iter(["150M", "", "2xcpu", ""])
+
+    def answer(question: str) -> str:
+        asked.append(question.partition(":")[0])
+        return next(answers)
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert init(tmp_path) == 0
+    assert asked == ["Model", "Data", "Devices", "Task"]
+    config = load_config(tmp_path / "job.toml", (), ranks=2)
+    assert config.model.preset == "150M" and config.data.source == "pydoc"
+
+
+def test_mistakes_are_one_line_and_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"--model": "debug", "--data": "pydoc", "--on": "2xcpu"}
+    for option, value, message in (
+        ("--model", "9B", "did you mean 'hybrid:9B'?"),
+        ("--model", "hf:/nowhere", "--model hf:/nowhere: model.path: expected a folder with a config.json"),
+        ("--data", "nowhere.txt", "found 'nowhere.txt', which is not there"),
+        ("--on", "8xh1000", "did you mean 'h100'?"),
+        ("--on", "0xcpu", "expected at least 1 rank"),
+        ("--task", "lora", "which has no weights yet"),
+        ("--task", "dpo", "expected one of pretrain, finetune, lora"),
+        ("--seq-len", "4096", "expected at most 2048 with this model"),
+    ):
+        words = [word for pair in {**good, option: value}.items() for word in pair]
+        assert init(tmp_path, *words) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+        assert not (tmp_path / "job.toml").exists()
+    assert init(tmp_path, "--model", "debug") == 2  # and no terminal
+    assert "expected --data, found none, and there is no terminal to ask" in capsys.readouterr().err
+    (tmp_path / "job.toml").write_text("")
+    assert init(tmp_path, *(word for pair in good.items() for word in pair)) == 2
+    assert "job.toml exists already; name another file, or add --force" in capsys.readouterr().err
+
+
+@pytest.mark.extensive("a job")
+def test_the_file_trains(tmp_path: Path) -> None:
+    assert init(tmp_path, "--model", "debug", "--data", "pydoc", "--on", "2xcpu") == 0
+    options = ["--train.steps", "2", "--nproc", "2", "--run.dir", str(tmp_path / "run")]
+    status, out, err = run("train", tmp_path / "job.toml", *options)
+    assert status == 0, out + err
+    assert len(losses(tmp_path / "run")) == 2
