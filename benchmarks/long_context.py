@@ -1,8 +1,9 @@
 """Memory of a step with long samples, beside FSDP2 with full checkpointing: on two ranks of this machine's CPU.
 
-    python -m benchmarks.long_context
+    python -m benchmarks.long_context [--layers 112] [--rows "FSDP2, loss in chunks" "all together"]
 
-A Llama with 32,000 tokens learns samples of 4,096. Each rank has one of them, or half of each of two. A row has:
+A Llama of 112 layers with 32,000 tokens learns samples of 4,096. Each rank has one of them, or half of each of two. A
+row has:
 
 peak:    MiB on the rank with more, of all tensors of a step except activations in the host's memory, and of the
          parameters and the optimizer's state
@@ -52,6 +53,7 @@ ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "and context 2": (FULL, CONTEXT),
     "all together": (FULL, CHUNKS, OFFLOAD, CONTEXT),
 }
+PEERS = ("FSDP2", "FSDP2, loss in chunks")
 
 
 def config_of(row: Sequence[dict[str, Any]], layers: int, dim: int) -> Config:
@@ -119,10 +121,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=72)
+    parser.add_argument("--layers", type=int, default=112)
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=[*ROWS], help="the first one is the unit of time"
+    )
     options = parser.parse_args()
-    configs = [config_of(row, options.layers, options.dim) for row in ROWS.values()]
+    configs = [config_of(ROWS[name], options.layers, options.dim) for name in options.rows]
     of_ranks = of_both(measuring, configs)
     with ProcessPoolExecutor(RANKS, get_context("spawn")) as pool:
         plans = list(pool.map(planned, configs))
@@ -132,17 +137,19 @@ def main() -> None:
     heads = f"{'row':24}{'peak':>8}{'step':>8}{'ratio':>7}{'':>7}{'planned':>9}{'':>8}{'time':>7}"
     print(f"{heads}  load {os.getloadavg()[0]:.1f}")
     rows = []
-    for number in range(len(ROWS)):
+    for number in range(len(options.rows)):
         each = [of_rank[str(number)] for of_rank in of_ranks]
         worst = max(each, key=lambda figures: figures["peak"])
         seconds = max(figures["seconds"] for figures in each)
         rows.append(
             (worst["peak"] / MIB, (worst["peak"] - worst["between"]) / MIB, worst["on_host"], seconds)
         )
-    for name, (peak, step, on_host, seconds), plan in zip(ROWS, rows, plans, strict=True):
+    peers = dict(zip(options.rows, (step for _, step, _, _ in rows), strict=True))
+    for name, (peak, step, on_host, seconds), plan in zip(options.rows, rows, plans, strict=True):
         plan -= on_host  # on a CPU a plan has one memory
+        ratios = (f"{step / peers[peer]:7.3f}" if peer in peers else f"{'':7}" for peer in PEERS)
         print(
-            f"{name:24}{peak:8.1f}{step:8.1f}{step / rows[0][1]:7.3f}{step / rows[1][1]:7.3f}{plan / MIB:9.1f}"
+            f"{name:24}{peak:8.1f}{step:8.1f}{''.join(ratios)}{plan / MIB:9.1f}"
             f"{plan / MIB / peak - 1:8.1%}{seconds / rows[0][3]:7.2f}"
         )
 
