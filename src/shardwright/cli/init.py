@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ def _run(call: Call) -> int:
 
     options = call.options
     file = Path(options.file)
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError(f"init: expected a file in a folder that exists, found {file}; name another file")
     if file.exists() and not options.force:
         raise UserError(f"init: {file} exists already; name another file, or add --force")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of plans
@@ -32,9 +35,8 @@ def _run(call: Call) -> int:
     model = ask(
         options.model, "--model", f"Model: {', '.join(new_job.presets())}, or hf:NAME or hf:FOLDER", "debug"
     )
-    data = ask(
-        options.data, "--data", "Data: files or folders with spaces between, or pydoc (text to try)", "pydoc"
-    )
+    question = "Data: files or folders, quoted if they have spaces, or pydoc (text to try)"
+    data = options.data or _words(ask(None, "--data", question, "pydoc"))
     known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or 2xcpu"
     on = ask(options.on, "--on", f"Devices: {known}", _here())
     default = "finetune" if model.startswith("hf:") else "pretrain"
@@ -56,7 +58,7 @@ def _run(call: Call) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    wanted = new_job.Wanted(model, tuple(data.split()), task, ranks, device, options.seq_len or 0)
+    wanted = new_job.Wanted(model, tuple(data), task, ranks, device, options.seq_len or 0)
     processes = min(8, os.cpu_count() or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,7 +80,7 @@ class _Questions:
 
     def __call__(self, given: Any, option: str, question: str, default: str) -> str:
         if given is not None:
-            return " ".join(given) if isinstance(given, list) else str(given)
+            return str(given)
         if not self.asks:
             raise UserError(
                 f"init: expected {option}, found none, and there is no terminal to ask; {question}"
@@ -87,6 +89,13 @@ class _Questions:
             return input(f"{question} [{default}]: ").strip() or default
         except EOFError:
             raise UserError(f"init: expected {option}, found the end of the input") from None
+
+
+def _words(answer: str) -> list[str]:
+    try:
+        return shlex.split(answer)
+    except ValueError as error:
+        raise UserError(f"--data: {str(error).lower()} in {answer!r}") from None
 
 
 def _here() -> str:

@@ -112,6 +112,8 @@ def test_mistakes_are_one_line_and_write_nothing(
         ("--model", "9B", "did you mean 'hybrid:9B'?"),
         ("--model", "hf:/nowhere", "--model hf:/nowhere: model.path: expected a folder with a config.json"),
         ("--data", "nowhere.txt", "found 'nowhere.txt', which is not there"),
+        ("--data", "", "expected files, folders, patterns or pydoc, found ''"),
+        ("--data", " ", "expected files, folders, patterns or pydoc, found ' '"),
         ("--on", "8xh1000", "did you mean 'h100'?"),
         ("--on", "0xcpu", "expected at least 1 rank"),
         ("--task", "lora", "which has no weights yet"),
@@ -128,6 +130,31 @@ def test_mistakes_are_one_line_and_write_nothing(
     (tmp_path / "job.toml").write_text("")
     assert init(tmp_path, *(word for pair in good.items() for word in pair)) == 2
     assert "job.toml exists already; name another file, or add --force" in capsys.readouterr().err
+
+
+def test_names_with_spaces_and_folders_with_endings(tmp_path: Path) -> None:
+    (tmp_path / "d d").mkdir()
+    (tmp_path / "d d" / "my file.txt").write_text("text")
+    (tmp_path / "rows.jsonl").mkdir()
+    sources = [str(tmp_path / "d d" / "my file.txt"), str(tmp_path / "rows.jsonl")]
+    assert init(tmp_path, "--model", "debug", "--on", "2xcpu", "--data", *sources) == 0
+    assert list(load_config(tmp_path / "job.toml", (), ranks=2).data.source) == sources
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (tmp_path, tmp_path / "none" / "job.toml"):
+        words = ["--model", "debug", "--data", "pydoc", "--on", "2xcpu"]
+        assert main(["init", str(place), *words]) == 2
+        assert "expected a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.extensive("a search with the real planner")
+def test_a_file_with_the_real_planner(tmp_path: Path) -> None:
+    words = ["--model", "debug", "--data", "pydoc", "--on", "2xh100", "--seq-len", "256"]
+    assert init(tmp_path, *words) == 0
+    text = (tmp_path / "job.toml").read_text()
+    assert "# Its plan: " in text and "# chosen by the planner" in text
+    load_config(tmp_path / "job.toml", (), ranks=2)
 
 
 @pytest.mark.extensive("a job")

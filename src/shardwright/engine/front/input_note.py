@@ -11,8 +11,10 @@ import torch
 
 
 def note_inputs(error: BaseException, unit: str, kind: str, args: Any, kwargs: Any) -> None:
-    """Add the note, unless the error has one: that of a unit further inside."""
-    if isinstance(error, Exception) and not getattr(error, "__notes__", None):
+    """Add the note, unless the error has one: that of a unit further inside. None for the exception with which a
+    checkpoint ends a forward that it computes again."""
+    of_checkpoint = type(error).__module__ == "torch.utils.checkpoint"
+    if isinstance(error, Exception) and not of_checkpoint and not getattr(error, "__notes__", None):
         inputs = [*map(_text, args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]
         error.add_note(f"In the forward of unit {unit!r} ({kind}), called with ({', '.join(inputs)}).")
 

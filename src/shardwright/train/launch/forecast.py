@@ -176,8 +176,11 @@ def plan_in_words(figures: Mapping[str, Any]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left. CUDA and NCCL, which allocate beside PyTorch, have no class for it."""
-    text = isinstance(error, RuntimeError) and "out of memory" in str(error)
+    """Whether a device or the host had no memory left. CUDA, NCCL and PyTorch's allocator of the host's memory have no
+    class for it."""
+    text = isinstance(error, RuntimeError) and (
+        "out of memory" in str(error) or "can't allocate memory" in str(error)
+    )
     return text or isinstance(error, torch.OutOfMemoryError)
 
 

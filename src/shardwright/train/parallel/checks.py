@@ -54,7 +54,8 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
             "another engine"
         )
     refuse(STARTED, config)
-    check_profiled_ranks(config, ranks)
+    if not resumes:  # a run that goes on may have lost ranks
+        check_profiled_ranks(config, ranks)
     dims = ParallelDims.of(parallel, ranks)
     if dims.tensor > 1:
         _check_tensor_parallel(config)

@@ -30,6 +30,9 @@ TOKENS = {"pretrain": 1 << 19, "finetune": 1 << 17, "lora": 1 << 16}  #: of a st
 SEQ_LEN = 4096  #: or the longest of the model
 ON_CPU: Mapping[str, int] = {"seq_len": 256, "global_batch": 16, "micro_batch": 8}
 
+#: Keys with which only the config.json of a model of transformers is read.
+READ_ALONE = (("model.weights", "random"),)
+
 Section = dict[str, tuple[object, str]]
 """Keys of a section with their values, and comments, which may be empty."""
 
@@ -134,7 +137,8 @@ def _shape(model: Section, folder: Path, name: str) -> Shape:
 
 def _data(sources: Sequence[str], tokenizer: str | None) -> Section:
     missing = [source for source in sources if source != "pydoc" and not _exists(source)]
-    if missing:
+    if missing or not sources:
+        missing = missing or [""]
         raise UserError(
             f"--data: expected files, folders, patterns or pydoc, found {missing[0]!r}, which is not there"
         )
@@ -151,12 +155,12 @@ def _data(sources: Sequence[str], tokenizer: str | None) -> Section:
 
 def _exists(source: str) -> bool:
     path = Path(source)
-    return "://" in source or path.exists() or any(path.parent.glob(path.name))
+    return "://" in source or (bool(path.name) and (path.exists() or any(path.parent.glob(path.name))))
 
 
 def _keys_of_first_row(source: str) -> set[str]:
     """The keys of the first row of a file in JSON lines; none of another file."""
-    if not source.endswith(".jsonl") or "://" in source or not Path(source).exists():
+    if not source.endswith(".jsonl") or "://" in source or not Path(source).is_file():
         return set()
     with Path(source).open(encoding="utf-8", errors="replace") as file:
         try:
@@ -187,7 +191,7 @@ def with_plan(
         return sections, f"The speed of {device.name} is not known, so no settings were compared."
     path = folder / "job.toml"
     path.write_text(text_of(sections))
-    keys = (("model.weights", "random"),) if "path" in sections["model"] else ()
+    keys = READ_ALONE if "path" in sections["model"] else ()
     say(f"Planning settings for {wanted.ranks} x {device.name}: this takes a minute or two.")
     job = PlannedJob(str(path), keys, wanted.ranks)
     found = search(job, device, Rules.of(os.environ), True, processes)
@@ -253,7 +257,9 @@ def new_job(
         text = "\n".join(head) + "\n\n" + text_of(sections)
         checked = folder / "checked.toml"
         checked.write_text(text)
-        if "path" not in sections["model"]:
-            load_config(checked, (), ranks=wanted.ranks)
-        file.write_text(text)
+        try:
+            load_config(checked, READ_ALONE if "path" in sections["model"] else (), ranks=wanted.ranks)
+            file.write_text(text)
+        except OSError as error:
+            raise UserError(f"init: cannot write {file}: {error.strerror}") from error
     return verdict

@@ -14,6 +14,7 @@ import torch
 
 import shardwright as sw
 from shardwright._torch import local_of
+from shardwright.durable import replace_file
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
@@ -24,6 +25,8 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.trainer import Trainer
 
 SETTINGS = 3  #: named at most
+#: Keys with which a run computes something else, beside the order of sums.
+CHANGE_NUMBERS = ("optimizer.name", "parallel.param_dtype", "train.seq_len")
 GROUPS = {
     "parameters": "shards of parameters",
     "gradients": "gradients",
@@ -39,7 +42,7 @@ def leave_owners(trainer: Trainer, folder: RunFolder) -> None:
     with suppress(Exception):
         lines = list(_lines(trainer, folder))
         folder.logs.mkdir(parents=True, exist_ok=True)
-        shortage_file(folder).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        replace_file(shortage_file(folder), ("\n".join(lines) + "\n").encode())
 
 
 def _lines(trainer: Trainer, folder: RunFolder) -> Iterator[str]:
@@ -87,14 +90,19 @@ def _bytes_of(values: Sequence[object]) -> int:
 
 
 def settings_that_need_less(config: Config, ranks: int, kind: str, owners: dict[str, int]) -> list[Keys]:
-    """Changes of three keys that save memory on devices of this kind, those first that shrink the largest owners. Fewer
-    if the configuration leaves no more."""
+    """Changes of three keys that save memory on devices of this kind, those first that shrink the largest owners; last
+    those that change the numbers of the run. Fewer if the configuration leaves no more."""
     shorter = [("train.seq_len", str(config.train.seq_len // 2))]
     edits = [*edits_of(config, kind), (shorter, ("activations",))]
     strongest = {keys[0][0]: (keys, groups) for keys, groups in edits if _is_allowed(config, ranks, keys)}
     ordered = list(strongest.values())
     if "activations" in owners:  # else the largest owner is perhaps not known, and the order is that of plans
-        ordered.sort(key=lambda edit: -sum(owners.get(group, 0) for group in edit[1]))
+        ordered.sort(
+            key=lambda edit: (
+                edit[0][0][0] in CHANGE_NUMBERS,
+                -sum(owners.get(group, 0) for group in edit[1]),
+            )
+        )
     return [keys for keys, _ in ordered][:SETTINGS]
 
 

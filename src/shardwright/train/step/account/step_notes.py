@@ -7,7 +7,7 @@ plans or draws.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from shardwright.memory.slab import observe
 from shardwright.strict_json import strict_json
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import write_text
 from shardwright.train.step.trainer import Trainer
@@ -67,7 +68,8 @@ class NotesOfStep(TrainerHook):
                 "left_out": max(self._total - MOST, 0),
                 "notes": self._notes,
             }
-            write_text(self._folder.notes_file, strict_json(content) + "\n")
+            with suppress(OSError, UserError):  # a run does not end for its notes
+                write_text(self._folder.notes_file, strict_json(content) + "\n")
             self._notes, self._names = [], {}
 
     def end(self, end: RunEnd) -> None:
