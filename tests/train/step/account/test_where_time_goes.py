@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from shardwright.train.errors import UserError
+from shardwright.train.parallel.checks import check_division
 from shardwright.train.report.plots import time_shares
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account import step_notes
 from shardwright.train.step.account.clock import PARTS
 from shardwright.train.step.trainer import Trainer
-from tests.train.kit.jobs import config_file, ranks, records, train_here
+from tests.train.kit.jobs import config_file, ranks, records, tiny, train_here
 
 SHORT = (
     "--parallel.engine",
@@ -138,3 +140,11 @@ def test_the_error_of_a_rank_without_memory_names_owners_and_three_settings(
 
 def test_shares_of_runs_without_parts_are_empty() -> None:
     assert time_shares([{"seconds": 1.0}]) == {}
+
+
+def test_a_run_that_has_lost_ranks_goes_on_without_their_traces() -> None:
+    config = tiny(profile={"steps": [2, 3], "ranks": [0, 3]})
+    with pytest.raises(UserError, match=r"profile\.ranks: expected ranks below 2"):
+        check_division(config, 2)
+    check_division(config, 2, resumes=True)
+    check_division(config, 4)
