@@ -16,7 +16,7 @@ from shardwright.doctor.finding import Finding, unmeasured
 from shardwright.doctor.words import duration, error_text
 
 SECONDS = 30.0
-"""How long ranks wait for each other, which start at different times."""
+"""Limit of the wait of ranks for each other, which start at different times."""
 ROUNDS = 5
 MUCH_SKEW = 0.5
 """Seconds of a difference that makes times of logs and ages of files wrong."""

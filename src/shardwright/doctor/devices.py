@@ -118,7 +118,7 @@ def _number(text: str) -> int | None:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints. Empty if it is missing, fails or hangs."""
+    """The output of nvidia-smi. Empty if it is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
