@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -202,6 +203,20 @@ def test_only_what_is_there_is_measured(
     report = {"torch": {"version": "2.13", "devices": [{}] * gpus} | torch}
     found = {each.subject: each.found for each in measurements.measure(report, Path("."))}
     assert all(text in found[subject] for subject, text in expected.items())
+
+
+def test_sigterm_removes_what_a_measurement_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "place"
+
+    def stopped(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(children.time, "sleep", stopped)
+    with pytest.raises(SystemExit, match="143"), measurements.exit_at_sigterm():
+        measure_in_children([("folder", str(place))], 30)
+    assert not place.exists() and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_process_of_a_measurement_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

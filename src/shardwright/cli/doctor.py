@@ -22,7 +22,7 @@ def _run(call: Call) -> int:
         return 0
 
     from shardwright.doctor.clocks import answer_first_rank, is_rank_of_several
-    from shardwright.doctor.measurements import measure, text_of_findings
+    from shardwright.doctor.measurements import exit_at_sigterm, measure, text_of_findings
     from shardwright.train.launch.slurm import variables_of_task
 
     with suppress(UserError):  # of a job that SLURM started in an unusual way: then this process is alone
@@ -31,7 +31,8 @@ def _run(call: Call) -> int:
         answer_first_rank()
         return 0
     report = examine()
-    findings = measure(report, Path(options.folder))
+    with exit_at_sigterm():
+        findings = measure(report, Path(options.folder))
     if options.json:
         print(strict_json({**report, "measured": [each.as_json() for each in findings]}, indent=2))
     else:

@@ -6,7 +6,9 @@ the others are still measured. Nothing here knows a threshold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,20 @@ def measure(report: dict[str, Any], folder: Path) -> list[Finding]:
     found += _found("network", lambda: [find_network()])
     found += _found("memory", lambda: memory.findings(gpus > 1))
     return found + _found("folder", lambda: [find_folder(folder)])
+
+
+@contextmanager
+def exit_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that processes and files of a measurement are removed. For the main thread."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def text_of_findings(findings: Sequence[Finding]) -> str:
