@@ -89,6 +89,13 @@ def test_a_link_that_fails(backend: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "GLOO_SOCKET_IFNAME" in finding.advice or "NCCL_DEBUG" in finding.advice
 
 
+def test_a_link_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SECONDS", 0.05)
+    finding = links.find_link("gloo")
+    assert finding.found == "not measured: it did not end within 0.05 s"
+    assert "end other programs" in finding.advice
+
+
 def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [{"name": "A", "uuid": f"GPU-{number}", "total": 100, "free": 99} for number in range(2)]
     seen = [{"gpus": gpus, "without_peer_access": [[0, 1]]}]

@@ -30,11 +30,19 @@ class Unmeasured(Exception):
     """A measurement that failed or took too long; its text is the reason."""
 
 
+class TooLate(Unmeasured):
+    """A measurement that did not end in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"it did not end within {seconds:g} s")
+
+
 def measure_in_children(calls: Sequence[Sequence[Any]], seconds: float) -> list[dict[str, Any]]:
     """The results of measurements that run at once, each in a process: name and arguments of a row of `child.CALLS`.
 
     Raises:
-        Unmeasured: one of them failed, or not all have ended after so many seconds. No process stays.
+        TooLate: not all have ended after so many seconds.
+        Unmeasured: one of them failed. In both cases no process stays.
     """
     started: list[_Process] = []
     deadline = time.monotonic() + seconds
@@ -45,7 +53,7 @@ def measure_in_children(calls: Sequence[Sequence[Any]], seconds: float) -> list[
             if any(each.status for each in started):
                 break  # the others would wait for it
             if time.monotonic() > deadline:
-                raise Unmeasured(f"it did not end within {seconds:g} s")
+                raise TooLate(seconds)
             time.sleep(0.02)
         for each in started:
             if each.status:
@@ -62,7 +70,7 @@ def within(seconds: float, look: Callable[[], Any]) -> Any:
     """The result of a call on a thread, whose exceptions are raised here.
 
     Raises:
-        Unmeasured: it has not returned after so many seconds. The thread goes on and ends with the process.
+        TooLate: it has not returned after so many seconds. The thread goes on and ends with the process.
     """
     outcome: list[tuple[bool, Any]] = []
 
@@ -76,7 +84,7 @@ def within(seconds: float, look: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     if not outcome:
-        raise Unmeasured(f"it did not end within {seconds:g} s")
+        raise TooLate(seconds)
     done, value = outcome[0]
     if not done:
         raise value

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shardwright.doctor.children import Unmeasured, measure_in_children
+from shardwright.doctor.children import TooLate, Unmeasured, measure_in_children
 from shardwright.doctor.finding import Finding, unmeasured
 from shardwright.doctor.words import duration, rate
 
@@ -54,6 +54,10 @@ FAILURE_ADVICE = {
         "run with NCCL_DEBUG=INFO, which prints the reason; NCCL_P2P_DISABLE=1 shows whether peer access is at fault"
     ),
 }
+LATE_ADVICE = (
+    "end other programs that use the cores; if there are none, the ranks do not reach each other: set "
+    "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to an interface of `ip addr`"
+)
 
 
 def find_link(backend: str) -> Finding:
@@ -64,6 +68,8 @@ def find_link(backend: str) -> Finding:
             meeting = str(Path(folder) / "meeting")
             calls = [("link", backend, meeting, rank) for rank in range(RANKS)]
             ranks = measure_in_children(calls, SECONDS)
+    except TooLate as error:
+        return unmeasured(subject, str(error), LATE_ADVICE)
     except Unmeasured as error:
         reason = re.sub(r"\[[^\]]* at [^\]]*\] *", "", str(error))  # the line of gloo's code
         return unmeasured(subject, reason, FAILURE_ADVICE[backend])
