@@ -57,7 +57,7 @@ def use_one_network(store: dist.Store, rank: int, size: int) -> None:
         address = HostAddress(host_key(), "")
     else:
         address = HostAddress(
-            host_key(), _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            host_key(), own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         )
     store.set(f"network/{rank}", json.dumps(asdict(address)))
     if rank == 0:
@@ -82,10 +82,10 @@ def _interface(address: HostAddress, known: Sequence[HostAddress]) -> str:
     if len(known) == 1:
         return loopback()
     if address.is_reachable:
-        return _interface_of(address.address)
+        return interface_of(address.address)
     # The first rank's host has its own name in /etc/hosts, with a loopback address.
     others = [each for each in known if each.host != address.host and each.is_reachable]
-    return _interface_of(_own_address(others[0].address, 9)) if others else ""
+    return interface_of(own_address(others[0].address, 9)) if others else ""
 
 
 def loopback() -> str:
@@ -93,7 +93,7 @@ def loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
     """The address from which this host sends to another one. Sends nothing. Empty if there is no way."""
     try:
         for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
@@ -105,7 +105,7 @@ def _own_address(host: str, port: int) -> str:
     return ""
 
 
-def _interface_of(address: str) -> str:
+def interface_of(address: str) -> str:
     """The interface that has an address; empty if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):

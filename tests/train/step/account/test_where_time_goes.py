@@ -143,7 +143,7 @@ def test_shares_of_runs_without_parts_are_empty() -> None:
 
 
 def test_a_run_that_has_lost_ranks_goes_on_without_their_traces() -> None:
-    config = tiny(profile={"steps": [2, 3], "ranks": [0, 3]})
+    config = tiny(profile={"steps": [2, 3], "ranks": [0, 3]}, parallel={"engine": "shardwright"})
     with pytest.raises(UserError, match=r"profile\.ranks: expected ranks below 2"):
         check_division(config, 2)
     check_division(config, 2, resumes=True)

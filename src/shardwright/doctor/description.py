@@ -1,7 +1,7 @@
-"""``shardwright doctor``: describes the machine, the versions and the settings for a bug report.
+"""The machine, the versions and the settings, for a bug report, and the problems that follow from them.
 
 The standard library is enough: a broken installation is what people ask about. torch is imported if that works.
-Nothing here names the host, the user or their folders.
+Nothing here measures anything, or names the host, the user or their folders.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import shardwright
+from shardwright.doctor.memory import LEAST_SHARED, host_memory, shared_memory
+from shardwright.doctor.words import error_text, rows, size, without_names
 
 PREFIXES = (
     "CUDA_",
@@ -34,10 +35,6 @@ PREFIXES = (
 )
 """Prefixes of environment variables that change what torch or this package does."""
 NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
-SHARED_MEMORY = Path("/dev/shm")
-GIB = 2**30
-LEAST_SHARED = {False: 2**26, True: GIB}
-"""Free bytes of shared memory that one GPU or none, and several GPUs, need: NCCL puts its buffers there."""
 OTHERS = ("numpy", "safetensors", "transformers", "triton")
 """Packages that change what torch does, or that people use beside this one."""
 
@@ -53,12 +50,12 @@ def examine() -> dict[str, Any]:
         "extras": _extras(),
         "other_packages": {name: _version(name) for name in OTHERS},
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
-        "memory": _memory(),
+        "memory": host_memory(),
         "processes": {
             "start_methods": multiprocessing.get_all_start_methods(),
             "share_memory": _processes_share_memory(),
         },
-        "shared_memory": _shared_memory(),
+        "shared_memory": shared_memory(),
         "environment": _environment(),
     }
     report["problems"] = _problems(report)
@@ -90,8 +87,8 @@ def text_of(report: dict[str, Any]) -> str:
         ("shared memory", _shared_text(report["shared_memory"])),
     ]
     settings = [f"{name}={value}" for name, value in report["environment"].items()]
-    lines += _rows("environment", settings or ["no variable that changes torch or shardwright is set"])
-    lines += _rows("problems", report["problems"] or ["none found"])
+    lines += rows("environment", settings or ["no variable that changes torch or shardwright is set"])
+    lines += rows("problems", report["problems"] or ["none found"])
     width = max(len(name) for name, _ in lines) + 2
     return "\n".join(f"{name:{width}}{value}" for name, value in lines)
 
@@ -134,14 +131,14 @@ def _torch() -> dict[str, Any]:
         facts |= {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     except Exception as error:
         # A missing library is an OSError, a torch.py of the user's an AttributeError.
-        return facts | {"error": _error_text(error)}
+        return facts | {"error": error_text(error)}
     facts |= {"threads": torch.get_num_threads(), "driver": _driver(), "nccl": None}
     facts["devices"], facts["device_error"] = [], None
     try:
         if torch.cuda.is_available():
             facts["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
     except Exception as error:
-        facts["device_error"] = _error_text(error)
+        facts["device_error"] = error_text(error)
     there = dist.is_available()
     facts["backends"] = {
         name: there and bool(getattr(dist, f"is_{name}_available")())
@@ -154,11 +151,11 @@ def _torch() -> dict[str, Any]:
     try:
         import shardwright.engine  # which probes this torch
     except Exception as error:
-        return facts | {"engine_error": _error_text(error)}
+        return facts | {"engine_error": error_text(error)}
     try:
         shardwright._torch.prepare_to_swap_memory()
     except RuntimeError as error:
-        facts["memory_error"] = _error_text(error)
+        facts["memory_error"] = error_text(error)
     return facts
 
 
@@ -197,26 +194,6 @@ def _usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def _memory() -> dict[str, int | None]:
-    """Bytes of the machine's memory, and of its control group's limit where one is set."""
-    memory: dict[str, int | None] = {"total": None, "available": None, "limit": None}
-    try:
-        memory["total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        table = Path("/proc/meminfo").read_text()
-        if available := re.search(r"^MemAvailable:\s+(\d+) kB$", table, re.MULTILINE):
-            memory["available"] = int(available[1]) * 1024
-    except (OSError, ValueError):
-        pass  # another system than Linux
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue  # no such file, or "max"
-        if memory["total"] is None or limit < memory["total"]:
-            memory["limit"] = limit
-    return memory
-
-
 def _processes_share_memory() -> str | None:
     """None if another process of this user sees memory that this one shares; else why not.
 
@@ -233,46 +210,21 @@ def _processes_share_memory() -> str | None:
         command = [sys.executable, "-I", "-S", "-c", code, path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if done.returncode:
-            return _without_names((done.stderr.strip().splitlines() or ["the process died"])[-1])
+            return without_names((done.stderr.strip().splitlines() or ["the process died"])[-1])
         with mmap.mmap(file, 4) as memory:
             return None if memory[:] == b"seen" else "nothing arrived"
     except (OSError, subprocess.TimeoutExpired) as error:
-        return _error_text(error)
+        return error_text(error)
     finally:
         os.close(file)
-
-
-def _shared_memory() -> dict[str, Any]:
-    """Bytes of /dev/shm, and whether this user may write there."""
-    facts: dict[str, Any] = {"path": str(SHARED_MEMORY), "total": None, "free": None, "error": None}
-    try:
-        size = os.statvfs(SHARED_MEMORY)
-        facts |= {"total": size.f_blocks * size.f_frsize, "free": size.f_bavail * size.f_frsize}
-        with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
-            file.write(b"1")
-    except OSError as error:
-        facts["error"] = error.strerror or str(error)
-    return facts
 
 
 def _environment() -> dict[str, str]:
     chosen = {name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)}
     secret = re.compile("KEY|PASSWORD|SECRET|TOKEN")
     return {
-        name: "(hidden)" if secret.search(name) else _without_names(chosen[name]) for name in sorted(chosen)
+        name: "(hidden)" if secret.search(name) else without_names(chosen[name]) for name in sorted(chosen)
     }
-
-
-def _error_text(error: Exception) -> str:
-    return _without_names(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-def _without_names(text: str) -> str:
-    """The text without the host's name and the user's folder: reports are public."""
-    home, host = os.path.expanduser("~"), platform.node()
-    if len(home) > 1:
-        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
-    return re.sub(rf"\b{re.escape(host)}\b", "(host)", text) if host else text
 
 
 # ------------------------------------------------------------------------------
@@ -316,7 +268,7 @@ def _problems(report: dict[str, Any]) -> list[str]:
         )
     elif shared["free"] < LEAST_SHARED[several]:
         problems.append(
-            f"{shared['path']} has {_size(shared['free'])} free, which is less than {_size(LEAST_SHARED[several])}: "
+            f"{shared['path']} has {size(shared['free'])} free, which is less than {size(LEAST_SHARED[several])}: "
             "NCCL and data loaders can fail; give the container more (--shm-size)"
         )
     if processes["share_memory"]:
@@ -344,7 +296,7 @@ def _devices_text(torch: dict[str, Any]) -> str:
     if not devices:
         return "none, ranks train on the CPU"
     kinds = [
-        f"{device['name']} ({_size(device['memory'])}, capability {device['capability']})"
+        f"{device['name']} ({size(device['memory'])}, capability {device['capability']})"
         for device in devices
     ]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
@@ -359,8 +311,8 @@ def _packages_text(packages: dict[str, str | None]) -> str:
 
 
 def _memory_text(memory: dict[str, int | None]) -> str:
-    limit = f"; this container may use {_size(memory['limit'])}" if memory["limit"] else ""
-    return f"{_size(memory['available'])} available of {_size(memory['total'])}{limit}"
+    limit = f"; this container may use {size(memory['limit'])}" if memory["limit"] else ""
+    return f"{size(memory['available'])} available of {size(memory['total'])}{limit}"
 
 
 def _processes_text(processes: dict[str, Any]) -> str:
@@ -371,14 +323,4 @@ def _processes_text(processes: dict[str, Any]) -> str:
 def _shared_text(shared: dict[str, Any]) -> str:
     if shared["error"]:
         return f"{shared['path']}: {shared['error']}"
-    return f"{shared['path']}, {_size(shared['free'])} free of {_size(shared['total'])}"
-
-
-def _rows(name: str, values: list[str]) -> list[tuple[str, str]]:
-    return [(name if index == 0 else "", value) for index, value in enumerate(values)]
-
-
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "unknown"
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+    return f"{shared['path']}, {size(shared['free'])} free of {size(shared['total'])}"

@@ -18,8 +18,9 @@ import pytest
 
 import shardwright
 from shardwright import doctor
+from shardwright.doctor import description
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BROKEN = "import sys; sys.modules['torch'] = None; from shardwright.cli import main; sys.exit(main())"
 
 
@@ -117,7 +118,7 @@ def test_without_torch_the_rest_is_reported() -> None:
 
 def changed(report: dict[str, Any], room: str, **facts: Any) -> str:
     """The problems of a machine that differs in this."""
-    return "\n".join(doctor._problems({**report, room: {**report[room], **facts}}))
+    return "\n".join(description._problems({**report, room: {**report[room], **facts}}))
 
 
 GPU = {"name": "A", "memory": 2**36, "capability": "9.0", "cores": 132}
