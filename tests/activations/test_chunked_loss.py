@@ -52,6 +52,12 @@ def test_losses_are_equal_and_gradients_round(dtype: torch.dtype, chunks: int | 
     _compare(model, plain.gradients([1], 1, ignores=True), dtype)
 
 
+def test_a_weight_is_no_head() -> None:
+    head = nn.Linear(5, 9)
+    with pytest.raises(TypeError, match=r"head: expected the module .* got a Parameter; a module gathers"):
+        sw.chunked_cross_entropy(torch.randn(3, 5), head.weight, torch.arange(3))  # type: ignore[arg-type]
+
+
 def test_weights_are_factors_of_the_losses() -> None:
     torch.manual_seed(0)
     head, hidden, targets = (

@@ -67,9 +67,15 @@ def chunked_cross_entropy(
         float32 [...], without a graph.
 
     Raises:
+        TypeError: ``head`` is no module.
         ValueError: the shapes do not fit, ``chunks`` is no number of chunks, or a gradient would be lost: of weights,
             or of a tensor that the logits depend on and that is no parameter of the head.
     """
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"head: expected the module that makes the logits, such as model.lm_head, got a {type(head).__name__}; a "
+            "module gathers its weights"
+        )
     return ChunkedLoss(head, targets, chunks, weights, logits, ignore_index).of(hidden)
 
 

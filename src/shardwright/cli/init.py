@@ -20,7 +20,7 @@ CPU = "cpu"
 def _run(call: Call) -> int:
     import warnings
 
-    from shardwright.planner.devices import DeviceError, known_devices, parse_devices
+    from shardwright.planner.devices import known_devices
     from shardwright.train.commands.plans import new_job
 
     options = call.options
@@ -32,33 +32,25 @@ def _run(call: Call) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of plans
 
     ask = _Questions()
-    model = ask(
-        options.model, "--model", f"Model: {', '.join(new_job.presets())}, or hf:NAME or hf:FOLDER", "debug"
-    )
+    names = f"{', '.join(new_job.presets())}, or hf:NAME or hf:FOLDER"
+    model = ask(options.model, "--model", f"Model: {names}", "debug", new_job.checked_model)
     question = "Data: files or folders, quoted if they have spaces, or pydoc (text to try)"
-    data = options.data or _words(ask(None, "--data", question, "pydoc"))
-    known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or 2xcpu"
-    on = ask(options.on, "--on", f"Devices: {known}", _here())
-    default = "finetune" if model.startswith("hf:") else "pretrain"
-    task = options.task or (
-        ask(None, "--task", "Task: pretrain, finetune or lora", default) if ask.asks else default
+    data = (
+        new_job.checked_data(options.data)
+        if options.data
+        else ask(None, "--data", question, "pydoc", lambda text: new_job.checked_data(_words(text)))
     )
-    if task not in new_job.TASKS:
-        raise UserError(f"--task: expected one of {', '.join(new_job.TASKS)}, found {task!r}")
-    if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", on, re.IGNORECASE)) is not None:
-        ranks, device = int(of_cpu[1] or 2), None
-        if not ranks:
-            raise UserError(f"--on: expected at least 1 rank, found {on!r}")
-    else:
-        try:
-            ranks, device = parse_devices(on, _local_device)
-        except DeviceError as error:
-            raise UserError(f"--on: {error}, or 2xcpu for two ranks of the CPU") from error
+    known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or 2xcpu"
+    ranks, device = ask(options.on, "--on", f"Devices: {known}", _here(), _devices)
+    default = "finetune" if model.startswith("hf:") else "pretrain"
+    given = options.task or (None if ask.asks else default)
+    question = "Task: pretrain, finetune or lora"
+    task = ask(given, "--task", question, default, lambda text: new_job.checked_task(text, model))
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    wanted = new_job.Wanted(model, tuple(data), task, ranks, device, options.seq_len or 0)
+    wanted = new_job.Wanted(model, data, task, ranks, device, options.seq_len or 0)
     processes = min(8, os.cpu_count() or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,17 +70,38 @@ class _Questions:
     def __init__(self) -> None:
         self.asks = sys.stdin.isatty() and sys.stdout.isatty()
 
-    def __call__(self, given: Any, option: str, question: str, default: str) -> str:
+    def __call__(
+        self, given: Any, option: str, question: str, default: str, read: Callable[[str], Any]
+    ) -> Any:
+        """The value that `read` makes of what is given, or of the first answer of which it raises no UserError."""
         if given is not None:
-            return str(given)
+            return read(given)
         if not self.asks:
             raise UserError(
                 f"init: expected {option}, found none, and there is no terminal to ask; {question}"
             )
-        try:
-            return input(f"{question} [{default}]: ").strip() or default
-        except EOFError:
-            raise UserError(f"init: expected {option}, found the end of the input") from None
+        while True:
+            try:
+                return read(input(f"{question} [{default}]: ").strip() or default)
+            except EOFError:
+                raise UserError(f"init: expected {option}, found the end of the input") from None
+            except UserError as error:
+                print(error)
+
+
+def _devices(text: str) -> tuple[int, Any]:
+    """The number of ranks and their device; None for the CPU."""
+    from shardwright.planner.devices import DeviceError, parse_devices
+
+    if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", text, re.IGNORECASE)) is not None:
+        ranks = int(of_cpu[1] or 2)
+        if not ranks:
+            raise UserError(f"--on: expected at least 1 rank, found {text!r}")
+        return ranks, None
+    try:
+        return parse_devices(text, _local_device)
+    except DeviceError as error:
+        raise UserError(f"--on: {error}, or 2xcpu for two ranks of the CPU") from error
 
 
 def _words(answer: str) -> list[str]:

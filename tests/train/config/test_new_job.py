@@ -91,7 +91,7 @@ def test_the_planner_chooses(
 def test_questions_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    asked, answers = [], iter(["150M", "", "2xcpu", ""])
+    asked, answers = [], iter(["7B", "150M", "none.txt", "'a", "", "debug", "2xcpu", "dpo", "lora", ""])
 
     def answer(question: str) -> str:
         asked.append(question.partition(":")[0])
@@ -99,7 +99,8 @@ def test_questions_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("builtins.input", answer)
     assert init(tmp_path) == 0
-    assert asked == ["Model", "Data", "Devices", "Task"]
+    # A wrong answer is asked for again at once.
+    assert asked == ["Model"] * 2 + ["Data"] * 3 + ["Devices"] * 2 + ["Task"] * 3
     config = load_config(tmp_path / "job.toml", (), ranks=2)
     assert config.model.preset == "150M" and config.data.source == "pydoc"
 

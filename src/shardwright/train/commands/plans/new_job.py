@@ -65,6 +65,57 @@ def presets() -> list[str]:
     return [*first.presets, *(f"{kind.name}:{name}" for kind in others for name in kind.presets)]
 
 
+def checked_model(model: str) -> str:
+    """The name of a model, unless there is none of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if model.startswith(MODEL_PREFIX):
+        with tempfile.TemporaryDirectory() as folder:
+            section: Section = {"kind": ("hf", ""), "path": (model.removeprefix(MODEL_PREFIX), "")}
+            _shape(section, Path(folder), model)
+    elif model not in presets():
+        near = next((each for each in presets() if each.lower().endswith(model.lower())), None)
+        hint = f"; did you mean {near!r}?" if near and model else ""
+        raise UserError(
+            f"--model: expected {', '.join(presets())}, or {MODEL_PREFIX} with a model of transformers, found "
+            f"{model!r}{hint}"
+        )
+    return model
+
+
+def checked_data(sources: Sequence[str]) -> tuple[str, ...]:
+    """Files, folders or patterns of data, unless one is missing.
+
+    Raises:
+        UserError: one is.
+    """
+    missing = [source for source in sources if source != "pydoc" and not _exists(source)]
+    if missing or not sources:
+        found = missing[0] if missing else ""
+        raise UserError(
+            f"--data: expected files, folders, patterns or pydoc, found {found!r}, which is not there"
+        )
+    return tuple(sources)
+
+
+def checked_task(task: str, model: str) -> str:
+    """A task, unless it is none of this model.
+
+    Raises:
+        UserError: it is none.
+    """
+    if task not in TASKS:
+        raise UserError(f"--task: expected one of {', '.join(TASKS)}, found {task!r}")
+    if task != "pretrain" and not model.startswith(MODEL_PREFIX):
+        raise UserError(
+            f"--task: expected pretrain with the model {model!r}, which has no weights yet, found {task!r}; take a "
+            f"model of transformers ({MODEL_PREFIX}NAME)"
+        )
+    return task
+
+
 def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     """The sections of the file before any plan. ``folder``: a place for a file that is checked.
 
@@ -73,18 +124,6 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     """
     foreign = wanted.model.startswith(MODEL_PREFIX)
     name = wanted.model.removeprefix(MODEL_PREFIX)
-    if not foreign and wanted.model not in presets():
-        near = next((each for each in presets() if each.lower().endswith(wanted.model.lower())), None)
-        hint = f"; did you mean {near!r}?" if near and wanted.model else ""
-        raise UserError(
-            f"--model: expected {', '.join(presets())}, or {MODEL_PREFIX} with a model of transformers, found "
-            f"{wanted.model!r}{hint}"
-        )
-    if wanted.task != "pretrain" and not foreign:
-        raise UserError(
-            f"--task: expected pretrain with the model {wanted.model!r}, which has no weights yet, found "
-            f"{wanted.task!r}; take a model of transformers ({MODEL_PREFIX}NAME)"
-        )
     kind, _, preset = name.rpartition(":")
     model: Section = {"kind": ("hf", ""), "path": (name, "")} if foreign else {"preset": (preset, "")}
     if kind and not foreign:
@@ -136,19 +175,14 @@ def _shape(model: Section, folder: Path, name: str) -> Shape:
 
 
 def _data(sources: Sequence[str], tokenizer: str | None) -> Section:
-    missing = [source for source in sources if source != "pydoc" and not _exists(source)]
-    if missing or not sources:
-        missing = missing or [""]
-        raise UserError(
-            f"--data: expected files, folders, patterns or pydoc, found {missing[0]!r}, which is not there"
-        )
     section: Section = {"source": (sources[0] if len(sources) == 1 else list(sources), "")}
     keys = _keys_of_first_row(sources[0])
     for kind, key in (("conversations", "messages"), ("completions", "completion")):
         if key in keys:
             section["kind"] = (kind, f"rows of {Path(sources[0]).name} have {key}")
     if tokenizer is not None:
-        section["tokenizer"] = (tokenizer, "")
+        template = "; it needs a chat template, or set chat_template" if "messages" in keys else ""
+        section["tokenizer"] = (tokenizer, template.removeprefix("; "))
         section["packing"] = ("best_fit", "whole documents, as many as fit into a sample")
     return section
 
