@@ -242,6 +242,7 @@ def figures_of(run: ComparedRun, first: ComparedRun) -> dict[str, Any]:
         "steps": run.steps[-1]["step"],
         "train_loss": results["train_loss"],
         "validation_loss": results["validation_loss"],
+        "perplexity": results.get("perplexity"),
         "metrics": results.get("metrics", {}),
         "largest_relative_difference": None if distance is None else distance.difference,
         "at_step": None if distance is None else distance.step,
