@@ -217,7 +217,7 @@ def test_losses_of_sets_and_the_perplexity_are_everywhere(
 def test_a_name_of_a_set_is_a_word(tmp_path: Path) -> None:
     table = "path = 'a.jsonl'\nweight = 1.0\nname = 'a/b'\n"
     with pytest.raises(
-        UserError, match=r"validation_sources.0.name: expected letters, digits, .*found 'a/b'"
+        UserError, match=r"validation_sources.0.name: expected letters, digits, .*found \"a/b\""
     ):
         load_config(config_file(tmp_path / "wrong", f"[[data.validation_sources]]\n{table}"))
     with pytest.raises(UserError, match=r"data.sources.0.name"):

@@ -61,7 +61,12 @@ class RunFolder:
     plan_file = _Inside("memory_plan.json")
     plan_picture = _Inside("memory_plan.png")
     checkpoints = _Inside("checkpoints")
+    evaluations = _Inside("evaluations")  #: results of tasks, by step
     logs = _Inside("logs")
+
+    def evaluation_file(self, step: int) -> Path:
+        """The results of tasks on the checkpoint of a step."""
+        return self.evaluations / f"{step}.json"
 
     def memory_history(self, step: int, rank: int) -> Path:
         """The allocations and releases of a rank's GPU memory in a step."""
