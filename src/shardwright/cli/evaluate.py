@@ -12,7 +12,7 @@ from shardwright.train.report.progress import to_stderr
 def _run(call: Call) -> int:
     from rich.console import Console
 
-    from shardwright.train.commands.evaluate import evaluate, table_of
+    from shardwright.train.commands.hugging_face.evaluate import evaluate, table_of
     from shardwright.train.errors import UserError
 
     options = call.options

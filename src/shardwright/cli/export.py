@@ -21,7 +21,7 @@ def _run(call: Call) -> int:
         )
     push = None
     if call.options.push is not None:
-        from shardwright.train.commands.push import Push
+        from shardwright.train.commands.hugging_face.push import Push
 
         push = Push(call.options.push)
     if call.options.adapters:

@@ -52,7 +52,7 @@ def test_it_refuses_bytes_for_another_vocabulary(rank: int, world_size: int, tmp
     """It uses the folder's tokenizer.json instead, if this belongs to the model."""
     pytest.importorskip("pydantic", reason="needs the extra train")
     pytest.importorskip("tokenizers", reason="reads tokenizer.json")
-    from shardwright.train.commands import byte_tokenizer
+    from shardwright.train.commands.hugging_face import byte_tokenizer
     from shardwright.train.config.shapes.presets import LlamaConfig
     from shardwright.train.models import hugging_face
     from shardwright.train.models.build import model_of

@@ -18,9 +18,9 @@ import torch
 from shardwright import cli
 from shardwright.checkpoint import StoredCheckpoint
 from shardwright.checkpoint.pretrained.files import open_stored
-from shardwright.train.commands import byte_tokenizer
 from shardwright.train.commands import export as exporting
 from shardwright.train.commands.export import export
+from shardwright.train.commands.hugging_face import byte_tokenizer
 from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters

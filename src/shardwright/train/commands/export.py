@@ -22,7 +22,7 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_stored_model
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
-from shardwright.train.commands import byte_tokenizer
+from shardwright.train.commands.hugging_face import byte_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.shapes.presets import Shape

@@ -21,8 +21,9 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwright.train.commands import harness
+from shardwright.strict_json import strict_json
 from shardwright.train.commands.export import export, reader_by_kind
+from shardwright.train.commands.hugging_face import harness
 from shardwright.train.data.tokens.tokenizers import CONFIG, open_tokenizer
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.run.evaluations import add_tasks
@@ -80,7 +81,7 @@ def evaluate(
             "evaluate: needs the extra evaluate, found no package lm_eval; pip install -e '.[evaluate]' in the checkout"
         )
     names = [_absolute(name) for name in tasks]
-    request = {"tasks": names, "limit": limit, "batch_size": batch_size}
+    request: dict[str, Any] = {"tasks": names, "limit": limit, "batch_size": batch_size}
     request["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = RunFolder(run)
     if not source.exists() and (run / "config.json").is_file():
@@ -153,7 +154,7 @@ def _computed(
     with stream, tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         files = Path(temporary) / "request.json", Path(temporary) / "result.json"
         content = {**request, "folder": str(folder), "model_args": _prefix(folder)}
-        files[0].write_text(json.dumps(content), encoding="utf-8")
+        files[0].write_text(strict_json(content), encoding="utf-8")
         command = [sys.executable, "-P", harness.__file__, *map(str, files)]
         status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
         try:
@@ -172,7 +173,7 @@ def _computed(
 
 
 def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str, Any]]:
-    """What lm-eval found, by name of a task: metrics with value, standard error (None: not known) and whether a higher
+    """The results of lm-eval, by name of a task: metrics with value, standard error (None: not known) and whether a higher
     one is better, and the samples, shots and versions behind them."""
     tasks: dict[str, dict[str, Any]] = {}
     for name, figures in found["results"].items():
