@@ -58,8 +58,8 @@ def test_figures_that_are_not_finite_are_named() -> None:
 def test_one_function_writes_the_files_of_runs() -> None:
     """Other uses of `json.dumps` are messages between processes, digests, and formats with rules of their own."""
     rooms = ("train/run", "train/report", "train/commands", "train/step", "train/launch", "cli", "planner")
-#: Read by this package alone; the second writes from a process without the package.
-        messages = {"planner/cache.py", "train/commands/hugging_face/harness.py"}
+    #: Read by this package alone; the second writes from a process without the package.
+    messages = {"planner/cache.py", "train/commands/hugging_face/harness.py"}
     for room in rooms:
         for file in (SOURCE / room).rglob("*.py"):
             name = file.relative_to(SOURCE).as_posix()

@@ -92,6 +92,13 @@ def test_results_are_in_the_folder_of_the_run_and_in_compare(
     facts = ("samples", "limit", "shots", "version", "lm_eval")
     assert [first[key] for key in facts] == [7, 7, 5, 1.0, "9.9"]
 
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard" / "tasks"))
+    events.Reload()
+    (point,) = events.Scalars("tasks/shapes/acc")
+    assert (point.step, point.value) == (8, 0.5)
+
     assert evaluate(run, "--tasks", "numbers", "--step", 8) == 0  # beside those of the first call
     tasks = strict(file.read_text())["tasks"]
     assert list(tasks) == ["colours", "shapes", "numbers"] and tasks["colours"] == first

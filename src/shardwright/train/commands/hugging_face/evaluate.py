@@ -26,6 +26,7 @@ from shardwright.train.commands.export import export, reader_by_kind
 from shardwright.train.commands.hugging_face import harness
 from shardwright.train.data.tokens.tokenizers import CONFIG, open_tokenizer
 from shardwright.train.errors import JobError, UserError
+from shardwright.train.report.sinks.tensorboard import write_scalars
 from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.writing import writing
@@ -92,11 +93,20 @@ def evaluate(
         _check_reader(str(_model_type(run)))
         return _computed(run.absolute(), request, run / "evaluation.json", None, say)
     source.record()  # raises an error for a folder that is no run
-    _check_reader(reader_by_kind(source.config()))
+    config = source.config()
+    _check_reader(reader_by_kind(config))
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
         file = source.evaluation_file(exported.step)
-        return _computed(exported.folder, request, file, exported.step, say)
+        evaluated = _computed(exported.folder, request, file, exported.step, say)
+    if "tensorboard" in config.log.sinks:
+        values = {
+            f"tasks/{name}/{metric}": figure["value"]
+            for name, task in evaluated.tasks.items()
+            for metric, figure in task["metrics"].items()
+        }
+        write_scalars(source.path / "tensorboard" / "tasks", values, exported.step)
+    return evaluated
 
 
 def _absolute(task: str) -> str:
@@ -173,8 +183,8 @@ def _computed(
 
 
 def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str, Any]]:
-    """The results of lm-eval, by name of a task: metrics with value, standard error (None: not known) and whether a higher
-    one is better, and the samples, shots and versions behind them."""
+    """The results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is better,
+    each None if it is not known; and the samples, shots and versions behind them."""
     tasks: dict[str, dict[str, Any]] = {}
     for name, figures in found["results"].items():
         metrics = {}
