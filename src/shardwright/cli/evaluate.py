@@ -12,7 +12,8 @@ from shardwright.train.report.progress import to_stderr
 def _run(call: Call) -> int:
     from rich.console import Console
 
-    from shardwright.train.commands.hugging_face.evaluate import evaluate, table_of
+    from shardwright.train.commands.hugging_face.evaluate import evaluate
+    from shardwright.train.commands.hugging_face.tables import of_tasks
     from shardwright.train.errors import UserError
 
     options = call.options
@@ -29,7 +30,7 @@ def _run(call: Call) -> int:
         batch_size=options.batch_size,
         say=to_stderr,
     )
-    Console().print(table_of(evaluated))
+    Console().print(of_tasks(evaluated.step, evaluated.tasks))
     print(f"wrote {evaluated.file}")
     return 0
 

@@ -114,6 +114,13 @@ def test_results_are_in_the_folder_of_the_run_and_in_compare(
     ] in rows
     compared = strict((tmp_path / "compared" / "compare.json").read_text())["runs"]
     assert compared[0]["evaluation"] == strict(file.read_text()) and compared[1]["evaluation"] is None
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    assert evaluate(other, "--tasks", "colours") == 0
+    capsys.readouterr()
+    assert cli.main(["compare", str(run), str(other), "--out", str(tmp_path / "compared")]) == 0
+    out = capsys.readouterr().out
+    assert "colours does not compare: samples 7 in run, 100 in other" in " ".join(out.split())
     file.write_text('{"step": 8}')
     assert cli.main(["compare", str(run), str(plain_run), "--out", str(tmp_path / "compared")]) == 2
     assert "8.json: expected results of tasks, found KeyError: 'tasks'" in capsys.readouterr().err

@@ -19,12 +19,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.train.commands.hugging_face import tables
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.engines import ENGINES, engines_that
 from shardwright.train.config.catalog.figures import gib
 from shardwright.train.errors import UserError
 from shardwright.train.report import jsonl, plots
-from shardwright.train.run.evaluations import Evaluation, newest_evaluation
+from shardwright.train.run.evaluations import newest_evaluation
 from shardwright.train.run.folder import RunFolder, open_for_writing
 from shardwright.train.run.same_job import differences, value_in_words
 from shardwright.train.run.writing import write_json, writing
@@ -214,7 +215,9 @@ def compare(runs: list[Path], out: Path | None) -> int:
     for figure, evaluation in zip(figures, evaluations, strict=True):
         figure["evaluation"] = None if evaluation is None else evaluation._asdict()
     if any(evaluations):
-        console.print(evaluation_table(names, evaluations))
+        console.print(tables.of_runs(names, evaluations))
+        for line in tables.other_conditions(names, evaluations):
+            console.print(f" {line}", markup=False, highlight=False)
     if 2 < len(read) <= MOST_IN_PAIRS:
         console.print(pair_table(names, pairs))
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
@@ -398,30 +401,6 @@ def memory_explanation(runs: Sequence[ComparedRun], figures: Sequence[Mapping[st
         engines = engines_that(lambda engine: engine.reports_memory)
         lines.append(f"-           not known: another engine than {engines}, or a run that failed")
     return "\n".join(f" {line}" for line in lines) + "\n"
-
-
-def evaluation_table(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> Table:
-    """A row for each metric of each task, a column for each run with its newest results."""
-    table = _table("Tasks", "task", "metric", min_width=None)
-    for name, evaluation in zip(names, evaluations, strict=True):
-        step = "" if evaluation is None else f"\nstep {evaluation.step}"
-        table.add_column(f"{name}{step}", justify="right", overflow="fold")
-    tasks = [{} if each is None else each.tasks for each in evaluations]
-    rows = {
-        (name, metric): None for each in tasks for name, task in each.items() for metric in task["metrics"]
-    }
-    for name, metric in rows:
-        found = [each.get(name, {}).get("metrics", {}).get(metric) for each in tasks]
-        table.add_row(name, metric, *map(value_with_error, found))
-    return table
-
-
-def value_with_error(figure: Mapping[str, Any] | None) -> str:
-    """A metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
-    if figure is None or figure["value"] is None:
-        return "-"
-    error = figure.get("stderr")
-    return f"{figure['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 BY_ENGINE = plots.MemoryPanel(

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.export import export, reader_by_kind
@@ -148,7 +146,8 @@ def _prefix(folder: Path) -> dict[str, int]:
     if any(settings.get(key) is not None for key in ("bos_token", "eos_token")):
         return {}
     tokenizer = open_tokenizer(str(folder))
-    return {} if tokenizer.end is not None else {"prefix_token_id": tokenizer.encode("\n")[0]}
+    ids = tokenizer.encode("\n")
+    return {"prefix_token_id": ids[0]} if ids and tokenizer.end is None else {}
 
 
 def _computed(
@@ -208,19 +207,3 @@ def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str,
             "time": now(),
         }
     return tasks
-
-
-def table_of(evaluated: Evaluated) -> Table:
-    """A row for each metric of each task."""
-    title = "Tasks" if evaluated.step is None else f"Tasks at step {evaluated.step}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name in ("task", "metric"):
-        table.add_column(name, overflow="fold")
-    for name in ("value", "± stderr", "samples", "shots"):
-        table.add_column(name, justify="right")
-    for name, task in evaluated.tasks.items():
-        for metric, figure in task["metrics"].items():
-            error = "-" if figure["stderr"] is None else f"{figure['stderr']:.4f}"
-            counts = ("-" if task[key] is None else str(task[key]) for key in ("samples", "shots"))
-            table.add_row(name, metric, f"{figure['value']:.4f}", error, *counts)
-    return table
