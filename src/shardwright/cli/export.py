@@ -19,6 +19,11 @@ def _run(call: Call) -> int:
         raise UserError(
             "--max-shard-size: expected none with --adapters, since peft reads one file; leave it out"
         )
+    push = None
+    if call.options.push is not None:
+        from shardwright.train.commands.hugging_face.push import Push
+
+        push = Push(call.options.push)
     if call.options.adapters:
         exported = export_adapters(run, folder, step=step, dtype=dtype, say=to_stderr)
     else:
@@ -31,6 +36,8 @@ def _run(call: Call) -> int:
             say=to_stderr,
         )
     print(in_words(exported))
+    if push is not None:
+        print(f"pushed to {push.upload(folder, f'{run.resolve().name}, step {exported.step}')}")
     return 0
 
 
@@ -54,6 +61,12 @@ def _add_options(parser: Parser) -> None:
         action="store_true",
         help="write the adapters of a run with finetune.method lora or dora as files of peft, in place of the whole "
         "model",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="NAME",
+        help="push the folder to this model on the Hugging Face hub, such as owner/model; a new one is private. Needs "
+        "HF_TOKEN",
     )
 
 

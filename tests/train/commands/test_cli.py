@@ -201,8 +201,8 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
         ("trian", "unknown command trian; did you mean train?"),
         (
             "fly",
-            "unknown command fly; the commands are init, train, compare, report, generate, export, convert, inspect, "
-            "layout, plan, calibrate, relay, extensions, doctor",
+            "unknown command fly; the commands are init, train, compare, report, generate, evaluate, export, convert, "
+            "inspect, layout, plan, calibrate, relay, extensions, doctor",
         ),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         (

@@ -8,7 +8,7 @@ import re
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from shardwright.train.step import loading
 from tests.train.data.samples import save_tokenizer
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
 from tests.train.kit.logs import heard
+from tests.train.models.kit.hub import hub
 
 FILES = [
     "config.json",
@@ -418,3 +419,60 @@ def test_adapters_are_folded_one_layer_at_a_time(
         if isinstance(key, str):
             assert torch.equal(stored[key].view(), values[name]), name
     assert len(stored) == 21
+
+
+@pytest.fixture
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """The folder of a hub's models and its address. HF_TOKEN has its token."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="needs huggingface_hub")
+    with hub(tmp_path / "models") as (address, _):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_TOKEN", "right")
+        yield tmp_path / "models", address
+
+
+def test_a_push_makes_a_private_model_with_the_files_of_the_folder(
+    plain_run: Path, tmp_path: Path, fake_hub: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    models, address = fake_hub
+    out = tmp_path / "out"
+    for name, there in (("me/tiny", "me/tiny"), ("small", "me/small")):
+        assert cli.main(["export", str(plain_run), str(out), "--push", name]) == 0
+        assert f"pushed to {address}/{there}/commit/" in capsys.readouterr().out
+        for file in out.iterdir():
+            assert (models / there / file.name).read_bytes() == file.read_bytes()
+        assert sorted(file.name for file in (models / there).iterdir()) == sorted(
+            [*FILES, "message", "private"]
+        )
+        assert (models / there / "private").read_text() in ("True", "private")
+        assert (models / there / "message").read_text() == "run, step 8"
+        shutil.rmtree(out)
+
+
+def test_a_push_that_cannot_be_is_one_line(
+    plain_run: Path,
+    tmp_path: Path,
+    fake_hub: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, address = fake_hub
+    out = tmp_path / "out"
+
+    def error(name: str) -> str:
+        return error_of(capsys, plain_run, out, "--push", name)
+
+    for name in ("a/b/c", "me/tiny@main", ""):
+        assert f"expected the name of a model on the hub, such as owner/model, found {name!r}" in error(name)
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert f"--push: {address} does not accept the token: " in error("me/tiny")
+    monkeypatch.delenv("HF_TOKEN")
+    assert f"--push: expected a token for {address}, found none; set HF_TOKEN" in error("me/tiny")
+    assert not out.exists()  # all of that is found before the export
+    monkeypatch.setenv("HF_TOKEN", "right")
+    assert cli.main(["export", str(plain_run), str(out), "--push", "others/tiny"]) == 2
+    text = capsys.readouterr().err
+    assert f"--push: cannot write others/tiny on {address}: " in text and text.count("\n") == 1
+    assert f"{out} is complete: correct this, then call hf upload others/tiny {out}" in text and out.exists()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.train.config import Config
-from shardwright.train.data.dataset import load_dataset
+from shardwright import cli
+from shardwright.train.config import Config, load_config
+from shardwright.train.config.catalog.records import StepRecord, of_sets, scalars
+from shardwright.train.data.dataset import load_dataset, validation_samples
 from shardwright.train.data.samples.validation import part_of, training_and_validation
 from shardwright.train.data.statement import statement
 from shardwright.train.errors import UserError
-from tests.train.kit.jobs import tiny
+from shardwright.train.step.evaluation import validate
+from tests.support import multirank
+from tests.train.kit.jobs import TINY, config_file, records, tiny, train_here, trainer
 from tests.train.kit.tokens import tokens_of
 
 
@@ -119,6 +127,101 @@ def test_several_sources_for_validation_have_keys_and_weights(tmp_path: Path) ->
     first, second = dataset.validation.sources
     assert first.trained > 0 and second.parts[0].tokens.trained is not None
     assert [each.label[:11] for each in (first, second)] == ["validation:"] * 2
+
+
+def tables_of_sets(tmp_path: Path) -> list[dict[str, Any]]:
+    """A set of two sources, a set of one, and a source of no set."""
+    texts = {"a": "one two three ", "b": "four five ", "c": "def f(x): ", "d": "0123456789 "}
+    return [
+        {
+            "path": write(tmp_path / f"{key}.jsonl", *[text * 9] * 9),
+            "weight": weight,
+            "text_key": "body",
+            **name,
+        }
+        for (key, text), weight, name in zip(
+            texts.items(),
+            (2.0, 1.0, 1.0, 1.0),
+            ({"name": "en"}, {"name": "en"}, {"name": "code"}, {}),
+            strict=True,
+        )
+    ]
+
+
+@multirank(1, 2)
+def test_sets_with_names_have_losses_of_their_own(rank: int, world_size: int, tmp_path: Path) -> None:
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    data = config_of(folder, validation_sources=tables_of_sets(folder), packing="split").data.model_dump()
+    config = tiny(data=data, parallel={"engine": "shardwright"})
+    job = trainer(config, rank, world_size, load_dataset(config))
+    sets = job.dataset.validation_sets
+    assert {name: len(stream.sources) for name, stream in sets.items()} == {"en": 2, "code": 1}
+    assert sets["en"].shares() == pytest.approx([2 / 3, 1 / 3], abs=0.05)
+    found = validate(job)
+    assert job.dataset.validation is not None
+    for loss, stream in zip(
+        (found.loss, *found.losses.values()), (job.dataset.validation, *sets.values()), strict=True
+    ):
+        batch = stream.batch(0, validation_samples(config, stream))
+        with torch.no_grad():
+            expected = F.cross_entropy(
+                job.model(batch.inputs).flatten(0, 1).double(), batch.targets.flatten()
+            )
+        assert loss == pytest.approx(expected.item(), rel=1e-6)  # float32 of the model
+    assert found.losses.keys() == {"en", "code"} and len({found.loss, *found.losses.values()}) == 3
+
+
+def test_losses_of_sets_and_the_perplexity_are_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["[data]", f"source = {json.dumps(write(tmp_path / 'train.jsonl', *['a text ' * 9] * 40))}"]
+    lines += ['text_key = "body"', f"cache = {json.dumps(str(tmp_path / 'cache'))}"]
+    for table in tables_of_sets(tmp_path):
+        lines += [
+            "[[data.validation_sources]]",
+            *(f"{key} = {json.dumps(value)}" for key, value in table.items()),
+        ]
+    run = tmp_path / "run"
+    file = config_file(tmp_path, "\n".join([TINY, *lines]))
+    options = ["--train.steps", "4", "--checkpoint.every", "2", "--validation.every", "2"]
+    options += ["--checkpoint.keep_best", "validation_loss/code", "--run.dir", str(run)]
+    assert train_here(file, *options) == 0
+    step = records(run)[-1]
+    assert step["validation_losses"].keys() == {"en", "code"}
+    assert step["perplexity"] == math.exp(step["validation_loss"])
+    record = StepRecord(
+        **{name: step[name] for name in (each.name for each in fields(StepRecord) if each.init)}
+    )
+    values = scalars(record, every=3)
+    assert values == {
+        "loss/validation": step["validation_loss"],
+        "loss/perplexity": step["perplexity"],
+        **{f"validation_loss/{name}": loss for name, loss in step["validation_losses"].items()},
+    }
+    results = json.loads((run / "run.json").read_text())["results"]
+    assert results["perplexity"] == step["perplexity"]
+    assert results["metrics"] == of_sets(step["validation_losses"])
+    assert results["best"]["validation_loss/code"] == min(
+        each["validation_losses"]["code"] for each in records(run) if each["validation_losses"]
+    )
+    output = capsys.readouterr().out
+    assert f"validation_loss/code {step['validation_losses']['code']:.4f}" in output
+    assert "the validation loss on the set code alone" in output
+    assert f"perplexity      {step['perplexity']:,.2f}" in output
+    assert cli.main(["compare", str(run), str(run), "--out", str(tmp_path / "compared")]) == 0
+    compared = json.loads((tmp_path / "compared" / "compare.json").read_text())["runs"][0]
+    assert compared["metrics"] == results["metrics"] and compared["perplexity"] == step["perplexity"]
+
+
+def test_a_name_of_a_set_is_a_word(tmp_path: Path) -> None:
+    table = "path = 'a.jsonl'\nweight = 1.0\nname = 'a/b'\n"
+    with pytest.raises(
+        UserError, match=r"validation_sources.0.name: expected letters, digits, .*found \"a/b\""
+    ):
+        load_config(config_file(tmp_path / "wrong", f"[[data.validation_sources]]\n{table}"))
+    with pytest.raises(UserError, match=r"data.sources.0.name"):
+        load_config(config_file(tmp_path / "training", f"[[data.sources]]\n{table}"))
 
 
 def test_mistakes_of_a_source_for_validation_name_its_key(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ RECORD = StepRecord(
     step=1, loss=2.5, grad_norm=1.0, lr=1e-3, samples=8, seconds=0.5, data_seconds=0.1, tokens_per_second=100.0,
     flops_per_second=1e9, mfu=0.5, memory_active=1, memory_reserved=2, memory_total=3, validation_loss=2.0,
     parts={"forward": 0.3, "host": 0.2}, extra_losses={"balance": 1.0, "mtp": 3.0}, metrics={"a": 1.0, "b.c": 2.0},
-    validation_metrics={"rows": 4.0},
+    validation_metrics={"rows": 4.0}, perplexity=7.0, validation_losses={"code": 5.0},
 )  # fmt: skip
 FIGURES = [
     each.name
@@ -110,6 +110,7 @@ def test_sinks_show_each_loss_once() -> None:
     assert {name for name in shown if not name.startswith("step/")} == {
         "loss/train", "loss/validation", "loss/mtp", "loss/balance", "metrics/a", "metrics/b.c", "validation/rows",
         "parts/forward", "parts/host",
+        "loss/perplexity", "validation_loss/code",
     }  # fmt: skip
     assert {name for name in shown if name.startswith("step/")} == {
         "step/grad_norm", "step/lr", "step/samples", "step/seconds", "step/data_seconds", "step/tokens_per_second",

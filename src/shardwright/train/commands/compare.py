@@ -19,11 +19,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.train.commands.hugging_face import tables
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.engines import ENGINES, engines_that
 from shardwright.train.config.catalog.figures import gib
 from shardwright.train.errors import UserError
 from shardwright.train.report import jsonl, plots
+from shardwright.train.run.evaluations import newest_evaluation
 from shardwright.train.run.folder import RunFolder, open_for_writing
 from shardwright.train.run.same_job import differences, value_in_words
 from shardwright.train.run.writing import write_json, writing
@@ -209,6 +211,13 @@ def compare(runs: list[Path], out: Path | None) -> int:
     console.print(explanation(read), markup=False, highlight=False)
     console.print(memory_table(names, figures))
     console.print(memory_explanation(read, figures), markup=False, highlight=False)
+    evaluations = [newest_evaluation(run.folder, run.steps[-1]["step"]) for run in read]
+    for figure, evaluation in zip(figures, evaluations, strict=True):
+        figure["evaluation"] = None if evaluation is None else evaluation._asdict()
+    if any(evaluations):
+        console.print(tables.of_runs(names, evaluations))
+        for line in tables.other_conditions(names, evaluations):
+            console.print(f" {line}", markup=False, highlight=False)
     if 2 < len(read) <= MOST_IN_PAIRS:
         console.print(pair_table(names, pairs))
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
@@ -242,6 +251,7 @@ def figures_of(run: ComparedRun, first: ComparedRun) -> dict[str, Any]:
         "steps": run.steps[-1]["step"],
         "train_loss": results["train_loss"],
         "validation_loss": results["validation_loss"],
+        "perplexity": results.get("perplexity"),
         "metrics": results.get("metrics", {}),
         "largest_relative_difference": None if distance is None else distance.difference,
         "at_step": None if distance is None else distance.step,

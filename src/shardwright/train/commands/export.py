@@ -259,6 +259,14 @@ def _reader_by_type(model_type: str) -> str:
     return "transformers.AutoModelForCausalLM.from_pretrained reads it"
 
 
+def reader_by_kind(config: Config) -> str | None:
+    """The model_type in the config.json of an export. None: the kind of the model has no config.json."""
+    shape = config.model.shape()
+    if offers_of(shape).key_map is None:
+        return None
+    return str(hugging_face.config_json(shape)["model_type"])
+
+
 def _reader_of(model: nn.Module, folder: Path) -> str:
     """The call that loads safetensors with the names of a module.
 

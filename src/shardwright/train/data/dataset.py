@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ class Dataset:
         tokenizer: of all sources.
         train: the samples of the steps.
         validation: the samples that no step trains on; None where a run validates nothing.
+        validation_sets: the samples of each set for validation, by its name. `validation` has them, too.
         sha256: a digest of the tokens of all sources, and of the ends of documents where samples depend on them. It is
             that of the text where a token is a byte and samples do not.
         materials: the sources; none for texts in memory.
@@ -108,6 +109,7 @@ class Dataset:
     sha256: str
     materials: tuple[Material, ...] = ()
     validation_materials: tuple[Material, ...] = ()
+    validation_sets: Mapping[str, Stream] = field(default_factory=dict)
 
     @property
     def validation_sha256(self) -> str:
@@ -289,7 +291,7 @@ def _dataset(
     train = Stream(
         training, [each.weight for each in materials], config.run.seed, separate=config.data.separates
     )
-    stream = None
+    stream, sets = None, {}
     if config.validation.every:
         if validation:
             sources = [
@@ -311,8 +313,19 @@ def _dataset(
                 for each, rest, label in zip(materials, kept, labels, strict=True)
             ]
         weights = [each.weight for each in validation or materials]
-        stream = Stream(sources, weights, VALIDATION_SEED, separate=config.data.separates)
-        _check_validated(config, stream)
+
+        def stream_of(numbers: Sequence[int]) -> Stream:
+            made = Stream(
+                [sources[n] for n in numbers],
+                [weights[n] for n in numbers],
+                VALIDATION_SEED,
+                separate=config.data.separates,
+            )
+            _check_validated(config, made)
+            return made
+
+        stream = stream_of(range(len(sources)))
+        sets = {name: stream_of(numbers) for name, numbers in config.data.validation_sets.items()}
     return Dataset(
         tokenizer,
         train,
@@ -320,6 +333,7 @@ def _dataset(
         _digest(config, materials),
         tuple(materials),
         tuple(validation),
+        sets,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class AbsentData:
     train: AbsentStream
     vocab_size: int
     validation: AbsentStream | None = None
+    #: One more validation takes no more memory.
+    validation_sets: ClassVar[Mapping[str, AbsentStream]] = {}
 
     @classmethod
     def of(cls, config: Config, ranks: int, declare: Callable[[Tensor], object] = id) -> AbsentData:

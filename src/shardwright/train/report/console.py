@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from shardwright.train.config.catalog.figures import RunFacts, meanings_of, texts_of
-from shardwright.train.config.catalog.records import RunEnd, RunSink, StepRecord
+from shardwright.train.config.catalog.records import RunEnd, RunSink, StepRecord, of_sets
 
 
 class Lines(RunSink):
@@ -103,7 +103,8 @@ class Bar(RunSink):
             self.progress.figures = Figures(texts_of(record))
         self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:
-            metrics = "".join(f", {name} {value:.4f}" for name, value in record.validation_metrics.items())
+            others = {**of_sets(record.validation_losses), **record.validation_metrics}
+            metrics = "".join(f", {name} {value:.4f}" for name, value in others.items())
             self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}{metrics}")
 
     def say(self, text: str) -> None:

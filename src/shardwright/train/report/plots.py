@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwright.train.config.catalog.records import of_sets
+
 if TYPE_CHECKING:  # matplotlib takes half a second to import, so only the process that draws imports it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -56,14 +58,18 @@ def results(records: Records, sessions: Records) -> dict[str, Any]:
     `sessions` are those of run.json.
     """
     validations = [record["validation_loss"] for record in records if record["validation_loss"] is not None]
+    perplexities = [each["perplexity"] for each in records if each.get("perplexity") is not None]
     timed = timed_steps(records, sessions)
     validated = [record["validation_metrics"] for record in records if record.get("validation_metrics")]
-    metrics = {f"validation {name}": value for name, value in (validated[-1] if validated else {}).items()}
+    on_sets = [record["validation_losses"] for record in records if record.get("validation_losses")]
+    metrics = of_sets(on_sets[-1] if on_sets else {})
+    metrics |= {f"validation {name}": value for name, value in (validated[-1] if validated else {}).items()}
     metrics |= records[-1].get("metrics", {})
     return {
         "first_loss": records[0]["loss"],
         "train_loss": records[-1]["loss"],
         "validation_loss": validations[-1] if validations else None,
+        **({"perplexity": perplexities[-1]} if perplexities else {}),
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in timed),
         "step_seconds": statistics.median(record["seconds"] for record in timed),
         "data_share": sum(record["data_seconds"] for record in timed)

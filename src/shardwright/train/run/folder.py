@@ -62,7 +62,12 @@ class RunFolder:
     notes_file = _Inside("step_notes.json")  #: leases and collectives of an early step of the first rank
     plan_picture = _Inside("memory_plan.png")
     checkpoints = _Inside("checkpoints")
+    evaluations = _Inside("evaluations")  #: results of tasks, by step
     logs = _Inside("logs")
+
+    def evaluation_file(self, step: int) -> Path:
+        """The results of tasks on the checkpoint of a step."""
+        return self.evaluations / f"{step}.json"
 
     def memory_history(self, step: int, rank: int) -> Path:
         """The allocations and releases of a rank's GPU memory in a step."""

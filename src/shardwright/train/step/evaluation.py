@@ -6,7 +6,7 @@ Every function is called by all ranks together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,8 +18,10 @@ from shardwright import board as boards
 from shardwright.comm.noted import noted
 from shardwright.context import Split, shard, whole_samples
 from shardwright.extend import ExtensionError
+from shardwright.train.config.catalog.records import of_sets
 from shardwright.train.data.dataset import validation_samples
 from shardwright.train.data.samples.batch import Batch
+from shardwright.train.data.samples.stream import Stream
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.models.sampling import NonFiniteLogitsError, sample
@@ -44,10 +46,11 @@ class Sample(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """The mean loss over the validation samples, the metrics of hooks by their names, and by the names of figures the
-    ranks in words whose part is nan or infinite."""
+    """The mean loss over the validation samples, the losses on sets by their names, the metrics of hooks by theirs, and
+    by the names of figures the ranks in words whose part is nan or infinite."""
 
     loss: float
+    losses: dict[str, float]
     metrics: dict[str, float]
     not_finite: dict[str, str]
 
@@ -192,16 +195,44 @@ def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
 @boards.during(boards.VALIDATION)
 @torch.no_grad()
 def validate(trainer: Trainer) -> Validation:
-    """Mean loss over the validation samples, and the metrics of hooks. The samples are the same ones every time
-    and for any number of ranks."""
-    train, world, stream = trainer.config.train, trainer.world, trainer.dataset.validation
-    assert stream is not None
-    names = trainer.hooks.validation_metrics
+    """Mean loss over the validation samples, the same on each set, and the metrics of hooks over all samples. The
+    samples are the same ones every time and for any number of ranks."""
+    world, dataset, names = trainer.world, trainer.dataset, trainer.hooks.validation_metrics
+    assert dataset.validation is not None
+    streams = [dataset.validation, *dataset.validation_sets.values()]
+    trainer.model.eval()
+    whole, *sets = (
+        _totals(trainer, stream, () if number else names) for number, stream in enumerate(streams)
+    )
+    trainer.model.train()
+    trainer.engine.free_gathered(trainer.model)
+    totals = torch.cat([whole[:1], *sets, whole[1:]])
+    row = torch.cat([totals.flatten(), marks(totals, world.rank)])
+    with noted("all-reduce of the validation loss", None):
+        dist.all_reduce(row)
+        figures = row.tolist()
+    sums, marked = figures[: totals.numel()], figures[totals.numel() :]
+    losses = [
+        loss_sum / world.dims.with_same_loss / stream.trained(0, validation_samples(trainer.config, stream))
+        for stream, loss_sum in zip(streams, sums[::2], strict=False)  # the sums of metrics follow
+    ]
+    by_set = dict(zip(dataset.validation_sets, losses[1:], strict=True))
+    words = ["validation loss", *of_sets(by_set), *(f"validation {name}" for name in names)]
+    return Validation(
+        losses[0],
+        by_set,
+        means(names, sums[2 * len(streams) :]),
+        wrong_ranks(words, marked, world.size),
+    )
+
+
+def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
+    """This rank's sums and counts over the validation samples of a stream, float64 [1 + metrics, 2]: of the loss, then
+    of the metrics. The count of the loss stays 0: all ranks know it."""
+    train, world = trainer.config.train, trainer.world
     samples = validation_samples(trainer.config, stream)
     rounds = math.ceil(samples / (world.data_size * train.micro_batch))
-    # Sum and count of the loss and of each metric. The count of the loss stays 0: all ranks know it.
     totals = torch.zeros(1 + len(names), 2, dtype=torch.float64, device=world.device)
-    trainer.model.eval()
     for number in range(rounds):
         boards.at(boards.VALIDATION)
         first = (number * world.data_size + world.data_rank) * train.micro_batch
@@ -217,18 +248,7 @@ def validate(trainer: Trainer) -> Validation:
         if logits is not None:
             targets = batch.targets if world.context is None else shard(batch.targets, world.context)
             totals[1:] += world.figures(trainer.hooks.validate(logits, targets)).view(-1, 2)
-    trainer.model.train()
-    trainer.engine.free_gathered(trainer.model)
-    row = torch.cat([totals.flatten(), marks(totals, world.rank)])
-    with noted("all-reduce of the validation loss", None):
-        dist.all_reduce(row)
-        figures = row.tolist()
-    (loss_sum, _, *sums), marked = figures[: totals.numel()], figures[totals.numel() :]
-    return Validation(
-        loss_sum / world.dims.with_same_loss / stream.trained(0, samples),
-        means(names, sums),
-        wrong_ranks(["validation loss", *(f"validation {name}" for name in names)], marked, world.size),
-    )
+    return totals
 
 
 @boards.during(boards.SAMPLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -18,7 +19,8 @@ COMMIT = hashlib.sha1(b"hub").hexdigest()
 def hub(models: Path) -> Iterator[tuple[str, list[str]]]:
     """Serve ``models/owner/name/file``. Yields the address, and the list of requested paths, which grows.
 
-    The model "closed/model" needs a licence. There is one revision, "main".
+    The model "closed/model" needs a licence. There is one revision, "main". The token "right" may write, except to
+    models of the owner "others".
     """
     asked: list[str] = []
 
@@ -32,10 +34,51 @@ def hub(models: Path) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             self._answer(True)
 
+        def do_POST(self) -> None:
+            asked.append(f"POST {self.path}")
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = self.path.partition("?")[0]
+            if self.headers.get("Authorization") != "Bearer right" or "/others/" in path:
+                self._send(403, b'{"error": "no permission to write"}')
+            elif path == "/api/repos/create":
+                values = json.loads(content)
+                name = f"{values.get('organization') or 'me'}/{values['name']}"
+                if values.get("organization") == "others":
+                    self._send(403, b'{"error": "no permission to write"}')
+                    return
+                (models / name).mkdir(parents=True, exist_ok=True)
+                (models / name / "private").write_text(str(values.get("private") or values.get("visibility")))
+                self._send(200, json.dumps({"url": f"{self._address()}/{name}", "name": name}).encode())
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
+                files = [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(content)["files"]
+                ]
+                self._send(200, json.dumps({"files": files}).encode())
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+                for line in map(json.loads, content.splitlines()):
+                    if line["key"] == "file":
+                        file = models / match[1] / line["value"]["path"]
+                        file.write_bytes(base64.b64decode(line["value"]["content"]))
+                    elif line["key"] == "header":
+                        (models / match[1] / "message").write_text(line["value"]["summary"])
+                url = f"{self._address()}/{match[1]}/commit/{COMMIT}"
+                self._send(200, json.dumps({"commitUrl": url, "commitOid": COMMIT}).encode())
+            else:
+                self._send(404, b"{}")
+
+        def _address(self) -> str:
+            return f"http://127.0.0.1:{server.server_port}"
+
         def _answer(self, body: bool) -> None:
             asked.append(f"{self.command} {self.path}")
             path = self.path.partition("?")[0]
-            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+            if path == "/api/whoami-v2":
+                right = self.headers.get("Authorization") == "Bearer right"
+                self._send(
+                    200 if right else 401, b'{"name": "me"}' if right else b'{"error": "Invalid token"}'
+                )
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
                 self._model(match[1], match[2] or "main")
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
                 self._tree(match[1], match[2])

@@ -6,11 +6,11 @@ imports torch, measures or prints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from shardwright.train.config.catalog.records import COMMON_LOSSES, StepRecord
+from shardwright.train.config.catalog.records import COMMON_LOSSES, SET_PREFIX, StepRecord, of_sets
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class RunFacts:
         auxiliary: weights of the losses beside the cross-entropy, by name.
         meanings: the meanings of these losses, by name, as the model says; of others only the weight is known.
         metrics: the meanings of the metrics of hooks, by their names in the line of a step.
+        has_perplexity: whether validations have this figure.
+        sets: the names of sets for validation.
     """
 
     on_gpu: bool
@@ -32,6 +34,8 @@ class RunFacts:
     auxiliary: Mapping[str, float]
     meanings: Mapping[str, str]
     metrics: Mapping[str, str]
+    has_perplexity: bool = False
+    sets: Collection[str] = ()
 
     def meaning_of_loss(self, name: str) -> str:
         """The meaning of a loss beside the cross-entropy. Empty if the model does not have it."""
@@ -85,6 +89,11 @@ FIRST_FIGURES = (
         lambda step: _text("validation", step.validation_loss),
         lambda run: "the same after the update, on text that no step trains on" if run.has_validation else "",
     ),
+    Figure(
+        "perplexity",
+        lambda step: "" if step.perplexity is None else f"perplexity {step.perplexity:,.2f}",
+        lambda run: "e to the power of the validation loss" if run.has_perplexity else "",
+    ),
     *(_common_loss(name, field) for name, field in COMMON_LOSSES.items()),
 )
 """The first figures of a line. Other losses of the model and metrics of hooks come after them."""
@@ -131,6 +140,7 @@ LAST_FIGURES = (
 def texts_of(step: StepRecord) -> list[str]:
     """The figures of a step, in the order of its line."""
     others = [
+        *of_sets(step.validation_losses).items(),
         *((name, loss) for name, loss in step.extra_losses.items() if name not in COMMON_LOSSES),
         *((f"validation {name}", value) for name, value in step.validation_metrics.items()),
         *step.metrics.items(),
@@ -147,6 +157,7 @@ def meanings_of(run: RunFacts) -> dict[str, str]:
     """The meaning of each figure that steps of the run have, by its name, in the order of a line."""
     meanings = {
         **{figure.name: figure.meaning(run) for figure in FIRST_FIGURES},
+        **{f"{SET_PREFIX}{name}": f"the validation loss on the set {name} alone" for name in run.sets},
         **{name: run.meaning_of_loss(name) for name in run.auxiliary if name not in COMMON_LOSSES},
         **run.metrics,
         **{figure.name: figure.meaning(run) for figure in LAST_FIGURES},

@@ -16,6 +16,8 @@ OPTIONAL = {"optional": True}
 """Metadata of a field that may be None."""
 NUMBERS = {"numbers": True}
 """Metadata of a field that has numbers by name."""
+SET_PREFIX = "validation_loss/"
+"""Begins the name of the loss on a set for validation, everywhere except in `StepRecord.validation_losses`."""
 COMMON_LOSSES: Mapping[str, str] = {"mtp": "mtp_loss", "balance": "balance_loss"}
 """Losses of models that have a field of their own in `StepRecord`, which is the value here. They come first."""
 
@@ -43,6 +45,8 @@ class StepRecord:
     memory_reserved: int
     memory_total: int
     validation_loss: float | None = field(default=None, metadata=APART | OPTIONAL)
+    #: exp(validation_loss); None also for a model with a loss of its own
+    perplexity: float | None = field(default=None, metadata=APART | OPTIONAL)
     #: if the model has experts: their load; the model says what equal loads give
     balance_loss: float | None = field(init=False, metadata=APART | OPTIONAL)
     #: if the model has this head: cross-entropy of the token after the next
@@ -54,6 +58,8 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     #: likewise, at steps with a validation
     validation_metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
+    #: by name of a set in `[[data.validation_sources]]`, at steps with a validation
+    validation_losses: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
 
     def __post_init__(self) -> None:
         for name, key in COMMON_LOSSES.items():
@@ -108,13 +114,21 @@ class RunSink(Sink):
         """The run goes on after `step`, so later steps come again."""
 
 
+def of_sets(losses: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses on sets for validation, by the names of these figures."""
+    return {f"{SET_PREFIX}{name}": loss for name, loss in losses.items()}
+
+
 def scalars(record: StepRecord, every: int) -> dict[str, float]:
     """The figures of a step, by the names that TensorBoard and services show.
 
-    Steps that `every` does not divide have only a validation loss, if there is one.
+    Steps that `every` does not divide have only the figures of a validation, if there is one.
     """
     validation = record.validation_loss
     values = {} if validation is None else {"loss/validation": validation}
+    if record.perplexity is not None:
+        values["loss/perplexity"] = record.perplexity
+    values |= of_sets(record.validation_losses)
     values |= {f"validation/{name}": value for name, value in record.validation_metrics.items()}
     if record.step % every:
         return values

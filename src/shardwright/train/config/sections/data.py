@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -39,6 +40,18 @@ class SourceConfig(Section):
     prompt_key: str = Field(default="prompt", min_length=1, description="Key or column of the prompt.")
     completion_key: str = Field(
         default="completion", min_length=1, description="Key or column of the text after the prompt."
+    )
+
+
+class ValidationSourceConfig(SourceConfig):
+    """One of several sources for validation, maybe part of a set with a name."""
+
+    name: str = Field(
+        default="",
+        pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$",
+        description=(
+            "Set of this source. Each set has a validation loss of its own, too: validation_loss/NAME. Empty: none."
+        ),
     )
 
 
@@ -143,11 +156,11 @@ class DataConfig(Section):
             "Data for validation alone, as data.source and with its kind and keys. Then all of data.source is trained."
         ),
     )
-    validation_sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
+    validation_sources: Annotated[tuple[ValidationSourceConfig, ...], Field(strict=False)] = Field(
         default=(),
         description=(
             "Several sources for validation, as tables [[data.validation_sources]] with the keys of data.sources, in "
-            "place of validation_source."
+            "place of validation_source, and with a name for a validation loss of their own."
         ),
     )
     appended: bool = Field(
@@ -179,8 +192,17 @@ class DataConfig(Section):
             return (DataSource.at("data.validation_source", self.validation_source, 1.0, self),)
         return self._sources_at("validation_sources")
 
+    @property
+    def validation_sets(self) -> dict[str, list[int]]:
+        """By name of a set for validation, the numbers of its sources in `validating`."""
+        sets: dict[str, list[int]] = {}
+        for number, each in enumerate(self.validation_sources):
+            if each.name:
+                sets.setdefault(each.name, []).append(number)
+        return sets
+
     def _sources_at(self, key: Literal["sources", "validation_sources"]) -> tuple[DataSource, ...]:
-        tables: tuple[SourceConfig, ...] = getattr(self, key)
+        tables: Sequence[SourceConfig] = getattr(self, key)
         return tuple(
             DataSource.at(f"data.{key}.{number}.path", each.path, each.weight, each)
             for number, each in enumerate(tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardwright.train.config.catalog.records import RunEnd, StepRecord, scalars
@@ -43,6 +44,18 @@ class TensorBoard:
                 # Without the transparency, which TensorBoard's encoder does not take.
                 self.writer.add_image("loss/curve", imread(end.picture)[..., :3], end.step, dataformats="HWC")
             self.writer.close()
+
+
+def write_scalars(path: Path, values: Mapping[str, float], step: int) -> None:
+    """Write figures of a step into a folder that no run writes to.
+
+    TensorBoard reads no older file of a folder once it has a newer one, so a run would seem to end.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    with writing(path), SummaryWriter(str(path)) as writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
 
 def open_sink(site: RunSite) -> TensorBoard:

@@ -205,6 +205,7 @@ def summary(
         f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f} "
         f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
         *validation_lines(validation, results["train_loss"], trainer.config),
+        *([f"  perplexity      {results['perplexity']:,.2f}"] if "perplexity" in results else []),
         *best_lines(results, checkpoints_of(folder, trainer.config)),
         *(f"  {name:<14}  {value:.4f}" for name, value in results.get("metrics", {}).items()),
         *([f"  ended early     {results['ended_early']}"] if "ended_early" in results else []),

@@ -67,5 +67,7 @@ def figures_in_words(trainer: Trainer) -> str:
             auxiliary=trainer.losses.auxiliary,
             meanings=trainer.losses.meanings,
             metrics=trainer.hooks.in_words(validates),
+            has_perplexity=validates and not trainer.losses.has_loss,
+            sets=trainer.dataset.validation_sets,
         )
     )

@@ -5,10 +5,11 @@ The loop calls these functions, and nothing else passes a step to the sinks. Hoo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from shardwright.strict_json import not_finite
-from shardwright.train.config.catalog.records import COMMON_LOSSES, Incident, StepRecord
+from shardwright.train.config.catalog.records import COMMON_LOSSES, Incident, StepRecord, of_sets
 from shardwright.train.errors import counted
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.report.memory import device_name, measure_memory
@@ -50,10 +51,22 @@ def step_record(
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
         parts=dict(parts.items()),
+        perplexity=_perplexity(trainer, validation),
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
+        validation_losses={} if validation is None else validation.losses,
     )
+
+
+def _perplexity(trainer: Trainer, validation: Validation | None) -> float | None:
+    """None without a validation, and for a loss of the model's own, which need not be a cross-entropy."""
+    if validation is None or trainer.losses.has_loss:
+        return None
+    try:
+        return math.exp(validation.loss)
+    except OverflowError:
+        return math.inf
 
 
 def report_step(
@@ -74,9 +87,11 @@ def _warn_not_finite(
     figures = {
         key.replace("_", " "): value
         for key, value in wrong.items()
-        if isinstance(value, str) and key not in COMMON_LOSSES.values()  # these are in extra_losses, too
+        if isinstance(value, str)
+        and key not in ("perplexity", *COMMON_LOSSES.values())  # of figures that are here
     }
     figures |= wrong.get("extra_losses", {}) | wrong.get("metrics", {})
+    figures |= of_sets(wrong.get("validation_losses", {}))
     figures |= {f"validation {name}": value for name, value in wrong.get("validation_metrics", {}).items()}
     for name, value in figures.items():
         reporter.not_finite(name, in_words(name, value, record.step, ranks))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.records import StepRecord
+from shardwright.train.config.catalog.records import SET_PREFIX, StepRecord, of_sets
 from shardwright.train.errors import UserError
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.folder import RunFolder
@@ -29,7 +29,8 @@ class BestCheckpoint(TrainerHook):
     """Finds the best checkpoint. A resumed run finds the same one: values of earlier sessions come from metrics.jsonl.
 
     Args:
-        config: has the name of the figure: `loss`, `validation_loss`, a metric of a hook, or `validation_` and one.
+        config: has the name of the figure: `loss`, `validation_loss`, `validation_loss/` and the name of a set, a
+            metric of a hook, or `validation_` and one.
         folder: of the run.
         hooks: of the run; they say of which metrics a higher value is better.
         say: prints a line.
@@ -44,14 +45,20 @@ class BestCheckpoint(TrainerHook):
     def __init__(self, config: Config, folder: RunFolder, hooks: Hooks, say: Callable[[str], None]) -> None:
         self.figure, self._folder, self._say = config.checkpoint.keep_best, folder, say
         self.warnings: list[str] = []
-        known = [*LOSSES, *hooks.step_metrics, *(f"{PREFIX}{name}" for name in hooks.validation_metrics)]
+        sets = of_sets(config.data.validation_sets)
+        known = [
+            *LOSSES,
+            *sets,
+            *hooks.step_metrics,
+            *(f"{PREFIX}{name}" for name in hooks.validation_metrics),
+        ]
         if self.figure not in known:
             raise UserError(
                 f"checkpoint.keep_best: expected one of {', '.join(known)}, found {self.figure!r}; metrics of your own "
                 "come from run.hooks"
             )
         metric = self.figure.removeprefix(PREFIX)
-        self._higher = self.figure not in LOSSES and any(
+        self._higher = self.figure not in (*LOSSES, *sets) and any(
             metric in hook.higher_is_better for hook in hooks.users
         )
         #: By step, None for a step without the figure. None until the first rank asks for them.
@@ -92,7 +99,9 @@ class BestCheckpoint(TrainerHook):
     def _value(self, record: Mapping[str, Any]) -> float | None:
         """The value of the figure; None if the step has none."""
         value = record.get(self.figure) if self.figure in LOSSES else None
-        if self.figure not in LOSSES:
+        if self.figure.startswith(SET_PREFIX):
+            value = record.get("validation_losses", {}).get(self.figure.removeprefix(SET_PREFIX))
+        elif self.figure not in LOSSES:
             key = "validation_metrics" if self.figure.startswith(PREFIX) else "metrics"
             value = record.get(key, {}).get(self.figure.removeprefix(PREFIX))
         return None if value is None else float(value)

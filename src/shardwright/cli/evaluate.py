@@ -1,0 +1,64 @@
+"""`shardwright evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwright.cli.command import Call, Command
+from shardwright.cli.parsing import Parser, integer
+from shardwright.train.report.progress import to_stderr
+
+
+def _run(call: Call) -> int:
+    from rich.console import Console
+
+    from shardwright.train.commands.hugging_face.evaluate import evaluate
+    from shardwright.train.commands.hugging_face.tables import of_tasks
+    from shardwright.train.errors import UserError
+
+    options = call.options
+    tasks = [name for name in options.tasks.split(",") if name]
+    if not tasks:
+        raise UserError(f"--tasks: expected names or files, separated by commas, found {options.tasks!r}")
+    evaluated = evaluate(
+        Path(options.run),
+        tasks,
+        step=options.step,
+        dtype=options.dtype,
+        limit=options.limit,
+        device=options.device,
+        batch_size=options.batch_size,
+        say=to_stderr,
+    )
+    Console().print(of_tasks(evaluated.step, evaluated.tasks))
+    print(f"wrote {evaluated.file}")
+    return 0
+
+
+def _add_options(parser: Parser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", help="run folder with a checkpoint, or a folder of `shardwright export`"
+    )
+    parser.add_argument(
+        "--tasks", metavar="TASKS", required=True,
+        help="tasks of lm-evaluation-harness, separated by commas: names, or YAML files of tasks",
+    )  # fmt: skip
+    parser.add_argument("--limit", metavar="N", type=integer(1), help="samples of each task (default: all)")
+    parser.add_argument(
+        "--step", metavar="N", type=integer(0), help="step of the checkpoint (default: the newest whole one)"
+    )
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", choices=("float32", "bfloat16", "float16"),
+        help="float32, bfloat16 or float16 (default: as in the checkpoint)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="such as cpu or cuda:1 (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=integer(1), default=8, help="samples at once (default 8)"
+    )
+
+
+COMMAND = Command(
+    "evaluate", "compute tasks of lm-evaluation-harness on a checkpoint of a run", _add_options, _run
+)

@@ -1,0 +1,209 @@
+"""`shardwright evaluate`: tasks of lm-evaluation-harness on a checkpoint of a run, and their results in its folder.
+
+The checkpoint is exported for transformers, and a process of its own computes (`harness.py`). Nothing here imports
+lm_eval, and no metric is computed here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.strict_json import strict_json
+from shardwright.train.commands.export import export, reader_by_kind
+from shardwright.train.commands.hugging_face import harness
+from shardwright.train.data.tokens.tokenizers import CONFIG, open_tokenizer
+from shardwright.train.errors import JobError, UserError
+from shardwright.train.report.sinks.tensorboard import write_scalars
+from shardwright.train.run.evaluations import add_tasks
+from shardwright.train.run.folder import RunFolder, now
+from shardwright.train.run.writing import writing
+
+YAML = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results of an evaluation.
+
+    Attributes:
+        file: with these results, and earlier ones of other tasks.
+        step: of the checkpoint; None for an exported folder.
+        tasks: the results by name of a task, as in the file.
+    """
+
+    file: Path
+    step: int | None
+    tasks: Mapping[str, Any]
+
+
+def evaluate(
+    run: Path,
+    tasks: Sequence[str],
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    limit: int | None = None,
+    device: str | None = None,
+    batch_size: int = 8,
+    say: Callable[[str], None] = lambda text: None,
+) -> Evaluated:
+    """Compute tasks of lm-eval, and write their results.
+
+    Args:
+        run: the folder of a run, or a folder that `shardwright export` wrote.
+        tasks: names of lm-eval, or YAML files of tasks. Paths of data inside a file are relative to the current folder.
+        step: the step of the checkpoint. None: the newest whole one.
+        dtype: as of an export.
+        limit: samples of each task. None: all.
+        device: of torch. None: a GPU if there is one.
+        batch_size: samples at once.
+        say: gets notices.
+
+    Raises:
+        UserError: lm_eval is not installed or does not know a task; the folder is no run and no export, has no whole
+            checkpoint, or has a model that transformers does not read.
+        JobError: lm-eval failed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "evaluate: needs the extra evaluate, found no package lm_eval; pip install -e '.[evaluate]' in the checkout"
+        )
+    names = [_absolute(name) for name in tasks]
+    request: dict[str, Any] = {"tasks": names, "limit": limit, "batch_size": batch_size}
+    request["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source = RunFolder(run)
+    if not source.exists() and (run / "config.json").is_file():
+        if step is not None or dtype is not None:
+            raise UserError(
+                f"evaluate: expected no --step and no --dtype for {run}, which is no run; leave them out"
+            )
+        _check_reader(str(_model_type(run)))
+        return _computed(run.absolute(), request, run / "evaluation.json", None, say)
+    source.record()  # raises an error for a folder that is no run
+    config = source.config()
+    _check_reader(reader_by_kind(config))
+    with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
+        exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
+        file = source.evaluation_file(exported.step)
+        evaluated = _computed(exported.folder, request, file, exported.step, say)
+    if "tensorboard" in config.log.sinks:
+        values = {
+            f"tasks/{name}/{metric}": figure["value"]
+            for name, task in evaluated.tasks.items()
+            for metric, figure in task["metrics"].items()
+        }
+        write_scalars(source.path / "tensorboard" / "tasks", values, exported.step)
+    return evaluated
+
+
+def _absolute(task: str) -> str:
+    if not task.endswith(YAML):
+        return task
+    if not os.path.isfile(task):
+        raise UserError(f"--tasks: expected the file of a task, found nothing at {task}")
+    return os.path.abspath(task)
+
+
+def _model_type(folder: Path) -> Any:
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise UserError(
+            f"{folder / 'config.json'}: expected the config.json of a model, found none that can be read"
+        ) from None
+
+
+def _check_reader(model_type: str | None) -> None:
+    """Refuse models that transformers does not read."""
+    if model_type in (None, "shardwright_hybrid"):
+        raise UserError(
+            "evaluate: expected a model that transformers reads, which lm-eval needs, found a kind of model without "
+            f"{'files for transformers' if model_type is None else 'a class of transformers'}; use "
+            "[[data.validation_sources]] for losses of this model, or a hook"
+        )
+
+
+def _prefix(folder: Path) -> dict[str, int]:
+    """The token before a text without context: a line's end, where the tokenizer marks no begin and no end of texts.
+
+    Without it lm-eval fails for such a tokenizer.
+    """
+    try:
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if any(settings.get(key) is not None for key in ("bos_token", "eos_token")):
+        return {}
+    tokenizer = open_tokenizer(str(folder))
+    ids = tokenizer.encode("\n")
+    return {"prefix_token_id": ids[0]} if ids and tokenizer.end is None else {}
+
+
+def _computed(
+    folder: Path, request: Mapping[str, Any], file: Path, step: int | None, say: Callable[[str], None]
+) -> Evaluated:
+    """Compute in another process, and write the file."""
+    log = file.with_suffix(".log")
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        stream = log.open("ab")
+    at = f"step {step}" if step is not None else str(folder)
+    say(f"lm-eval computes {', '.join(map(os.path.basename, request['tasks']))} of {at}; its log: {log}")
+    with stream, tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
+        files = Path(temporary) / "request.json", Path(temporary) / "result.json"
+        content = {**request, "folder": str(folder), "model_args": _prefix(folder)}
+        files[0].write_text(strict_json(content), encoding="utf-8")
+        command = [sys.executable, "-P", harness.__file__, *map(str, files)]
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
+        try:
+            found = json.loads(files[1].read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise JobError(
+                f"evaluate: lm-eval ended with status {status} and without a result; see {log}"
+            ) from None
+    if "mistake" in found:
+        raise UserError(f"--tasks: {found['mistake']}")
+    if "error" in found:
+        raise JobError(f"evaluate: lm-eval failed: {found['error']}; see {log}")
+    tasks = tasks_of(found, request["limit"])
+    add_tasks(file, step, tasks)
+    return Evaluated(file, step, tasks)
+
+
+def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str, Any]]:
+    """The results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is better,
+    each None if it is not known; and the samples, shots and versions behind them."""
+    tasks: dict[str, dict[str, Any]] = {}
+    for name, figures in found["results"].items():
+        metrics = {}
+        for key, value in figures.items():
+            metric, comma, which = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = figures.get(f"{metric}_stderr,{which}")
+            metrics[metric if which == "none" else key] = {
+                "value": value,
+                "stderr": error if isinstance(error, int | float) else None,
+                "higher_is_better": found["higher_is_better"].get(name, {}).get(metric),
+            }
+        tasks[name] = {
+            "metrics": metrics,
+            "samples": found["n-samples"].get(name, {}).get("effective"),
+            "limit": limit,
+            "shots": found["n-shot"].get(name),
+            "version": found["versions"].get(name),
+            "lm_eval": found["lm_eval"],
+            "time": now(),
+        }
+    return tasks

@@ -1,0 +1,73 @@
+"""Results of tasks for the terminal: of one evaluation, and of several runs side by side. Nothing here reads a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from shardwright.train.run.evaluations import Evaluation
+
+CONDITIONS = ("samples", "shots", "version")
+"""Facts of a task that must be equal where its metrics are compared."""
+
+
+def of_tasks(step: int | None, tasks: Mapping[str, Any]) -> Table:
+    """A row for each metric of each task. `step`: of the checkpoint, None for an exported folder."""
+    table = _table("Tasks" if step is None else f"Tasks at step {step}")
+    for name in ("value", "samples", "shots"):
+        table.add_column(name, justify="right")
+    for name, task in tasks.items():
+        counts = ["-" if task[key] is None else str(task[key]) for key in ("samples", "shots")]
+        for metric, figure in task["metrics"].items():
+            table.add_row(name, metric, _in_words(figure), *counts)
+    return table
+
+
+def of_runs(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> Table:
+    """A row for each metric of each task, and a column for each run with its newest results."""
+    table = _table("Tasks")
+    for name, evaluation in zip(names, evaluations, strict=True):
+        step = "" if evaluation is None else f"\nstep {evaluation.step}"
+        table.add_column(f"{name}{step}", justify="right", overflow="fold")
+    of_each = [{} if each is None else each.tasks for each in evaluations]
+    metrics = {
+        (name, metric): None for tasks in of_each for name in tasks for metric in tasks[name]["metrics"]
+    }
+    for name, metric in metrics:
+        figures = [tasks.get(name, {}).get("metrics", {}).get(metric) for tasks in of_each]
+        table.add_row(name, metric, *map(_in_words, figures))
+    return table
+
+
+def other_conditions(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> list[str]:
+    """Lines about tasks that runs have computed in other ways, so their metrics do not compare."""
+    lines = []
+    tasks = dict.fromkeys(task for each in evaluations if each is not None for task in each.tasks)
+    for task, key in ((task, key) for task in tasks for key in CONDITIONS):
+        values = {
+            name: each.tasks[task].get(key)
+            for name, each in zip(names, evaluations, strict=True)
+            if each is not None and task in each.tasks
+        }
+        if len(set(map(str, values.values()))) > 1:
+            words = ", ".join(f"{value} in {name}" for name, value in values.items())
+            lines.append(f"{task} does not compare: {key} {words}")
+    return lines
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in ("task", "metric"):
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _in_words(figure: Mapping[str, Any] | None) -> str:
+    """A metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
+    if figure is None or figure["value"] is None:
+        return "-"
+    error = figure.get("stderr")
+    return f"{figure['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")

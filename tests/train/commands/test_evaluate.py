@@ -1,0 +1,252 @@
+"""`shardwright evaluate`: results in the folder of the run and in `compare`, and what it refuses.
+
+A package stands for lm_eval, except in the last test: what lm_eval computes is its own matter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright import cli
+from shardwright.train.commands.export import export
+from tests.support.strict_json import strict
+from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
+
+LM_EVAL = """
+import json, os
+__version__ = "9.9"
+
+
+def simple_evaluate(*, model, model_args, tasks, device, batch_size, limit, task_manager, log_samples):
+    assert (model, device, log_samples) == ("hf", "cpu", False)
+    assert json.load(open(os.path.join(model_args["pretrained"], "config.json")))["model_type"] == "llama"
+    assert model_args["prefix_token_id"] == 10  # the end of a line: bytes have no token between texts
+    if "crash" in tasks:
+        raise RuntimeError("no such data\\nfor crash")
+    if "end" in tasks:
+        os._exit(3)
+    names = [os.path.basename(task).removesuffix(".yaml") for task in tasks]
+    results = {
+        name: {"alias": name, "acc,none": 0.25 * (n + 1), "acc_stderr,none": 0.125} for n, name in enumerate(names)
+    }
+    results[names[0]] |= {"exact_match,strict": float("nan"), "exact_match_stderr,strict": "N/A"}
+    return {
+        "results": results,
+        "higher_is_better": {name: {"acc": True} for name in names},
+        "n-samples": {name: {"original": 100, "effective": limit or 100} for name in names},
+        "n-shot": {name: 5 for name in names},
+        "versions": {name: 1.0 for name in names},
+    }
+"""
+TASKS = """
+class TaskManager:
+    def match_tasks(self, names):
+        return [name for name in names if name in ("colours", "numbers", "crash", "end")]
+"""
+
+
+@pytest.fixture
+def lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package in the place of lm_eval, in this process and in those that it starts."""
+    package = tmp_path / "packages" / "lm_eval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LM_EVAL)
+    (package / "tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.fixture
+def run(plain_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain_run, tmp_path / "run"))
+
+
+def evaluate(*arguments: object) -> int:
+    return cli.main(["evaluate", *map(str, arguments), "--device", "cpu"])
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_results_are_in_the_folder_of_the_run_and_in_compare(
+    run: Path, plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shapes.yaml").write_text("task: shapes\n")
+    assert evaluate(run, "--tasks", f"colours,{tmp_path / 'shapes.yaml'}", "--limit", 7) == 0
+    out, err = capsys.readouterr()
+    file = run / "evaluations" / "8.json"
+    assert f"lm-eval computes colours, shapes.yaml of step 8; its log: {file.with_suffix('.log')}" in err
+    assert "Tasks at step 8" in out and f"wrote {file}" in out.replace("\n", "")
+    written = strict(file.read_text())
+    assert written["step"] == 8 and list(written["tasks"]) == ["colours", "shapes"]
+    first = written["tasks"]["colours"]
+    assert first["metrics"] == {
+        "acc": {"value": 0.25, "stderr": 0.125, "higher_is_better": True},
+        "exact_match,strict": {"value": None, "stderr": None, "higher_is_better": None},
+    }
+    facts = ("samples", "limit", "shots", "version", "lm_eval")
+    assert [first[key] for key in facts] == [7, 7, 5, 1.0, "9.9"]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard" / "tasks"))
+    events.Reload()
+    (point,) = events.Scalars("tasks/shapes/acc")
+    assert (point.step, point.value) == (8, 0.5)
+
+    assert evaluate(run, "--tasks", "numbers", "--step", 8) == 0  # beside those of the first call
+    tasks = strict(file.read_text())["tasks"]
+    assert list(tasks) == ["colours", "shapes", "numbers"] and tasks["colours"] == first
+    assert evaluate(run, "--tasks", "colours", "--step", 6) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", str(run), str(plain_run), "--out", str(tmp_path / "compared")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["shapes", "acc", "0.5000", "±", "0.1250", "-"] in rows and [
+        "colours",
+        "exact_match,strict",
+        "-",
+        "-",
+    ] in rows
+    compared = strict((tmp_path / "compared" / "compare.json").read_text())["runs"]
+    assert compared[0]["evaluation"] == strict(file.read_text()) and compared[1]["evaluation"] is None
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    assert evaluate(other, "--tasks", "colours") == 0
+    capsys.readouterr()
+    assert cli.main(["compare", str(run), str(other), "--out", str(tmp_path / "compared")]) == 0
+    out = capsys.readouterr().out
+    assert "colours does not compare: samples 7 in run, 100 in other" in " ".join(out.split())
+    file.write_text('{"step": 8}')
+    assert cli.main(["compare", str(run), str(plain_run), "--out", str(tmp_path / "compared")]) == 2
+    assert "8.json: expected results of tasks, found KeyError: 'tasks'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_a_folder_of_an_export_has_its_results(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "exported"
+    export(plain_run, folder)
+    assert evaluate(folder, "--tasks", "colours") == 0
+    assert strict((folder / "evaluation.json").read_text())["step"] is None
+    assert evaluate(folder, "--tasks", "colours", "--step", 3) == 2
+    assert "expected no --step and no --dtype" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("lm_eval")
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--tasks", "colours,colors"], 2, "--tasks: expected tasks of lm-eval, found 'colors'; `lm-eval ls tasks`"),
+        (["--tasks", "none.yaml"], 2, "--tasks: expected the file of a task, found nothing at none.yaml"),
+        (["--tasks", ","], 2, "--tasks: expected names or files, separated by commas, found ','"),
+        (["--tasks", "colours", "--step", "7"], 2, "--step: expected a step with a checkpoint in "),
+        (["--tasks", "crash"], 1, "evaluate: lm-eval failed: RuntimeError: no such data for crash; see "),
+        (["--tasks", "end"], 1, "evaluate: lm-eval ended with status 3 and without a result; see "),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(
+    arguments: list[str], status: int, message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(run, *arguments) == status
+    errors = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("lm-eval computes")
+    ]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {message}")
+    assert not list(run.glob("evaluations/*.json"))
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_a_run_without_a_whole_checkpoint_and_no_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    for folder, message in [
+        (run, "expected a whole checkpoint"),
+        (tmp_path / "nowhere", "expected the folder of a run"),
+    ]:
+        assert evaluate(folder, "--tasks", "colours") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_a_model_that_transformers_does_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "shardwright_hybrid"}')
+    assert evaluate(tmp_path, "--tasks", "colours") == 2
+    assert "expected a model that transformers reads" in capsys.readouterr().err
+    job = config_file(tmp_path, tiny(model=HYBRID, train={"steps": 1}).to_toml())
+    assert train_here(job, "--run.dir", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert evaluate(tmp_path / "run", "--tasks", "colours") == 2
+    assert "a kind of model without a class of transformers" in capsys.readouterr().err
+
+
+def test_without_lm_eval(
+    plain_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert evaluate(plain_run, "--tasks", "colours") == 2
+    assert (
+        "evaluate: needs the extra evaluate, found no package lm_eval; pip install" in capsys.readouterr().err
+    )
+
+
+TASK = """
+task: letters
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: FILE}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+metadata: {version: 1.0}
+"""
+
+
+@pytest.mark.extensive("lm_eval imports for half a minute")
+def test_lm_eval_finds_the_choices_that_the_model_prefers(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval (extra evaluate)")
+    transformers = pytest.importorskip("transformers", reason="needs transformers, to compare with")
+    for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(key, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    rows = [
+        {"question": f"The {word}", "choices": [" the", " zzz"], "answer": n % 2}
+        for n, word in enumerate("abcdefgh")
+    ]
+    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "letters.yaml").write_text(TASK.replace("FILE", str(tmp_path / "letters.jsonl")))
+    assert evaluate(run, "--tasks", tmp_path / "letters.yaml", "--limit", 7) == 0, capfd.readouterr().err
+    found = strict((run / "evaluations" / "8.json").read_text())["tasks"]["letters"]
+
+    export(run, tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+    def likelihood(question: str, choice: str) -> float:
+        ids = torch.tensor(list((question + choice).encode()))
+        with torch.no_grad():
+            chances = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        return float(chances.gather(1, ids[1:, None])[-len(choice) :].sum())
+
+    right = [
+        int(likelihood(row["question"], row["choices"][1]) > likelihood(row["question"], row["choices"][0]))
+        == row["answer"]
+        for row in rows[:7]
+    ]  # fmt: skip
+    assert found["metrics"]["acc"]["value"] == pytest.approx(sum(right) / 7)
+    assert found["samples"] == 7 and found["limit"] == 7
+    assert "letters" in capfd.readouterr().out
