@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.train.config.catalog import sinks as catalog
 from shardwright.train.config.catalog.records import RunSink
 from shardwright.train.config.catalog.sinks import check_packages
 from shardwright.train.errors import UserError
@@ -298,7 +299,7 @@ def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     known = {
         name: NamedSink(name, "", lambda site: None, needs=name) for name in ("only_a_folder", "with_a_file")
     }  # type: ignore[arg-type,return-value]
-    monkeypatch.setattr("shardwright.train.config.catalog.sinks.sinks", known)
+    monkeypatch.setattr(catalog, "sinks", known)
     check_packages(["with_a_file"])
     with pytest.raises(UserError, match="needs the package only_a_folder"):
         check_packages(["only_a_folder"])
