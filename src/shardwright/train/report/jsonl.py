@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -165,26 +166,32 @@ def _record(line: str, where: str) -> dict[str, Any]:
         return record
     try:
         wrong = _restored(record, record.pop(NOT_FINITE, {}))
-    except (AttributeError, LookupError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UserError(f"metrics: expected figures of the step in {NOT_FINITE} in {where}") from None
     for column in fields(StepRecord):
         if column.name in MAPPINGS:
             continue
         value, optional = record.get(column.name), column.metadata.get("optional", False)
-        finite = isinstance(value, int | float) and abs(value) < float("inf")
+        finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
         if not finite and column.name not in wrong and not (optional and value is None):
-            raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
+            raise UserError(f"metrics: expected a number for {column.name}, found {value!r:.200} in {where}")
     for name in MAPPINGS:
         values = record.get(name, {})
         if not isinstance(values, dict) or not all(
-            isinstance(value, int | float | None) for value in values.values()
+            value is None or (isinstance(value, int | float) and not _is_beyond_floats(value))
+            for value in values.values()
         ):
-            raise UserError(f"metrics: expected an object of numbers for {name}, found {values!r} in {where}")
+            raise UserError(f"metrics: expected an object of numbers for {name}, found {values!r:.200} in {where}")
         if None in values.values():
             record[name] = {key: math.nan if value is None else value for key, value in values.items()}
     if record["seconds"] <= 0:
         raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
     return record
+
+
+def _is_beyond_floats(value: float) -> bool:
+    """Whether it is a whole number that no float can have."""
+    return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _restored(record: dict[str, Any], wrong: Mapping[str, Any]) -> set[str]:
