@@ -287,7 +287,8 @@ def _sound(
         if kind is None or is_sound or (value is None and key in MAY_BE_NULL):
             sound[key] = value
         else:
-            found = {dict: "an object", list: "a list"}.get(type(value)) or f"{value!r:.100}"
+            is_list = isinstance(value, list)
+            found = "a list" if is_list else "an object" if isinstance(value, dict) else f"{value!r:.100}"
             notices.append(f"{where}: expected {KINDS[kind]} for {key}, found {found}")
     return sound
 
