@@ -152,9 +152,7 @@ class ShownRun:
         rows = [*self.steps[:-1:every], *self.steps[-1:]]
         notices = [shortened(each) for each in self.notices[:NOTICES]]
         if more := self.notices[NOTICES:]:
-            notices.append(
-                f"{counted(len(more), 'more notice')} of this run, which are left out of this page"
-            )
+            notices.append(f"left out of this page: {counted(len(more), 'more notice')} of this run")
         if more_text := self.memory[characters:]:
             notices.append(
                 f"memory.txt: the last {len(more_text):,} of {len(self.memory):,} characters are left out of this page"
@@ -255,7 +253,7 @@ def read_shown_run(path: Path) -> ShownRun:
             )
     except UserError as error:
         run.notices.append(str(error))
-    run.settings = dict(_settings(folder.config_file, run.notices))
+    run.settings = _settings(folder.config_file, run.notices)
     run.end = _sound(_json(folder.exit_file, run.notices), END, str(folder.exit_file), run.notices)
     if plan := _json(plan_file(folder), run.notices):
         plan = _sound(plan, PLANNED, str(plan_file(folder)), run.notices)
@@ -307,16 +305,16 @@ def _sound_record(record: Mapping[str, Any], file: Path, notices: list[str]) -> 
     return {**sound, "sessions": sessions}
 
 
-def _settings(file: Path, notices: list[str]) -> Iterator[tuple[str, str]]:
+def _settings(file: Path, notices: list[str]) -> dict[str, str]:
+    settings: dict[str, str] = {}
     try:
-        sections = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        for section, keys in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            values = keys.items() if isinstance(keys, dict) else [("", keys)]
+            settings |= {f"{section}.{key}".rstrip("."): _in_words(value) for key, value in values}
+    except (OSError, ValueError, RecursionError) as error:  # also of a number with too many digits for a text
         reason = error.strerror if isinstance(error, OSError) else error
         notices.append(f"{file}: cannot read the settings: {reason}")
-        return
-    for section, keys in sections.items():
-        values = keys.items() if isinstance(keys, dict) else [("", keys)]
-        yield from ((f"{section}.{key}".rstrip("."), _in_words(value)) for key, value in values)
+    return settings
 
 
 def _in_words(value: object) -> str:
