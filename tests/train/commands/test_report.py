@@ -275,7 +275,7 @@ def test_half_a_character_in_a_name(copied: Path, tmp_path: Path, capsys: pytest
 
 
 def test_long_lists_are_capped_with_a_notice(copied: Path) -> None:
-    """Of incidents the first and the last ones stay, and of memory.txt the begin."""
+    """The first and the last incidents stay, and the begin of memory.txt."""
     skips = [{"step": 8, "incident": {"action": "skip", "reason": f"loss {i} is nan"}} for i in range(15_000)]
     with (copied / "metrics.jsonl").open("a") as stream:
         stream.writelines(json.dumps(each) + "\n" for each in skips)
