@@ -129,8 +129,8 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fit", action="store_true", help="find the fastest settings that fit: strategy, micro-batch, activation "
-        "checkpointing and compilation, if needed tensor and expert parallelism or offload; keys of the command line "
-        "stay as they are",
+        "checkpointing, compilation and loss chunks, if needed tensor, expert and context parallelism or offload; keys "
+        "of the command line stay as they are",
     )  # fmt: skip
     parser.add_argument(
         "--processes", metavar="N", type=int, default=0,

@@ -17,7 +17,7 @@ from typing import Any
 from shardwright._version import __version__
 from shardwright.strict_json import strict_json
 
-LIMIT = 1_500_000  #: bytes of a file, which no page reaches
+LIMIT = 1_500_000  #: bytes of a file, which no page that is written reaches
 SCRIPTS = ("elements.js", "charts.js", "step.js", "plan.js", "runs.js", "page.js")
 STYLE = "page.css"
 _ESCAPES = {
@@ -55,7 +55,10 @@ def document(title: str, data: Mapping[str, Any]) -> str:
     Args:
         title: of the browser's tab.
         data: plain values, with the key ``kind``, which ``page.js`` reads.
+
+    The text can always be encoded: halves of characters, which damaged files may have, are replaced in it.
     """
+    title = title.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     style, script = _asset(STYLE), "".join(_asset(name) for name in SCRIPTS)
     about = {
         "title": title,
@@ -72,6 +75,11 @@ def document(title: str, data: Mapping[str, Any]) -> str:
         data=embedded({**about, **data}),
         script=script,
     )
+
+
+def size_of(text: str) -> int:
+    """The bytes of a file with this text, which must be fewer than `LIMIT`."""
+    return len(text.encode())
 
 
 def embedded(data: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from shardwright.page.step import Table, differences
 
 MICROSECOND = 1e-6
+LARGEST = 1 << 53  #: of a number that the script of a page reads without loss
 
 
 def notes_picture(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,9 @@ def notes_picture(content: Mapping[str, Any]) -> dict[str, Any]:
             for at, kind, unit, name, nbytes in content["notes"]
         ]
         step, rank, left_out = (int(content[key]) for key in ("step", "rank", "left_out"))
-    except (LookupError, TypeError, ValueError) as error:
+        if any(abs(value) > LARGEST for at, _, _, _, nbytes in notes for value in (at, nbytes)):
+            raise ValueError(f"a number above {LARGEST:,}")
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"expected the notes of a step, found others: {type(error).__name__}: {error}"
         ) from error

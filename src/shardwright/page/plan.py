@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.page.document import LIMIT, document
+from shardwright.page.document import LIMIT, document, size_of
 from shardwright.page.step import MOST, step_picture, tensors_of
 from shardwright.planner.program import Program
 from shardwright.planner.speed import Speed
@@ -48,7 +48,7 @@ def plan_page(
     while True:
         step = step_picture(program, verdict.device.figures, verdict.ranks, most)
         text = document(title, {"kind": "plan", "head": list(head), "plan": {**values, "step": step}})
-        if len(text) < LIMIT or most < 100:
+        if size_of(text) < LIMIT or most < 100:
             return text
         most //= 2
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import math
+import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwright import cli
+from shardwright.page.document import LIMIT, size_of
+from shardwright.train.commands.pages.report import page_of
+from shardwright.train.commands.pages.shown_run import read_shown_run
+from shardwright.train.errors import UserError
 from tests.page.kit import HOSTILE, noted, read_page
 from tests.train.kit.jobs import records
+
+PLAN = {
+    "fits": "yes", "device": "h100", "ranks": 2, "reserved_bytes": 5, "live_bytes": 4, "exact": {"parameters": 1},
+    "speed": None, "peak": {"text": "backward"},
+}  # fmt: skip
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -120,13 +134,9 @@ def test_a_noted_step_of_one_run(copied: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_plan_beside_a_run(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = {
-        "fits": "yes", "device": "h100", "ranks": 2, "reserved_bytes": 5, "live_bytes": 4, "exact": {"parameters": 1},
-        "speed": None, "peak": {"text": "backward"},
-    }  # fmt: skip
     (copied / "logs").mkdir(exist_ok=True)
-    (copied / "logs" / "plan.json").write_text(json.dumps({**plan, "other": 1}))
-    assert page(capsys, tmp_path / "page.html", copied)["runs"][0]["plan"] == plan
+    (copied / "logs" / "plan.json").write_text(json.dumps({**PLAN, "other": 1}))
+    assert page(capsys, tmp_path / "page.html", copied)["runs"][0]["plan"] == PLAN
     (copied / "logs" / "plan.json").write_text("")  # it was not made to its end
     assert page(capsys, tmp_path / "page.html", copied)["runs"][0]["plan"] is None
 
@@ -165,6 +175,141 @@ def test_hostile_names(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "page.html"
     assert HOSTILE in page(capsys, file, folder)["title"]
     assert [name for name, _ in read_page(file.read_text())[0]].count("script") == 2
+
+
+DAMAGES = (None, "x", [1], math.inf, -(10**400), "\ud800")
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of each value in a JSON value, as keys and numbers."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*place, key)
+        yield from places(each, (*place, key))
+
+
+def damaged(value: Any, place: tuple[Any, ...], damage: Any) -> Any:
+    changed = copy.deepcopy(value)
+    around = functools.reduce(lambda inner, key: inner[key], place[:-1], changed)
+    around[place[-1]] = damage
+    return changed
+
+
+def test_a_damaged_value_is_never_a_traceback(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each value of a run's files, replaced by one of other kinds, gives a page that can be written, or one error."""
+    draw = random.Random(0)
+    lines = records(copied)
+    lines[-1] |= {"extra_losses": {"mtp": 1.0}, "norms": {"layers.0": 1.0}, "not_finite": {"lr": "nan"}}
+    skip = {"action": "skip", "reason": "the loss is nan", "samples": [32, 40]}
+    contents: dict[str, Any] = {
+        "run.json": json.loads((copied / "run.json").read_text()),
+        "exit.json": {"status": 75, "reason": "out of memory", "step": 8, "rank": 1, "time": "now"},
+        "step_notes.json": {**noted(), "notes": noted()["notes"][:4]},
+        "logs/plan.json": PLAN,
+        "metrics.jsonl": [*lines[-2:], {"step": 5, "incident": skip}, {"step": 6, "save_failure": "full"}],
+    }
+
+    def write(name: str, content: Any) -> None:
+        lines = content if isinstance(content, list) else [content]
+        (copied / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    (session,) = contents["run.json"]["sessions"]
+    contents["run.json"]["sessions"].append({**session, "from_step": 3, "attempt": 2})
+    (copied / "logs").mkdir(exist_ok=True)
+    for name, content in contents.items():
+        write(name, content)
+    for name, content in contents.items():
+        for place in places(content):
+            for damage in draw.sample(DAMAGES, 2):
+                write(name, damaged(content, place, damage))
+                try:
+                    assert read_data(page_of([read_shown_run(copied)]))["runs"]
+                except UserError as error:
+                    assert "\n" not in str(error)
+                except Exception as error:
+                    raise AssertionError(f"{name}, {place}, {damage!r:.20}") from error
+        write(name, content)
+
+
+def read_data(text: str) -> dict[str, Any]:
+    """The data of a page, which must be encoded first, as those of its file."""
+    begin = text.encode().decode().index('id="data">') + len('id="data">')
+    data: dict[str, Any] = json.loads(text[begin : text.index("</script>", begin)])
+    return data
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "damage", "notice"),
+    [
+        ("run.json", ("sessions", 0, "attempt"), None, "session 1: expected a whole number for attempt, found None"),
+        ("run.json", ("sessions", 0, "from_step"), [], "expected a whole number for from_step, found a list"),
+        ("run.json", ("status",), 10**400, "expected a text for status, found 1000"),
+        ("step_notes.json", ("notes", 0, 0), math.inf, "expected the notes of a step, found others: OverflowError"),
+        ("step_notes.json", ("notes", 0, 0), 10**400, "found others: ValueError: a number above"),
+        ("exit.json", ("status",), "x", "exit.json: expected a whole number for status, found 'x'"),
+        ("logs/plan.json", ("exact",), [], "the plan is not shown, since it has no valid exact"),
+        ("metrics.jsonl", ("loss",), 10**400, "expected a number for loss, found 1000"),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_a_damaged_value_is_named(
+    name: str, place: tuple[Any, ...], damage: Any, notice: str, copied: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (copied / "logs").mkdir(exist_ok=True)
+    contents = {"exit.json": {"status": 1}, "step_notes.json": noted(), "logs/plan.json": PLAN}
+    lines = (copied / name).read_text().splitlines() if name not in contents else [json.dumps(contents[name])]
+    if name == "run.json":
+        lines = ["".join(lines)]
+    lines[-1] = json.dumps(damaged(json.loads(lines[-1]), place, damage))
+    (copied / name).write_text("\n".join(lines) + "\n")
+    (run,) = page(capsys, tmp_path / "page.html", copied)["runs"]
+    assert any(notice in each for each in run["notices"])
+
+
+def test_half_a_character_in_a_name(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((copied / "run.json").read_text())
+    (copied / "run.json").write_text(json.dumps({**record, "name": "a\ud800"}))
+    page(capsys, tmp_path / "page.html", copied)
+    assert read_page((tmp_path / "page.html").read_text())[1]["title"].startswith("a\ufffd")
+
+
+def test_long_lists_are_capped_with_a_notice(copied: Path) -> None:
+    """The first and the last incidents stay, and the begin of memory.txt."""
+    skips = [{"step": 8, "incident": {"action": "skip", "reason": f"loss {i} is nan"}} for i in range(15_000)]
+    with (copied / "metrics.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(each) + "\n" for each in skips)
+    (copied / "memory.txt").write_text("layers\n" * 15_000)
+    record = json.loads((copied / "run.json").read_text())
+    record["sessions"] = [{**record["sessions"][0], "status": "x" * 5_000}] * 150
+    (copied / "run.json").write_text(json.dumps(record))
+    run = read_shown_run(copied)
+    text = page_of([run])
+    (shown,) = read_data(text)["runs"]
+    assert size_of(text) < LIMIT
+    count, most = len(run.incidents), len(shown["incidents"])
+    assert 10 <= most <= 1_000 and shown["incidents"][-1]["text"] == run.incidents[-1]["text"]
+    notices = "\n".join(shown["notices"])
+    assert f"{count - most:,} of {count:,} incidents are left out of this page" in notices
+    assert "characters are left out of this page" in notices and "4,000 more characters" in str(
+        shown["sessions"]
+    )
+    text = page_of([run] * 20)
+    last = read_data(text)["runs"][19]
+    assert size_of(text) < LIMIT and len(last["memory_text"]) >= 1_000
+    assert any("of 150 sessions are left out" in each for each in last["notices"])
+
+
+def test_a_page_that_is_too_large_is_one_error(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (copied / "config.toml").open("a") as stream:
+        stream.writelines(f'[section_{i}]\nkey = "{"x" * 900}"\n' for i in range(2_000))
+    file = tmp_path / "page.html"
+    status, out, err = report(capsys, copied, "--html", file)
+    assert (status, out, err.count("\n")) == (2, "", 1) and not file.exists()
+    assert "expected a page of less than 1,500,000 bytes" in err and "Most of it is from config.toml" in err
+    assert "Report fewer runs" in report(capsys, copied, copied, "--html", file)[2]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,6 +203,38 @@ def test_a_page_has_all_plans_by_dimension(tmp_path: Path, capsys: pytest.Captur
     )
     for each in grid["plans"]:
         assert sum(loss["seconds"] for loss in each["losses"]) == pytest.approx(each["step_seconds"])
+
+
+def test_results_are_printed_before_the_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that cannot be written loses no search, and a place that cannot have a file begins none."""
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--fit", "--processes", "1"]
+    searches: list[PlannedJob] = []
+    search = fitting.search
+
+    def counting(job: PlannedJob, *settings: Any) -> fitting.Search:
+        searches.append(job)
+        return search(job, *settings)
+
+    def failing(file: Path, text: str, advice: str) -> None:
+        raise UserError(f"{file}: cannot write: No space left on device")
+
+    monkeypatch.setattr(fitting, "search", counting)
+    monkeypatch.setattr(fitting, "write_page", failing)
+    (tmp_path / "folder").mkdir()
+    for place, message in (("none/a.html", "found no folder"), ("folder", "found a folder")):
+        status, out, err = run(capsys, *job, "--html", str(tmp_path / place))
+        assert (status, out, searches) == (2, "", []) and message in err
+    status, out, err = run(capsys, *job, "--html", str(tmp_path / "a.html"))
+    assert status == 2 and "\nbest     " in out and "wrote" not in out and "No space left" in err
+    status, out, _ = run(capsys, *job, "--json", "--html", str(tmp_path / "a.html"))
+    assert status == 2 and json.loads(out)["best"]
+
+
+def test_the_help_names_all_settings_that_a_search_tries(capsys: pytest.CaptureFixture[str]) -> None:
+    words = " ".join(run(capsys, "--help")[1].split())
+    assert "loss chunks, if needed tensor, expert and context parallelism or offload" in words
 
 
 def fit_on(capsys: pytest.CaptureFixture[str], tmp_path: Path, gib: float, *keys: str) -> tuple[int, str]:

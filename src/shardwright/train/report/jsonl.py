@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from shardwright.durable import replace_file, sync
 from shardwright.strict_json import not_finite, strict_json
@@ -165,26 +165,33 @@ def _record(line: str, where: str) -> dict[str, Any]:
         return record
     try:
         wrong = _restored(record, record.pop(NOT_FINITE, {}))
-    except (AttributeError, LookupError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UserError(f"metrics: expected figures of the step in {NOT_FINITE} in {where}") from None
     for column in fields(StepRecord):
         if column.name in MAPPINGS:
             continue
         value, optional = record.get(column.name), column.metadata.get("optional", False)
-        finite = isinstance(value, int | float) and abs(value) < float("inf")
+        finite = _is_number(value) and math.isfinite(value)
         if not finite and column.name not in wrong and not (optional and value is None):
-            raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
+            raise UserError(f"metrics: expected a number for {column.name}, found {value!r:.200} in {where}")
     for name in MAPPINGS:
         values = record.get(name, {})
         if not isinstance(values, dict) or not all(
-            isinstance(value, int | float | None) for value in values.values()
+            value is None or _is_number(value) for value in values.values()
         ):
-            raise UserError(f"metrics: expected an object of numbers for {name}, found {values!r} in {where}")
+            raise UserError(
+                f"metrics: expected an object of numbers for {name}, found {values!r:.200} in {where}"
+            )
         if None in values.values():
             record[name] = {key: math.nan if value is None else value for key, value in values.items()}
     if record["seconds"] <= 0:
         raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
     return record
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a float, or a whole number of 64 bits: sums of others may be beyond all floats."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def _restored(record: dict[str, Any], wrong: Mapping[str, Any]) -> set[str]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from shardwright.durable import replace_file
+from shardwright.page.document import LIMIT, size_of
 from shardwright.train.errors import UserError
 from shardwright.train.run.writing import writing
 
@@ -25,7 +26,20 @@ def check_place(file: Path) -> None:
         raise UserError(f"{OPTION}: {folder}: cannot write: Permission denied. Choose another folder")
 
 
-def write_page(file: Path, text: str) -> None:
-    """Raises UserError if the file cannot be written."""
+def write_page(file: Path, text: str, advice: str) -> None:
+    """Write a page.
+
+    Args:
+        file: its place.
+        text: of the page.
+        advice: for a page that is too large: what to leave out.
+
+    Raises:
+        UserError: the page is too large, or the file cannot be written.
+    """
+    if (size := size_of(text)) >= LIMIT:
+        raise UserError(
+            f"{file}: expected a page of less than {LIMIT:,} bytes, found {size:,}; the file is not written. {advice}"
+        )
     with writing(file, OPTION):
         replace_file(file, text.encode())

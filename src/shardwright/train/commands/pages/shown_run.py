@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeGuard
 
-from shardwright.page.notes import notes_picture
+from shardwright.page.notes import LARGEST, notes_picture
+from shardwright.strict_json import strict_json
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.forecast import plan_file
 from shardwright.train.report import jsonl, plots
@@ -30,8 +31,23 @@ ABSENT = {"validation_loss": None, "data_seconds": 0.0}  #: keys that lines of o
 TABLE = ("step", "loss", "validation_loss", "grad_norm", "tokens_per_second", "seconds", "memory_reserved")
 ROWS = 50  #: of the table of steps
 SHOWN = 5  #: damaged lines that are named
-LONGEST = 100_000  #: characters of a text file that is shown
-PLANNED = ("fits", "device", "ranks", "reserved_bytes", "live_bytes", "exact", "speed", "peak")
+NOTICES = 20  #: that are shown
+LONGEST = 1_000  #: characters of a text in a table
+# Kinds of the values that are shown.
+RECORD = {"name": str, "status": str, "parameters": int}
+RESULTS = {"peak_memory": int, "held_memory": int, "leased_memory": int}
+SESSION = {
+    "start": str, "end": str, "from_step": int, "to_step": int, "status": str, "ended_by": str, "attempt": int,
+    "ranks": int, "threads": int, "device": str, "device_name": str, "engine": str, "strategy": str, "layout": str,
+    "memory": str, "param_dtype": str, "reduce_dtype": str, "versions": dict,
+}  # fmt: skip
+END = {"status": int, "reason": str, "step": int, "rank": int, "time": str}
+PLANNED = {
+    "fits": str, "device": str, "ranks": int, "reserved_bytes": int, "live_bytes": int, "exact": dict, "speed": dict,
+    "peak": dict,
+}  # fmt: skip
+MAY_BE_NULL = {"parameters", *RESULTS, "end", "to_step", "ended_by", "step", "rank", "speed", "peak"}
+KINDS = {int: "a whole number", str: "a text", dict: "an object"}
 
 Curve = list[tuple[int, float]]
 
@@ -68,12 +84,12 @@ class ShownRun:
     def name(self) -> str:
         """The name of the run and of its folder."""
         name, folder = str(self.record.get("name", "")), self.path.resolve().name
-        return folder if folder.startswith(name) else f"{name} ({folder})"
+        return folder if folder.startswith(name) else f"{shortened(name)} ({folder})"
 
     @property
     def sessions(self) -> Sequence[Mapping[str, Any]]:
-        """The sessions of its record, without damaged ones."""
-        return [each for each in self.record.get("sessions", []) if type(each["from_step"]) is int]
+        """The sessions of its record, without those whose first step is damaged."""
+        return [each for each in self.record.get("sessions", []) if "from_step" in each]
 
     @property
     def facts(self) -> dict[str, str]:
@@ -119,17 +135,28 @@ class ShownRun:
         recorded = [record[PARTS] for record in timed if record.get(PARTS)]
         if recorded:
             names = [name for name, value in recorded[-1].items() if _is_number(value)]
-            return {name: fmean(each.get(name) or 0.0 for each in recorded) for name in names}
-        whole, data = (fmean(record[name] for record in timed) for name in ("seconds", "data_seconds"))
+            return {name: _mean([each.get(name) or 0.0 for each in recorded]) for name in names}
+        whole, data = (_mean([record[name] for record in timed]) for name in ("seconds", "data_seconds"))
         return {"data": data, "forward, backward, collectives and optimizer": max(0.0, whole - data)}
 
-    def values(self) -> dict[str, Any]:
-        """All but its curves."""
+    def values(self, most: int, characters: int) -> dict[str, Any]:
+        """All but its curves.
+
+        Args:
+            most: incidents, and sessions. If there are more, the first and the last ones are shown.
+            characters: of memory.txt.
+        """
         results, last = self.results(), self.sessions[-1] if self.sessions else {}
         split = self.split()
         every = max(1, math.ceil(len(self.steps) / ROWS))
         rows = [*self.steps[:-1:every], *self.steps[-1:]]
-        plan = self.plan
+        notices = [shortened(each) for each in self.notices[:NOTICES]]
+        if more := self.notices[NOTICES:]:
+            notices.append(f"left out of this page: {counted(len(more), 'more notice')} of this run")
+        if more_text := self.memory[characters:]:
+            notices.append(
+                f"memory.txt: the last {len(more_text):,} of {len(self.memory):,} characters are left out of this page"
+            )
         return {
             "name": self.name,
             "folder": str(self.path),
@@ -142,19 +169,55 @@ class ShownRun:
             "results": results,
             "split": split,
             "step_seconds": sum(split.values()) or None,
-            "sessions": list(self.sessions),
-            "incidents": list(self.incidents),
-            "settings": dict(self.settings),
-            "plan": None if plan is None else {key: plan.get(key) for key in PLANNED},
-            "memory_text": self.memory,
+            "sessions": [
+                {key: _shortened_texts(value) for key, value in session.items() if key in SESSION}
+                for session in _ends(self.sessions, most, "sessions", notices)
+            ],
+            "incidents": [
+                _shortened_texts(each) for each in _ends(self.incidents, most, "incidents", notices)
+            ],
+            "settings": _shortened_texts(self.settings),
+            "plan": None if self.plan is None else {key: self.plan.get(key) for key in PLANNED},
+            "memory_text": self.memory[:characters],
             "noted": self.noted,
-            "notices": self.notices,
+            "notices": notices,
             "table": [[record.get(key) for key in TABLE] for record in rows],
         }
 
 
+def _ends(values: Sequence[Any], most: int, name: str, notices: list[str]) -> list[Any]:
+    """At most so many of the values, the first and the last ones, and a notice about those that are left out."""
+    count = len(values)
+    if count <= most:
+        return list(values)
+    first = most // 2
+    notices.append(
+        f"{count - most:,} of {count:,} {name} are left out of this page: it has the first {first:,} and the last "
+        f"{most - first:,}"
+    )
+    return [*values[:first], *values[count - most + first :]]
+
+
+def shortened(text: str) -> str:
+    """The text, or its begin and how many characters follow."""
+    more = len(text) - LONGEST
+    return text if more <= 0 else f"{text[:LONGEST]} ... ({counted(more, 'more character')})"
+
+
+def _shortened_texts(value: Any) -> Any:
+    """The value with short texts, also inside an object."""
+    if isinstance(value, Mapping):
+        return {key: _shortened_texts(each) for key, each in value.items()}
+    return shortened(value) if isinstance(value, str) else value
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Not finite if a value or the sum is not: it raises no error."""
+    return sum(map(float, values)) / len(values)
+
+
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -174,7 +237,7 @@ def read_shown_run(path: Path) -> ShownRun:
     folder = RunFolder(path)
     run = ShownRun(path)
     try:
-        run.record = folder.record()
+        run.record = _sound_record(folder.record(), folder.record_file, run.notices)
     except UserError as error:
         if not folder.metrics_file.is_file():
             raise
@@ -190,10 +253,14 @@ def read_shown_run(path: Path) -> ShownRun:
             )
     except UserError as error:
         run.notices.append(str(error))
-    run.settings = dict(_settings(folder.config_file, run.notices))
-    run.end = _json(folder.exit_file, run.notices)
-    plan = _json(plan_file(folder), run.notices)
-    run.plan = plan if plan.keys() >= {*PLANNED} and isinstance(plan["exact"], dict) else None
+    run.settings = _settings(folder.config_file, run.notices)
+    run.end = _sound(_json(folder.exit_file, run.notices), END, str(folder.exit_file), run.notices)
+    if plan := _json(plan_file(folder), run.notices):
+        plan = _sound(plan, PLANNED, str(plan_file(folder)), run.notices)
+        run.plan = plan if plan.keys() >= PLANNED.keys() else None
+        if run.plan is None:
+            missing = ", ".join(key for key in PLANNED if key not in plan)
+            run.notices.append(f"{plan_file(folder)}: the plan is not shown, since it has no valid {missing}")
     run.incidents = sorted(_incidents(run, events, folder), key=lambda each: each["step"] or 0)
     if notes := _json(folder.notes_file, run.notices):
         try:
@@ -201,22 +268,53 @@ def read_shown_run(path: Path) -> ShownRun:
         except ValueError as error:
             run.notices.append(f"{folder.notes_file}: {error}")
     try:
-        run.memory = folder.memory_file.read_text(encoding="utf-8", errors="replace")[:LONGEST]
+        run.memory = folder.memory_file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # it is written after the first steps
         pass
     return run
 
 
-def _settings(file: Path, notices: list[str]) -> Iterator[tuple[str, str]]:
+def _sound(
+    values: Mapping[str, Any], kinds: Mapping[str, type], where: str, notices: list[str]
+) -> dict[str, Any]:
+    """The values without those of another kind, and a notice about each of these."""
+    sound = {}
+    for key, value in values.items():
+        kind = kinds.get(key)
+        is_sound = type(value) is kind and (type(value) is not int or abs(value) <= LARGEST)
+        if kind is None or is_sound or (value is None and key in MAY_BE_NULL):
+            sound[key] = value
+        else:
+            is_list = isinstance(value, list)
+            found = "a list" if is_list else "an object" if isinstance(value, dict) else f"{value!r:.100}"
+            notices.append(f"{where}: expected {KINDS[kind]} for {key}, found {found}")
+    return sound
+
+
+def _sound_record(record: Mapping[str, Any], file: Path, notices: list[str]) -> dict[str, Any]:
+    """The values of run.json of which each has its kind. A session without its first step is not shown."""
+    sound = _sound(record, RECORD, str(file), notices)
+    sound["results"] = _sound(record.get("results", {}), RESULTS, f"{file}, results", notices)
+    sessions = []
+    for number, session in enumerate(record["sessions"], start=1):
+        where = f"{file}, session {number}"
+        sessions.append(_sound(session, SESSION, where, notices))
+        if "versions" in sessions[-1]:
+            versions = session["versions"]
+            sessions[-1]["versions"] = _sound(versions, dict.fromkeys(versions, str), where, notices)
+    return {**sound, "sessions": sessions}
+
+
+def _settings(file: Path, notices: list[str]) -> dict[str, str]:
+    settings: dict[str, str] = {}
     try:
-        sections = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        for section, keys in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            values = keys.items() if isinstance(keys, dict) else [("", keys)]
+            settings |= {f"{section}.{key}".rstrip("."): _in_words(value) for key, value in values}
+    except (OSError, ValueError, RecursionError) as error:  # also of a number with too many digits for a text
         reason = error.strerror if isinstance(error, OSError) else error
         notices.append(f"{file}: cannot read the settings: {reason}")
-        return
-    for section, keys in sections.items():
-        values = keys.items() if isinstance(keys, dict) else [("", keys)]
-        yield from ((f"{section}.{key}".rstrip("."), _in_words(value)) for key, value in values)
+    return settings
 
 
 def _in_words(value: object) -> str:
@@ -231,6 +329,7 @@ def _json(file: Path, notices: list[str]) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         value = json.loads(text) if text.strip() else {}
+        strict_json(value)  # which a page needs: it is not nested too deeply
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -251,7 +350,9 @@ def _incidents(
     for event in events:
         if SAVE_FAILURE in event:
             yield incident(event["step"], "checkpoint not written", event[SAVE_FAILURE])
-        elif isinstance(content := event[INCIDENT], dict):
+        elif not isinstance(content := event[INCIDENT], dict):
+            yield incident(event["step"], "incident", "its line of metrics.jsonl is damaged")
+        else:
             words = {
                 "skip": "step skipped",
                 "rewind": "back to a checkpoint",
@@ -264,12 +365,12 @@ def _incidents(
             text = f"{content.get('reason', 'no reason is recorded')}{left_out}"
             yield incident(event["step"], words.get(action, action), text)
     for number, session in enumerate(run.sessions):
-        begin, ranks = session["from_step"], session["ranks"]
-        if session.get("attempt", 1) > 1:
-            text = f"attempt {session['attempt']}, on {ranks} ranks, goes on after step {begin}"
-            yield incident(begin, "restart", text, session["start"])
+        begin, start = session["from_step"], session.get("start")
+        text = f"on {session.get('ranks', '?')} ranks, goes on after step {begin}"
+        if (attempt := session.get("attempt", 1)) > 1:
+            yield incident(begin, "restart", f"attempt {attempt}, {text}", start)
         elif number:
-            yield incident(begin, "resume", f"on {ranks} ranks, goes on after step {begin}", session["start"])
+            yield incident(begin, "resume", text, start)
         if (status := session.get("status")) not in ("finished", "running", None):
             text = session.get("ended_by") or "no reason is recorded"
             yield incident(session.get("to_step"), f"session {status}", text, session.get("end"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -93,9 +94,6 @@ def fit(
     config = job()
     now = next((each for each in plans if not each.keys), None)
     best = fastest(plans)
-    if html is not None:
-        found = Search(plans, speeds, failed, searched)
-        write_page(html, _page(job, device, rules, caches, found, best or now, assumed))
     if json:
         values = {
             "now": None if now is None else _values(now, speeds),
@@ -113,7 +111,12 @@ def fit(
             print(line)
         if "train.global_batch" in assumed:
             print(f"{'':8} A larger --train.global_batch allows larger micro-batches, which may be faster.")
-        if html is not None:
+    if html is not None:  # after the results, which a page that cannot be written must not lose
+        sys.stdout.flush()
+        found = Search(plans, speeds, failed, searched)
+        page = _page(job, device, rules, caches, found, best or now, assumed)
+        write_page(html, page, "Leave out plans: give values of some keys, which the search then keeps")
+        if not json:
             print(f"wrote {html}")
     return 0 if best is not None else 3
 

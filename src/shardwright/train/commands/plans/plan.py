@@ -84,21 +84,21 @@ def plan(
     ]
     edits = sorted(edits, key=_merit)[:EDITS]
     values = {key: config.value_at(key) for key in assumed}
-    if html is not None:
-        page = plan_page(
-            config.run.name, head(config, ranks, device).split("\n"), program, verdict, edits, values
-        )
-        write_page(html, page)
     if json:
         print(as_json(verdict, edits, values))
-        return verdict.status
-    for i, (words, other) in enumerate(edits):
+    for i, (words, other) in enumerate([] if json else edits):
         saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
         fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
         rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
         print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")
-    if html is not None:
-        print(f"wrote {html}")
+    if html is not None:  # after the figures, which a page that cannot be written must not lose
+        sys.stdout.flush()
+        page = plan_page(
+            config.run.name, head(config, ranks, device).split("\n"), program, verdict, edits, values
+        )
+        write_page(html, page, "Leave out layers: plan the job with a smaller model.layers, or use --json")
+        if not json:
+            print(f"wrote {html}")
     return verdict.status
 
 
