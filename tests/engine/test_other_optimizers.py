@@ -37,3 +37,19 @@ def test_the_optimizer_of_another_model_warns(rank: int, world_size: int, other_
             torch.optim.AdamW(model.parameters()).step()
             model.zero_grad()
             torch.optim.AdamW(other.parameters()).step()  # no model has a gradient
+
+
+@multirank(2)
+def test_two_models_that_run_do_not_warn(rank: int, world_size: int) -> None:
+    """As in a GAN: the optimizer of one model steps before that model has gradients, while the other has some."""
+    mesh = world_mesh(world_size)
+    model, other = sw.fully_shard(nn.Linear(4, 2), mesh=mesh), sw.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(other.parameters()))
+    for p in other.parameters():
+        p.requires_grad_(False)
+    other(model(torch.ones(2, 4))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for p in other.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

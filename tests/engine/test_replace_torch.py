@@ -110,3 +110,24 @@ def test_a_wrapper_of_torch_warns_once(rank: int, world_size: int) -> None:
         FullyShardedDataParallel(
             nn.Linear(4, 3), process_group=mesh.get_group(), device_id=torch.device("cpu")
         )
+
+
+@multirank(2)
+def test_each_replacement_warns_unless_a_model_was_sharded_since(rank: int, world_size: int) -> None:
+    with sw.replace_torch():  # the outer one, as of a program that calls it without a context
+        for _ in range(2):
+            with sw.replace_torch(), pytest.warns(UserWarning, match="DistributedDataParallel wraps Linear"):
+                nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+        for again in (False, True):
+            with sw.replace_torch():
+                model = sw.fully_shard(nn.Linear(4, 3), mesh=world_mesh(world_size))
+                if again:
+                    with sw.replace_torch(), pytest.warns(UserWarning, match="wraps Linear"):
+                        nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+                else:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error")
+                        nn.parallel.DistributedDataParallel(
+                            nn.Linear(4, 3)
+                        )  # a small model beside the sharded one
+                assert isinstance(model, sw.FSDPModule)

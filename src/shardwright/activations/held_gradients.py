@@ -1,7 +1,8 @@
 """Gradients of one loss between forward and backward: of its hidden states, and float32 sums of those of its head.
 
-A product that computes the gradient of a head's matrix adds it to the sum, so that the gradient of a chunk never exists
-as a whole. Nothing here knows how a loss is computed.
+A product that computes the gradient of a plain matrix in ``linear``, without autocast, adds it to the sum, so that the
+gradient of a chunk never exists as a whole. For other parameters, for DTensors and under autocast it exists, and is
+added after that. Nothing here knows how a loss is computed.
 """
 
 from __future__ import annotations

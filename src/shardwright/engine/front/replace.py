@@ -17,6 +17,7 @@ from shardwright._torch import fsdp2_modules, torchs_own
 from shardwright.engine.front.api import fully_shard
 from shardwright.engine.front.methods import register_fsdp_forward_method
 from shardwright.engine.front.module import FSDPModule, UnshardHandle, share_comm_ctx
+from shardwright.engine.unit.owning import newest_serial
 
 _OURS: dict[str, Any] = {
     "FSDPModule": FSDPModule,
@@ -37,7 +38,8 @@ def replace_torch() -> ReplacedTorch:
     ``torch.distributed._composable.fsdp`` for the rest of the process, or until the end of the context if used as a
     context manager. Modules that imported torch's names before keep those names. The result lists these modules as
     ``bound``. A warning names the modules that would still shard with torch's engine. Another one says if
-    torch's DDP or FSDP1 then wraps a model, as Accelerate and the Trainer of transformers do on the CPU.
+    torch's DDP or FSDP1 wraps a model before the first ``fully_shard``, as Accelerate and the Trainer of transformers
+    do on the CPU: once for each call.
 
     Returns:
         A context manager. ``bound`` is a dict from the name of a loaded module to the names of torch that it has
@@ -94,33 +96,39 @@ _WRAPPERS: dict[type[nn.Module], tuple[str, str]] = {
 
 
 class _WrapperWatch:
-    """Warns once when a wrapper of torch gets a model: the wrapper registers it as a submodule."""
+    """Warns once when a wrapper of torch gets a model: the wrapper registers it as a submodule.
 
-    active: ClassVar[_WrapperWatch | None] = None
+    It ends without a warning if ``fully_shard`` was called before: then the framework shards with this engine, and the
+    wrapper has some other model.
+    """
+
+    active: ClassVar[_WrapperWatch | None] = None  #: the one that has not ended
 
     def __init__(self) -> None:
-        self._handle: RemovableHandle | None = register_module_module_registration_hook(self._registered)
+        self._handle: RemovableHandle = register_module_module_registration_hook(self._registered)
+        self._serial = newest_serial()
         _WrapperWatch.active = self
 
     @classmethod
     def begin(cls) -> _WrapperWatch | None:
-        """A new watch; None: an outer replacement watches already."""
-        return cls() if cls.active is None else None
+        """A new watch; None: that of an earlier replacement goes on, and forgets the models sharded until now."""
+        if cls.active is None:
+            return cls()
+        cls.active._serial = newest_serial()
+        return None
 
     def end(self) -> None:
-        self._stop()
-        _WrapperWatch.active = None
-
-    def _stop(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        self._handle.remove()
+        if _WrapperWatch.active is self:
+            _WrapperWatch.active = None
 
     def _registered(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
         wrapper = next((_WRAPPERS[kind] for kind in _WRAPPERS if isinstance(module, kind)), None)
         if wrapper is None or inner is None:
             return
-        self._stop()
+        self.end()
+        if newest_serial() > self._serial:
+            return
         warnings.warn(
             f"torch's {wrapper[0]} wraps {type(inner).__name__}, so shardwright does not shard it, though "
             f"shardwright.replace_torch() was called. {wrapper[1]}. Or shard the model yourself with "

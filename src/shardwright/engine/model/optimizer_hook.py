@@ -93,7 +93,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         if (root := root_of(unit)) is not None:
             root.pools.step()
     reduce_held(parameters)
-    if first:
+    if first and not any(root_of(unit) is not None for unit in stepped):
         _warn_of_other_model(optimizer, parameters)
     if any(unit.gradients.chooses_dtype for unit in stepped):
         refuse_gradient_dtypes(optimizer, parameters)
@@ -160,7 +160,8 @@ def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit
 
 def _warn_of_other_model(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     """Warn if no parameter of the optimizer has a gradient, and parameters of a sharded model do: torch would train
-    nothing and raise nothing."""
+    nothing and raise nothing. The optimizer's are of no sharded model that has run: of two such models, as in a GAN,
+    one may step first."""
     if not parameters or any(p.grad is not None for p in parameters):
         return
     for root in list(roots):

@@ -37,6 +37,11 @@ def units_of(model: nn.Module) -> list[Unit]:
     return [unit for main in mains for unit in (main, *main.siblings)]
 
 
+def newest_serial() -> int:
+    """The number of the newest unit that exists; -1: none does."""
+    return max((unit.serial for unit in _units), default=-1)
+
+
 @torch.inference_mode(False)
 def own_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
     """Make the unit's memory, and put the sharded parameters into the modules."""
