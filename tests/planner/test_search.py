@@ -120,7 +120,7 @@ class Wide:
         a, b, t, o = (
             int(values.get(name, default)) for name, default in zip("abto", (0, 0, 1, 0), strict=True)
         )
-        assert t not in self.without
+        assert t not in self.without or not keys  # the job itself is planned as it is
         nbytes = (24 - 4 * a - 2 * b) / t - 7 * o
         return Found(
             keys, nbytes <= self.limit, round(nbytes), (1 + 0.2 * a + 0.1 * b) * self.speed[t] * self.slow**o
@@ -166,6 +166,14 @@ def test_if_nothing_fits_the_first_further_setting_that_fits_is_searched() -> No
     best = refused.search()
     assert best is not None and dict(best.keys)["t"] == "4"
     assert refused.tried == [(1, 0), (4, 0), (1, 1), (1, 2)]
+
+
+def test_a_job_that_needs_a_further_setting_is_searched_with_it() -> None:
+    """As tensor parallelism of more ranks than there are sequences."""
+    job = Wide(limit=16, without=(1,))
+    best = job.search()
+    assert best is not None and dict(best.keys)["t"] == "2" and best.nbytes <= 16
+    assert best.seconds == pytest.approx(1.3) and job.tried[0] == (1, 0)
 
 
 def test_settings_that_only_save_memory_are_not_tried_for_speed() -> None:

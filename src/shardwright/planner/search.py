@@ -67,10 +67,10 @@ def search_widely(
 ) -> list[Found]:
     """Plans of the job as it is, which is the first one, of grids, and of grids with further settings if needed.
 
-    If nothing fits, the first of the further and of the smaller settings with which the smallest point fits are
-    searched, and the first of ``last``, each unless its smallest point is slower than what was found. If something
-    fits, and ``helps`` says that further settings may be faster, they are searched as long as each is faster than the
-    one before.
+    If nothing fits, or no grid is without further settings, the first of the further and of the smaller settings with
+    which the smallest point fits are searched, and the first of ``last``, each unless its smallest point is slower than
+    what was found. If something fits, and ``helps`` says that further settings may be faster, they are searched as long
+    as each is faster than the one before.
 
     Args:
         grids: with these settings. The first one that has a point that fits counts. None: they do not go together.
@@ -127,7 +127,7 @@ def search_widely(
     if (now is not None and now.fits) or fits(()):
         look(())
     best = fastest(plans)
-    if best is None:
+    if best is None or not grids(()):  # or the job has further settings, without which there is none
         ways: list[Keys] = []
         for keys in ((), *last):
             if keys and fits(keys):
