@@ -17,7 +17,7 @@
 # make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
 # make bench                             every engine's step beside FSDP2's on two CPU ranks, in under 20 minutes
 # make bench ARGS="--shapes deep --only FSDP"   fewer; benchmarks/README.md says how to add DeepSpeed and Megatron-FSDP
-# make docs                              the documentation as a site, in build/site; open index.html there
+# make docs                              the documentation as a site, in build/site; with search: make docs-serve
 # make test  WORKERS=0                   in one process; default: 3, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
@@ -30,7 +30,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test test-all quick guard house defects faults ops clusters gpu bench-gpu bench docs check lint types contract format clean
+.PHONY: setup train test test-all quick guard house defects faults ops clusters gpu bench-gpu bench docs docs-serve check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -102,6 +102,9 @@ bench: $(STAMP)
 	PYTHONPATH=src $(PY) -m benchmarks.peers $(ARGS)
 
 # The variable silences an advertisement of the theme for another program.
+docs-serve: docs
+	$(PY) -m http.server -d build/site -b 127.0.0.1 8000
+
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
