@@ -47,7 +47,7 @@ from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.search import Found, Keys, fastest
 from shardwright.planner.verdict import runtime_of
-from shardwright.train.commands.plans import fit
+from shardwright.train.commands.plans import fit, grids
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
@@ -123,7 +123,7 @@ def choice(device: Device, number: int) -> Choice:
 
 def settings_of(job: Problem) -> Iterator[Keys]:
     """All points of the grid of a search."""
-    for axes in fit.axes_of(job(), RANKS, RANKS, dict(job.keys)):
+    for axes in grids.axes_of(job(), RANKS, RANKS, dict(job.keys)):
         for values in itertools.product(*(axis.values for axis in axes)):
             yield tuple(pair for keys in values for pair in keys)
 

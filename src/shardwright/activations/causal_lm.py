@@ -74,14 +74,16 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 class _LossInChunks:
-    """Takes the place of a model's forward, and its ``loss`` that of the model's loss.
+    """The forward that replaces a model's own. Its method ``loss`` replaces the model's loss function.
 
     It is an object, not a closure, so that a copy of the model refers to the copy. Functions are not copied.
     """
 
     def __init__(self, model: nn.Module, chunks: int | str) -> None:
         self._model, self.chunks = model, chunks
-        self._forward = model.__dict__.get("forward")  #: of a framework; None: that of the class
+        self._forward = model.__dict__.get(
+            "forward"
+        )  #: the forward that a framework set on the model; None: the class has it
         self._whole_loss: Any = model.loss_function
         self._recording = ExitStack()  #: while calls of the head give records
 

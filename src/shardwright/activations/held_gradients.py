@@ -27,7 +27,7 @@ from shardwright.memory import Owner, Slab
 
 HEAD_GRADIENT = "head gradient"  #: the kind of the slabs, in reports and plans
 _ALIGN = 64  #: bytes between the gradients in a slab
-_PIECE = 64 << 20  #: bytes of a piece of a product whose dtype is not that of the sum
+_PIECE = 64 << 20  #: largest piece of a product in bytes, if its dtype differs from the dtype of the sum
 
 
 class HeldGradients:

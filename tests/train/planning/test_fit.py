@@ -15,8 +15,8 @@ from shardwright.planner.allocator import GIB
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import STEP, Alloc, Free, Kernel, Owner, Phase, Program
 from shardwright.train.commands.plans import fit as fitting
+from shardwright.train.commands.plans import grids, plan_difference
 from shardwright.train.commands.plans import plan as planning
-from shardwright.train.commands.plans import plan_difference
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
@@ -90,11 +90,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_the_settings_that_are_tried() -> None:
-    grids = list(fitting.axes_of(config(("train.global_batch", "96")), 8, 8, {}))
-    assert [grid[0].values for grid in grids] == [
+    found = list(grids.axes_of(config(("train.global_batch", "96")), 8, 8, {}))
+    assert [grid[0].values for grid in found] == [
         ((("train.compile", way),),) for way in ("inductor", "none")
     ]
-    strategies, sizes = grids[0][1].values, grids[0][2].values
+    strategies, sizes = found[0][1].values, found[0][2].values
     assert [dict(each)["parallel.strategy"] for each in strategies] == ["zero2", "zero3", "zero3"]
     assert [dict(each)["train.micro_batch"] for each in sizes] == ["12", "4", "2", "1"]
     for keys in strategies:  # each is a configuration
@@ -104,7 +104,7 @@ def test_the_settings_that_are_tried() -> None:
 @pytest.mark.parametrize("ranks", [16, 64, 256])
 def test_on_several_nodes_replicas_are_whole_nodes(ranks: int) -> None:
     given = config(("train.global_batch", str(ranks)), ranks=ranks)
-    strategies = next(iter(fitting.axes_of(given, ranks, 8, {})))[1].values
+    strategies = next(iter(grids.axes_of(given, ranks, 8, {})))[1].values
     replicas = [int(dict(each)["parallel.replicas"]) for each in strategies]
     assert (
         replicas[0] == ranks // 8 and replicas[-2:] == [1, 1] and replicas == sorted(replicas, reverse=True)
@@ -115,12 +115,12 @@ def test_on_several_nodes_replicas_are_whole_nodes(ranks: int) -> None:
 
 def test_keys_of_the_command_line_stay() -> None:
     given = {"train.compile": "none", "train.micro_batch": "2"}
-    (grid,) = fitting.axes_of(config(*given.items()), 8, 8, given)
+    (grid,) = grids.axes_of(config(*given.items()), 8, 8, given)
     assert [axis.name for axis in grid] == ["compile", "strategy", "checkpoint"] and len(grid[0].values) == 1
 
 
 def test_another_engine_keeps_its_strategy() -> None:
-    assert next(iter(fitting.axes_of(config(("parallel.engine", "fsdp2")), 8, 8, {})))[1].values == ((),)
+    assert next(iter(grids.axes_of(config(("parallel.engine", "fsdp2")), 8, 8, {})))[1].values == ((),)
 
 
 def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +292,7 @@ def test_tensor_parallelism_if_collectives_are_slow(
 def test_further_settings() -> None:
     figures = known_devices()["h100"].figures
     assert figures is not None
-    (experts, tensor), (context,), last = fitting.further_settings(config(), 12, figures, {})
+    (experts, tensor), (context,), last = grids.further_settings(config(), 12, figures, {})
     assert [dict(each) for each in tensor] == [{"parallel.tensor": "2"}, {"parallel.tensor": "4"}]
     assert [dict(each) for each in context] == [{"parallel.context": "2"}, {"parallel.context": "4"}]
     activations = {"activations.offload": "inputs", "activations.checkpoint": "full"}
@@ -300,10 +300,10 @@ def test_further_settings() -> None:
         activations, {"parallel.offload": "optimizer"}, {"parallel.offload": "cpu"}
     ]  # fmt: skip
     given = {"parallel.tensor": "2", "parallel.context": "1", "parallel.offload": "none"}
-    assert fitting.further_settings(config(), 12, figures, given)[:2] == ([experts], [])
+    assert grids.further_settings(config(), 12, figures, given)[:2] == ([experts], [])
     given |= {"activations.checkpoint": "full"}
-    assert not fitting.further_settings(config(), 12, figures, given)[2]
-    of_torch = fitting.further_settings(config(("parallel.engine", "fsdp2")), 8, figures, {})
+    assert not grids.further_settings(config(), 12, figures, given)[2]
+    of_torch = grids.further_settings(config(("parallel.engine", "fsdp2")), 8, figures, {})
     assert [values[0] for values in of_torch[0]] == [(("parallel.tensor", "2"),)]
     assert list(map(dict, of_torch[2])) == [activations]
 
@@ -315,7 +315,7 @@ def test_chunks_of_the_loss_where_logits_are_large(
     monkeypatch.setitem(LOGITS, "gib", 30)
     assert 'loss_chunks = "auto"' in fit_on(capsys, tmp_path, 79)[1].partition("smaller")[0]
     assert "loss_chunks" not in fit_on(capsys, tmp_path, 79, "--train.loss_chunks", "0")[1]
-    grid = next(fitting.axes_of(config(), 8, 8, {"train.loss_chunks": "0"}, chunks=True))
+    grid = next(grids.axes_of(config(), 8, 8, {"train.loss_chunks": "0"}, chunks=True))
     assert "loss chunks" not in [axis.name for axis in grid]
 
 
@@ -333,11 +333,11 @@ def test_context_parallelism_or_offload_of_activations_if_nothing_fits_without(
 def test_settings_that_do_not_divide_the_model_have_no_grid() -> None:
     """8 groups of heads; experts, which no plan compiles if they are divided; keys of the file do not stay."""
     job = PlannedJob(str(EXAMPLES / "llama_8b.toml"), (("parallel.offload", "cpu"),), 16)
-    assert fitting._grids(job, job(), 16, False, (("parallel.tensor", "8"),))
-    assert not fitting._grids(job, job(), 16, False, (("parallel.tensor", "16"),))
-    assert not fitting._grids(job, job(), 16, False, (("parallel.expert", "2"),))
+    assert grids.grids_of(job, job(), 16, False, (("parallel.tensor", "8"),))
+    assert not grids.grids_of(job, job(), 16, False, (("parallel.tensor", "16"),))
+    assert not grids.grids_of(job, job(), 16, False, (("parallel.expert", "2"),))
     job = PlannedJob(str(EXAMPLES / "hybrid_debug.toml"), (), 2)
-    (axes,) = fitting._grids(job, job(), 8, False, (("parallel.expert", "2"),))
+    (axes,) = grids.grids_of(job, job(), 8, False, (("parallel.expert", "2"),))
     assert axes[0].values == ((("train.compile", "none"),),) and axes[-1].values == (
         (("parallel.expert", "2"),),
     )

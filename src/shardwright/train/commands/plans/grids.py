@@ -1,0 +1,165 @@
+"""The settings that a search of plans tries: grids of a job, and further settings that it has a reason to try.
+
+Nothing here makes a plan, except to ask whether the loss of a model can be computed in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardwright.planner.devices import Figures
+from shardwright.planner.search import Axis, Keys, Plan, corners, with_keys
+from shardwright.train.commands.plans.planned_job import PlannedJob
+from shardwright.train.config import Config
+from shardwright.train.config.dims import ParallelDims
+from shardwright.train.errors import UserError
+
+SIZES = (2, 4, 8)  #: of tensor and expert parallelism, up to a node
+#: Bytes of a rank's logits in a step, in float32, from which on chunks of the loss are tried.
+LOGITS = 1 << 30
+
+
+def further_settings(
+    config: Config, ranks: int, figures: Figures, given: Mapping[str, str]
+) -> tuple[list[list[Keys]], list[list[Keys]], list[Keys]]:
+    """Values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
+
+    Args:
+        config: the job.
+        ranks: of the job.
+        figures: of the device.
+        given: keys that stay as they are.
+    """
+    sizes = [size for size in SIZES if size <= figures.node and not ranks % size]
+    facts = config.parallel.facts
+
+    def values(key: str) -> list[Keys]:
+        return [((key, str(size)),) for size in sizes]
+
+    further = [
+        values(key)
+        for key, known in (("parallel.expert", facts.has_own_keys), ("parallel.tensor", facts.divides_layers))
+        if known and key not in given
+    ]
+    smaller = [values("parallel.context")] if "parallel.context" not in given else []
+    last: list[Keys] = []
+    if figures.knows_host:
+        if not {"activations.offload", "activations.checkpoint"} & given.keys():
+            last.append((("activations.offload", "inputs"), ("activations.checkpoint", "full")))
+        if facts.has_own_keys and "parallel.offload" not in given:
+            last += [(("parallel.offload", way),) for way in ("optimizer", "cpu")]
+    return further, smaller, last
+
+
+def divides_loss(job: PlannedJob, config: Config, plan: Plan) -> bool:
+    """Whether all logits of a step together are large, and the loss of this model can be computed in chunks."""
+    dims = ParallelDims.of(config.parallel, job.ranks)
+    tokens = config.train.global_batch // dims.data * config.train.seq_len
+    shape = config.model.shape()
+    if "train.loss_chunks" in dict(job.keys) or 4 * tokens * shape.vocab_size < LOGITS:
+        return False
+    return config.model.facts.has_output_layer or plan((("train.loss_chunks", "auto"),))() is not None
+
+
+def grids_of(job: PlannedJob, config: Config, node: int, chunks: bool, keys: Keys) -> list[list[Axis]]:
+    """The grids with these settings beside; none if they do not go together with the job. ``chunks``: of the loss."""
+    given = dict(job.keys)
+    plain = [(f"parallel.{axis}", "1") for axis in ("tensor", "expert", "context")]
+    plain += [("parallel.offload", "none"), ("activations.offload", "none")]
+    if "parallel.expert" in dict(keys):
+        plain.append(("train.compile", "none"))  # as it must be with expert parallelism
+    fixed = with_keys(changed(config, tuple(pair for pair in plain if pair[0] not in given)), keys)
+    # Values of the axes that divide any number of ranks.
+    least: Keys = (("train.micro_batch", "1"),)
+    if config.parallel.facts.has_own_keys and not {"parallel.strategy", "parallel.replicas"} & given.keys():
+        least = (*least, ("parallel.strategy", "zero3"), ("parallel.replicas", "1"))
+    least = tuple(pair for pair in least if pair[0] not in given)
+    try:
+        settings = job(with_keys(least, fixed))
+        grids = list(axes_of(settings, job.ranks, node, {**given, **dict(plain), **dict(keys)}, chunks))
+        grids = [[*axes, Axis("further", (fixed,))] for axes in grids] if fixed else grids
+        return [axes for axes in grids if not keys or _divides(job, next(corners(axes)))]
+    except UserError:
+        return []
+
+
+def _divides(job: PlannedJob, keys: Keys) -> bool:
+    from shardwright.train.parallel.checks import check_division  # which imports torch
+
+    try:
+        check_division(job(keys), job.ranks)
+    except UserError:
+        return False
+    return True
+
+
+def axes_of(
+    config: Config, ranks: int, node: int, given: Mapping[str, str], chunks: bool = False
+) -> Iterator[list[Axis]]:
+    """The grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
+
+    Args:
+        config: the job.
+        ranks: of the job.
+        node: devices of a node.
+        given: keys that stay as they are.
+        chunks: try chunks of the loss, too.
+    """
+    dims = ParallelDims.of(config.parallel, ranks)
+    data = dims.data
+    axes = [
+        Axis("strategy", tuple(_strategies(config, data, dims.data_groups_on(node)))),
+        # A step of one micro-batch adds up no gradients, which takes memory, too.
+        Axis(
+            "micro-batch",
+            tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data)),
+            lone=True,
+        ),
+        Axis("checkpoint", tuple((("activations.checkpoint", way),) for way in ("none", "ops", "full"))),
+    ]
+    if chunks:
+        axes.append(Axis("loss chunks", tuple((("train.loss_chunks", n),) for n in ("0", "auto"))))
+    axes = [axis for axis in axes if not any(key in given for keys in axis.values for key, _ in keys)]
+    ways = [config.train.compile] if "train.compile" in given else [config.train.compile, "inductor"]
+    for way in dict.fromkeys(reversed(ways)):
+        yield [Axis("compile", ((("train.compile", way),),)), *axes]
+
+
+def _micro_batches(config: Config, data: int) -> list[int]:
+    """Sizes of micro-batches that divide a rank's samples of a step, each at least twice the one after it."""
+    whole = config.train.global_batch // data
+    sizes = [1]
+    for n in range(2, whole + 1):
+        if whole % n == 0 and n >= 2 * sizes[-1]:
+            sizes.append(n)
+    return sizes[::-1]
+
+
+def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
+    """Ways to divide the model over so many ranks with data of their own, of which a node has `node`: those that
+    communicate least first."""
+    if not config.parallel.facts.has_own_keys or data == 1:
+        yield ()
+        return
+
+    def keys(strategy: str, replicas: int, reshard: str) -> Keys:
+        return (
+            ("parallel.strategy", strategy),
+            ("parallel.replicas", str(replicas)),
+            ("parallel.reshard_after_forward", reshard),
+        )
+
+    if data > node and data % node == 0:  # replicas of whole nodes
+        replicas = data // node
+        while replicas > 1:
+            yield keys("hsdp", replicas, "default")
+            replicas = next((n for n in range(replicas // 2, 0, -1) if data // node % n == 0), 1)
+    else:
+        yield keys("zero2", 1, "default")
+    yield keys("zero3", 1, "never")
+    yield keys("zero3", 1, "default")
+
+
+def changed(config: Config, keys: Keys) -> Keys:
+    """The keys whose values are not those of the job."""
+    return tuple((key, value) for key, value in keys if str(config.value_at(key)) != value)
