@@ -37,7 +37,8 @@ const keyOf = (series) => {
   return el("li", {}, mark, series.name);
 };
 
-// options: title, x and y (titles), series of {name, color, dash, marks, points}, words of a value, zero: y begins at 0.
+// options: title, x and y (titles), series of {name, color, dash, marks, points}, words of a value, zero: y begins at 0,
+// begins: steps after which a later session begins, each a vertical line.
 const lineChart = (options) => {
   const series = options.series.filter((each) => each.points.length);
   const points = series.flatMap((each) => each.points);
@@ -56,12 +57,14 @@ const lineChart = (options) => {
   const readout = el("div", { class: "readout" }, `Steps ${whole(xs[0])} to ${whole(xs[xs.length - 1])}. Click, or use the arrow keys, to read values.`);
   const plot = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${options.title}: cursor over steps`, "aria-valuemin": xs[0], "aria-valuemax": xs[xs.length - 1], "aria-valuenow": xs[0], "aria-valuetext": "no step chosen" });
   const maps = series.map((each) => new Map(each.points));
+  const begins = (options.begins || []).filter((step) => step >= xs[0] && step < xs[xs.length - 1]);
   let chosen = -1;
   let box, atX, line;
   const choose = (index) => {
     chosen = Math.max(0, Math.min(xs.length - 1, index));
     const at = xs[chosen];
     const words = series.map((each, i) => (maps[i].has(at) ? `${each.name} ${options.words(maps[i].get(at))}` : "")).filter(Boolean);
+    if (begins.includes(at - 1)) words.push("the first step of a session");
     readout.textContent = `Step ${whole(at)}: ${words.join("; ") || "no value"}`;
     plot.setAttribute("aria-valuenow", at);
     plot.setAttribute("aria-valuetext", readout.textContent);
@@ -78,6 +81,7 @@ const lineChart = (options) => {
     box = { left: 62, top: 24, width: width - 76, height: height - 64 };
     let atY;
     [atX, atY] = axes(picture, box, x, y);
+    for (const step of begins) picture.append(svg("line", { class: "begin", x1: atX(step + 0.5), x2: atX(step + 0.5), y1: box.top, y2: box.top + box.height }));
     for (const each of series) {
       if (!each.marks) {
         const path = each.points.map(([px, py], i) => `${i ? "L" : "M"}${atX(px).toFixed(1)},${atY(py).toFixed(1)}`).join("");

@@ -8,6 +8,9 @@ const columnsOf = (data, number) => data.runs.map((_, i) => [data.runs.length > 
 const STEP = "optimizer step";
 const moment = (time) => (time ? String(time).replace("T", " ").replace("+00:00", " UTC") : "");
 
+// Steps after which sessions of a run went on, if the page has one run.
+const beginsOf = (data) => (data.runs.length > 1 ? [] : data.runs[0].sessions.slice(1).map((each) => each.from_step).filter(isNumber));
+
 const chart = (data, title, keys, options) => {
   const series = [];
   data.runs.forEach((_, i) => keys.forEach(([key, label, style]) => {
@@ -18,7 +21,7 @@ const chart = (data, title, keys, options) => {
     }
     series.push(own);
   }));
-  return lineChart({ title, x: STEP, series, words: digits, legend: keys.length > 1, ...options });
+  return lineChart({ title, x: STEP, series, words: digits, legend: keys.length > 1, begins: beginsOf(data), ...options });
 };
 
 const chartsOf = (data) => {
@@ -88,7 +91,9 @@ const resultsSection = (data) => {
     ["parameters", (run) => whole(run.parameters)],
   ];
   if (data.runs.length > 1) rows.push([`largest difference of the loss from ${nameOf(data, 0)}`, (run, i) => (i ? (isNumber(run.largest_difference) ? (run.largest_difference ? `${digits(100 * run.largest_difference)}%, at step ${whole(run.largest_at)}` : "equal at every step") : "no step in common") : "-")]);
-  return table("Figures of the whole run", [["figure"], ...columnsOf(data, true)], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
+  const made = table("Figures of the whole run", [["figure"], ...columnsOf(data, true)], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
+  if (data.runs.every((run) => run.sessions.length < 2)) return made;
+  return el("div", {}, made, soft("Of a run with several sessions, times are those of the sessions that ran as the last one: same engine, ranks, device and dtypes. Memory is that of the last session."));
 };
 
 const planRows = (run) => {
@@ -162,6 +167,7 @@ const runsPage = (data) => {
     ]) : "",
     attempt(() => section("Results", resultsSection(data))),
     attempt(() => section("Figures over steps", data.runs.some((each) => Object.keys(each.curves).length) ? chartsOf(data) : el("p", {}, "No step is recorded."),
+      beginsOf(data).length ? soft(`At a dotted vertical line a later session begins: after step ${beginsOf(data).map(whole).join(", ")}.`) : "",
       data.thinned ? soft(`Curves are thinned to at most ${whole(data.thinned)} points. Each part of a curve keeps its least and its largest value.`) : "",
       data.runs.map((each, i) => (each.table.length ? details(`${nameOf(data, i)}: figures as a table, ${whole(each.table.length)} of ${whole(each.steps)} steps`,
         table(`${nameOf(data, i)}: figures of steps`, [["step"], ["loss", true], ["validation", true], ["norm", true], ["tokens/s", true], ["time", true], ["memory", true]],

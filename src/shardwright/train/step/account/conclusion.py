@@ -79,7 +79,8 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     if ended.signal:
         text = stop_text(trainer, folder, reports.reporter, ended.signal)
     else:
-        text = summary(trainer, folder, results, sample, warnings_of(reports, results))
+        sessions = len(record.content["sessions"])
+        text = summary(trainer, folder, results, sample, warnings_of(reports, results), sessions)
         write_text(folder.summary_file, text)
     record.close(ended.status, step, results, ended_by=ended.outcome.reason if ended.signal else "")
     print(text, end="", flush=True)
@@ -168,8 +169,9 @@ def summary(
     results: Mapping[str, Any],
     sampled: Sample | None,
     warnings: Sequence[str],
+    sessions: int,
 ) -> str:
-    """The lines after the last step of a run, for the terminal and the summary's file."""
+    """The lines after the last step of a run of so many sessions, for the terminal and the summary's file."""
     sample_lines = []
     if sampled is not None:
         texts = (sampled.prompt, sampled.expected or "", sampled.generated)
@@ -199,6 +201,7 @@ def summary(
     memory_of = "held by torch's allocator" if on_gpu else "of the process"
     plan = note_reserved(folder, results["peak_memory"]) if on_gpu else []
     alike = vocabulary(trainer.config)
+    of_speed, of_peak = ("", "") if sessions == 1 else (" over the sessions like this one", ", this session")
     lines = [
         "",
         f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
@@ -209,10 +212,10 @@ def summary(
         *best_lines(results, checkpoints_of(folder, trainer.config)),
         *(f"  {name:<14}  {value:.4f}" for name, value in results.get("metrics", {}).items()),
         *([f"  ended early     {results['ended_early']}"] if "ended_early" in results else []),
-        f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
+        f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median{of_speed})",
         f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
         *([f"  time            {in_shares(results['time_shares'])}"] if "time_shares" in results else []),
-        f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
+        f"  peak memory     {gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak{of_peak}",
         *plan,
         *engine,
         *compiled,
