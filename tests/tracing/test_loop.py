@@ -189,7 +189,7 @@ def test_a_value_that_is_read_is_an_error_or_the_given_number() -> None:
     [
         (steps(1), "h100", "two steps of each optimizer, found one of AdamW"),
         (steps(0), "h100", "calls a model"),
-        (steps(2), "8xh10", "did you mean 'h100'"),
+        (steps(2), "8xh10", "did you mean 8xh100"),
     ],
 )
 def test_mistakes(loop: Callable[[], object], on: str, message: str) -> None:

@@ -115,7 +115,7 @@ def test_mistakes_are_one_line_and_write_nothing(
         ("--data", "nowhere.txt", "found 'nowhere.txt', which is not there"),
         ("--data", "", "expected files, folders, patterns or pydoc, found ''"),
         ("--data", " ", "expected files, folders, patterns or pydoc, found ' '"),
-        ("--on", "8xh1000", "did you mean 'h100'?"),
+        ("--on", "8xh1000", "did you mean 8xh100?"),
         ("--on", "0xcpu", "expected at least 1 rank"),
         ("--task", "lora", "which has no weights yet"),
         ("--task", "dpo", "expected one of pretrain, finetune, lora"),

@@ -275,7 +275,7 @@ def test_an_eight_billion_model_on_eight_gpus_is_planned_without_its_memory() ->
     [
         ([], "expected CONFIG.toml"),
         (["llama_debug"], "expected --on NxDEVICE"),
-        (["llama_debug", "--on", "8xh10"], "did you mean 'h100'"),
+        (["llama_debug", "--on", "8xh10"], "did you mean 8xh100"),
         (["llama_debug", "--on", "3xh100"], "train.global_batch"),
         (["llama_debug", "--on", "2xh100", "--parallel.engine", "ddp"], "parallel.engine"),
         (["llama_debug", "--on", "2xh100", "--parallel.engine", "none"], "parallel.engine"),

@@ -111,11 +111,14 @@ def parse_devices(text: str, local: Callable[[], Device]) -> tuple[int, Device]:
     known = known_devices()
     device = known.get(key.lower())
     if device is None:
+        if swapped := re.fullmatch(r"(.+)x(\d+)", key):  # h100x8
+            key, count = swapped[1], swapped[2]
         near = difflib.get_close_matches(key.lower(), known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        number = f"{count}x" if count else ""
+        hint = f"; did you mean {number}{near[0]}?" if near else ""
         raise DeviceError(
-            f"expected NxDEVICE with a device of {', '.join(known)}, or the path of a .toml file, found "
-            f"{text!r}{hint}"
+            f"expected NxDEVICE with a device of {', '.join(known)}, local (this machine's GPU), or the path of a "
+            f".toml file (docs/planning.md, Devices), found {text!r}{hint}"
         )
     return int(count or 1), device
 
