@@ -5,8 +5,12 @@ The examples of pages run in the tests of their rooms; those of the tutorial and
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import string
+import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +83,59 @@ def test_options_in_commands_are_keys(name: str) -> None:
     known = {key.path for key in keys()}
     used = set(re.findall(r"--([a-z]+\.[a-z_0-9.]+[a-z0-9])", PAGES[name]))
     assert {key for key in used - known if not key.startswith("model.arguments.")} == set()
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """The blocks of a page in this language, also those in lists, which are indented."""
+    found = re.findall(rf"^( *)```{language}\b[^\n]*\n(.*?)^\1```", PAGES[name], re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for _, code in found]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "python")])
+def test_python_examples_use_names_that_exist(name: str) -> None:
+    """Also of the few that no test runs, since they need a GPU or a package that the tests do not install."""
+    missing = []
+    for code in blocks(name, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sw":
+                missing += [] if hasattr(shardwright, node.attr) else [f"sw.{node.attr}"]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardwright":
+                missing += [
+                    f"{node.module}.{each.name}"
+                    for each in node.names
+                    if not _exists(str(node.module), each.name)
+                ]
+    assert missing == []
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        if hasattr(importlib.import_module(module), name):
+            return True
+        importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("shardwright"):
+            return False
+        pytest.skip(f"needs {error.name}")
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in OWN_KEYS and blocks(name, "toml")])
+def test_toml_examples_have_known_keys(name: str) -> None:
+    pytest.importorskip("pydantic")
+    from shardwright.train.config.keys import keys
+
+    known = {key.path for key in keys()}
+    tables = {each.partition(".")[0] for each in known}
+    used = set()
+    for code in blocks(name, "toml"):
+        for table, values in tomllib.loads(code).items():
+            if table in tables:
+                used |= {f"{table}.{key}" for key in values}
+            else:
+                assert not isinstance(values, dict) or table in ("speed", "measured"), f"[{table}]"
+    opened = {key for key in known if any(each.startswith(f"{key}.") for each in used)}
+    assert used - known - opened - {each for each in used if each.startswith("model.")} == set()
 
 
 @cache

@@ -89,13 +89,22 @@ class LocalStore(LocalPlace):
 
     def _found(self) -> str:
         if not self.path.exists():
-            return "there is no checkpoint"
+            return f"there is no checkpoint{self._near()}"
         if self.path.is_file() and zipfile.is_zipfile(self.path):
             return (
                 "this is a file of torch.save, such as Fabric's full checkpoints, and not the folder of a checkpoint. "
                 "Read it with torch.load or fabric.load"
             )
         return "this is a file, and not the folder of a checkpoint"
+
+    def _near(self) -> str:
+        """A checkpoint beside a missing one, or the folder in which a relative path was looked for."""
+        folder = self.path.parent
+        names = sorted(os.listdir(folder), key=lambda name: (len(name), name)) if folder.is_dir() else []
+        beside = next((name for name in reversed(names) if has_description(folder / name)), None)
+        if beside is not None:
+            return f"; beside it is {folder / beside}"
+        return "" if self.path.is_absolute() else f" in the working folder {Path.cwd()}"
 
     def _refuse_empty(self) -> None:
         names = sorted(os.listdir(self.path))
