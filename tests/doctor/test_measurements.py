@@ -275,6 +275,7 @@ def test_ranks_of_torchrun_compare_their_clocks(tmp_path: Path) -> None:
     printed = run(*torchrun, "shardwright", "doctor", "--measure", "--folder", str(tmp_path))
     assert len(re.findall(r"^clocks +2 ranks compared: rank 1 .* rank 0", printed, re.M)) == 1
     assert len(re.findall(r"^gloo ", printed, re.M)) == 1  # the first rank alone prints
+    assert len(re.findall(r"^hosts +all ranks are on one host", printed, re.M)) == 1
 
 
 @pytest.mark.extensive("processes of their own")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.doctor import clocks, devices, folders, links, memory, network
+from shardwright.doctor import clocks, devices, folders, hosts, links, memory, network
 from shardwright.doctor.finding import Finding
 from shardwright.doctor.words import GIB, duration, rate
 
@@ -158,6 +158,42 @@ def test_networks(finding: Finding, found: str, advice: str) -> None:
 )  # fmt: skip
 def test_clocks(skews: Any, silent: list[int], found: str, advice: str) -> None:
     expect(clocks.judge_clocks(skews, silent), found, advice)
+
+
+def pair(bandwidth: float, seconds: float = 1e-4) -> dict[str, float]:
+    return {"all_reduce_seconds": seconds, "all_gather_bytes_per_second": bandwidth}
+
+
+@pytest.mark.parametrize(
+    ("backend", "results", "found", "advice"),
+    [
+        ("gloo", {(0, 8): pair(2e9), (8, 16): pair(1.5e9)}, "of 3 hosts.* ranks 8 and 16", ""),
+        ("gloo", {(0, 8): pair(2e9), (8, 16): pair(1e8)}, "100 MB/s", "^hosts of ranks 8 and 16: the link"),
+        ("gloo", {(0, 8): pair(2e7)}, "20 MB/s", "^take the fast network"),
+        ("gloo", {(0, 8): pair(2e9, 0.02)}, "20 ms", "^take the fast network"),
+        ("nccl", {(0, 8): pair(1e9)}, "^NCCL between neighbours of 2 hosts", "NCCL_DEBUG=INFO"),
+        ("gloo", {(0, 8): {"error": "late"}}, r"^not measured: hosts of ranks 0 and 8 \(late\)", "do not reach"),
+        (
+            "gloo", {(0, 1): pair(2e9), (1, 2): {"error": "late"}, (2, 3): {"error": "late"}},
+            r"ranks 1 and 2, and 1 more", "do not reach",
+        ),
+    ],
+)  # fmt: skip
+def test_links_of_hosts(backend: str, results: Any, found: str, advice: str) -> None:
+    finding = hosts.judge_hosts(backend, results)
+    assert re.search(found, finding.found)
+    assert re.search(advice, finding.advice) if advice else finding.advice == ""
+    assert len(finding.figures["pairs"]) == len(results)
+
+
+@pytest.mark.parametrize(("first_ranks", "pairs"), [([0], []), ([0, 4, 8, 12], [(0, 4), (8, 12), (4, 8)])])
+def test_no_host_measures_with_two_at_a_time(first_ranks: list[int], pairs: list[tuple[int, int]]) -> None:
+    assert hosts._pairs(first_ranks) == pairs
+
+
+def test_one_process_measures_no_link_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert hosts.find_hosts(0) == []
 
 
 def test_one_process_compares_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ def _run(call: Call) -> int:
         return 0
 
     from shardwright.doctor.clocks import answer_first_rank, is_rank_of_several
+    from shardwright.doctor.hosts import answer_as_host
     from shardwright.doctor.measurements import exit_at_sigterm, measure, text_of_findings
     from shardwright.train.launch.slurm import variables_of_task
 
@@ -29,6 +30,7 @@ def _run(call: Call) -> int:
         os.environ.update(variables_of_task(os.environ))
     if is_rank_of_several(os.environ) and os.environ["RANK"] != "0":
         answer_first_rank()
+        answer_as_host(len(examine()["torch"].get("devices", ())))
         return 0
     report = examine()
     with exit_at_sigterm():

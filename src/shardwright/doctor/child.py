@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.doctor.devices import measure_gpus
 from shardwright.doctor.folders import measure_folder
-from shardwright.doctor.links import measure_link
+from shardwright.doctor.links import measure_link, measure_pair
 from shardwright.doctor.words import error_text
 from shardwright.strict_json import strict_json
 
@@ -23,6 +23,7 @@ CALLS: dict[str, Callable[..., dict[str, Any]]] = {
     "folder": measure_folder,
     "gpus": measure_gpus,
     "link": measure_link,
+    "pair": measure_pair,
 }
 
 

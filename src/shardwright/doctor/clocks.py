@@ -6,6 +6,7 @@ several round trips is used. Without several ranks nothing is compared. Nothing 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ def find_clocks() -> Finding:
         )
     ranks = int(os.environ["WORLD_SIZE"])
     try:
-        skews, silent = ask_ranks(_store(), ranks)
+        skews, silent = ask_ranks(rank_store(), ranks)
     except Exception as error:  # the store is gone, or never came
         return unmeasured(
             subject,
@@ -59,7 +60,7 @@ def answer_first_rank() -> None:
     """Answer the first rank's questions about the time as another rank, until the last one or the limit of time."""
     rank = int(os.environ["RANK"])
     try:
-        answer(_store(), rank, time.time)
+        answer(rank_store(), rank, time.time)
     except Exception:
         pass  # the first rank reports what is missing
 
@@ -125,8 +126,9 @@ def _wait(store: Any, key: str, seconds: float) -> None:
     store.wait([key], timedelta(seconds=max(seconds, 0.001)))
 
 
-def _store() -> Any:
-    """The store of the job. torchrun may have one; else the first rank does."""
+@functools.cache
+def rank_store() -> Any:
+    """The store of the job. torchrun may have one; else the first rank does, until it ends."""
     import torch.distributed as dist
 
     environment = os.environ
@@ -138,8 +140,12 @@ def _store() -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=SECONDS),
     )
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"shardwright doctor {attempt}", store)
+    return dist.PrefixStore(f"shardwright doctor {attempt()}", store)
+
+
+def attempt() -> str:
+    """The number of restarts of this job, which keeps the keys of two attempts apart."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _ranks(numbers: list[int]) -> str:

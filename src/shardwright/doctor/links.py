@@ -6,6 +6,7 @@ collectives are plain ones of torch: ranks of this package on the CPU use shared
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import tempfile
@@ -91,15 +92,41 @@ def judge_link(backend: str, figures: Mapping[str, Any]) -> Finding:
 
 
 def measure_link(backend: str, meeting: str, rank: int) -> dict[str, Any]:
-    """Run the collectives as one of two ranks. Bandwidth counts the bytes that a rank receives from the other one."""
+    """Run the collectives as one of two ranks of this machine, which meet in a file."""
+    import torch.distributed as dist
+
+    return _measure(backend, dist.FileStore(meeting, RANKS), rank, device_index=rank)
+
+
+def measure_pair(backend: str, meeting: tuple[str, int, str], rank: int, interface: str) -> dict[str, Any]:
+    """Run the collectives as one of two ranks of different hosts.
+
+    Args:
+        backend: gloo or nccl; with nccl each rank uses the first GPU of its host.
+        meeting: host, port and prefix of a store.
+        rank: 0 or 1.
+        interface: of gloo; empty: it decides.
+    """
+    import torch.distributed as dist
+
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    host, port, prefix = meeting
+    store = dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
+    return _measure(
+        backend, dist.PrefixStore(f"shardwright doctor pair {prefix}", store), rank, device_index=0
+    )
+
+
+def _measure(backend: str, store: Any, rank: int, device_index: int) -> dict[str, Any]:
+    """The times of the collectives. Bandwidth counts the bytes that a rank receives from the other one."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", device_index) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    store = dist.FileStore(meeting, RANKS)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=SECONDS)
     )

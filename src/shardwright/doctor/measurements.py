@@ -17,6 +17,7 @@ from shardwright.doctor.clocks import find_clocks
 from shardwright.doctor.devices import find_devices
 from shardwright.doctor.finding import Finding, unmeasured
 from shardwright.doctor.folders import find_folder
+from shardwright.doctor.hosts import find_hosts
 from shardwright.doctor.links import find_link
 from shardwright.doctor.network import find_network
 from shardwright.doctor.words import error_text
@@ -25,7 +26,7 @@ from shardwright.doctor.words import error_text
 def measure(report: dict[str, Any], folder: Path) -> list[Finding]:
     """Measure the machine of a report, and the folder. Takes about 10 s; each measurement has a limit.
 
-    The clocks come first: the other ranks of a job wait for that, and nothing else.
+    Clocks and hosts come first: the other ranks of a job wait for these, and nothing else.
     """
     torch = report["torch"]
     gpus = len(torch.get("devices", ()))
@@ -34,6 +35,7 @@ def measure(report: dict[str, Any], folder: Path) -> list[Finding]:
         found = [unmeasured("clocks", "torch cannot be imported", "see `problems`")]
     else:
         found = _found("clocks", lambda: [find_clocks()])
+        found += _found("hosts", lambda: find_hosts(gpus))
     found += _found("devices", lambda: find_devices(gpus))
     if torch["version"] is None:
         found.append(unmeasured("gloo", "torch cannot be imported", "see `problems`"))

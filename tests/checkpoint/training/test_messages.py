@@ -98,7 +98,11 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
 DEEP = r"^extra.* holds itself, or is more than 100 values deep"
 
 TABLE: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
-    "load nothing": (lambda c: c.load("nothing"), FileNotFoundError, r"/nothing: there is no checkpoint; beside it is .*/bare$"),
+    "load nothing": (
+        lambda c: c.load("nothing"),
+        FileNotFoundError,
+        r"/nothing: there is no checkpoint; beside it is .*/bare$",
+    ),
     "load an empty folder": (
         lambda c: c.load("empty"),
         FileNotFoundError,

@@ -62,13 +62,13 @@ def use_one_network(store: dist.Store, rank: int, size: int) -> None:
     store.set(f"network/{rank}", json.dumps(asdict(address)))
     if rank == 0:
         addresses = [HostAddress(**json.loads(store.get(f"network/{each}"))) for each in range(size)]
-        store.set("network", json.dumps([asdict(each) for each in _two_hosts(addresses)]))
+        store.set("network", json.dumps([asdict(each) for each in two_hosts(addresses)]))
     everyone = [HostAddress(**each) for each in json.loads(store.get("network"))]
-    if INTERFACE_VARIABLE not in os.environ and (interface := _interface(address, everyone)):
+    if INTERFACE_VARIABLE not in os.environ and (interface := gloo_interface(address, everyone)):
         os.environ[INTERFACE_VARIABLE] = interface
 
 
-def _two_hosts(addresses: Sequence[HostAddress]) -> list[HostAddress]:
+def two_hosts(addresses: Sequence[HostAddress]) -> list[HostAddress]:
     """An address of the first host and one of another, if there is one; reachable ones if there are any."""
     by_host: dict[str, HostAddress] = {}
     for address in sorted(addresses, key=lambda each: not each.is_reachable):
@@ -77,7 +77,7 @@ def _two_hosts(addresses: Sequence[HostAddress]) -> list[HostAddress]:
     return [first, *list(by_host.values())[:1]]
 
 
-def _interface(address: HostAddress, known: Sequence[HostAddress]) -> str:
+def gloo_interface(address: HostAddress, known: Sequence[HostAddress]) -> str:
     """The interface for gloo. `known` has one address if all ranks are on one host. Empty: gloo decides."""
     if len(known) == 1:
         return loopback()
