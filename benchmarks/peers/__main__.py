@@ -197,8 +197,9 @@ def text_of(results: Found) -> str:
     lines = [
         f"{found['processor']}, {found['cores']} cores (load {found['load']} at the start), Python {found['python']}",
         versions,
-        f"{RANKS} gloo ranks with one thread each, float32, AdamW ({results['adamw']}), "
+        f"{RANKS} CPU ranks with one thread each, float32, AdamW ({results['adamw']}), "
         f"{results['rounds']} rounds of {results['steps']} steps",
+        "collectives: gloo, and memory that the two processes share for Shardwright's rows without gloo",
     ]
     for shape in results["shapes"].values():
         contenders = shape["contenders"]

@@ -46,4 +46,5 @@ CONTENDERS = {
     "Shardwright zero2": Contender(shardwright("zero2"), 2, "shardwright"),
     "Shardwright zero3": Contender(shardwright("zero3"), 3, "shardwright"),
     "Shardwright zero3, arena": Contender(shardwright("zero3", "arena"), 3, "shardwright"),
+    "Shardwright zero3, gloo": Contender(shardwright("zero3", gloo=True), 3, "shardwright"),
 }
