@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[2]
 PORTS = ROOT / "examples" / "ports"
 #: By port: its page.
 PAGES = {
-    "accelerate": "accelerate", "accelerate_ddp": "accelerate", "ddp": "ddp", "distributed_config": "hf_trainer",
+    "accelerate": "accelerate", "accelerate_ddp": "accelerate", "ddp": "ddp", "deepspeed": "deepspeed",
+    "distributed_config": "hf_trainer",
     "fabric": "fabric", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "hf_trainer": "hf_trainer", "torchtitan": "torchtitan",
     "trl": "trl",
 }  # fmt: skip
@@ -25,10 +26,3 @@ def changes(port: str) -> str:
 def code(program: Path) -> list[str]:
     """The lines after the docstring."""
     return program.read_text().partition('"""\n\n')[2].splitlines()
-
-
-def body(port: str) -> str:
-    """The program after a port, from its model to the end of its loop."""
-    lines = code(PORTS / f"{port}_after.py")
-    first = next(number for number, line in enumerate(lines) if line.startswith("model = "))
-    return "\n".join(lines[first:]).partition("\n\ndist.destroy")[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.integrations.migration_pages import PAGES, ROOT, body, changes
+from tests.integrations.migration_pages import PAGES, ROOT, changes
 from tests.support import multirank
 
 FOLDER = ROOT / "examples" / "ports"
@@ -25,6 +25,7 @@ PORTS = {
     "accelerate": (["accelerate", "transformers"], 0.0),
     "accelerate_ddp": (["accelerate", "transformers"], 1e-5),
     "ddp": ([], 1e-5),
+    "deepspeed": (["deepspeed"], 1e-5),
     "distributed_config": (["transformers"], 0.0),
     "fabric": (["lightning"], 1e-5),
     "fsdp1": ([], 1e-5),
@@ -49,7 +50,7 @@ def test_pages_show_the_ports() -> None:
     pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "migration").glob("*.md")}
     for port, page in PAGES.items():
         assert f"```diff\n{changes(port)}\n```" in pages[page], f"docs/migration/{page}.md: {changes(port)}"
-    assert PAGES.keys() == PORTS.keys() and body("ddp") in pages["deepspeed"]
+    assert PAGES.keys() == PORTS.keys()
     assert all(f"({page}.md)" in pages["README"] for page in pages.keys() - {"README"})
 
 

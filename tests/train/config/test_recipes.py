@@ -55,7 +55,9 @@ def test_a_recipe_has_the_verdict_of_its_plan(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (CONFIGS / name).read_text()
-    found = re.findall(rf"^# (.*)\n#   shardwright plan examples/configs/{name} (--on .*)$", text, re.MULTILINE)
+    found = re.findall(
+        rf"^# (.*)\n#   shardwright plan examples/configs/{name} (--on .*)$", text, re.MULTILINE
+    )
     assert found
     command = ["plan", str(CONFIGS / name), "--json", "--no-edits", "--no-cache"]
     if is_foreign(text):
