@@ -60,6 +60,7 @@ class RunFolder:
     base_file = _Inside("base.json")  #: the reference to the frozen base of adapters
     plan_file = _Inside("memory_plan.json")
     notes_file = _Inside("step_notes.json")  #: leases and collectives of an early step of the first rank
+    unit_norms_file = _Inside("unit_norms.jsonl")  #: gradient norms by unit, of some steps
     plan_picture = _Inside("memory_plan.png")
     checkpoints = _Inside("checkpoints")
     evaluations = _Inside("evaluations")  #: results of tasks, by step

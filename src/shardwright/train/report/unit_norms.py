@@ -1,0 +1,101 @@
+"""unit_norms.jsonl: gradient norms by unit at some steps of a run, written and read.
+
+A line has the names of units, or a step with the norms of these units in their order. The file holds the names once,
+since a model may have hundreds of units. Nothing here computes a norm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardwright.strict_json import strict_json
+from shardwright.train.config.catalog.records import RunEnd, RunSink, StepRecord
+from shardwright.train.run.writing import writing
+
+DIGITS = 4
+"""Digits of a norm."""
+
+
+class UnitNormsFile(RunSink):
+    """Writes the file, from its first record on. A norm that is not finite is null."""
+
+    def __init__(self, path: Path, steps_done: int) -> None:
+        """`steps_done`: steps before this session. With some the file goes on, else it begins again."""
+        self._path, self._goes_on = path, steps_done > 0
+        self._stream: TextIO | None = None
+        self._units: list[str] = []
+        if not self._goes_on:
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+    def step(self, record: StepRecord) -> None:
+        pass
+
+    def unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
+        with writing(self._path):
+            if self._stream is None:
+                self._stream = self._path.open("a", encoding="utf-8")
+                if self._stream.tell():
+                    self._stream.write("\n")  # a killed process may have left half a line
+            if self._units != [*norms]:
+                self._units = [*norms]
+                self._write({"units": self._units})
+            self._write({"step": step, "norms": [float(f"{norm:.{DIGITS}g}") for norm in norms.values()]})
+            self._stream.flush()
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        assert self._stream is not None
+        self._stream.write(strict_json(content, compact=True) + "\n")
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self, end: RunEnd) -> None:
+        if self._stream is not None:
+            with writing(self._path):
+                self._stream.close()
+
+
+@dataclass
+class UnitNorms:
+    """The content of the file.
+
+    Attributes:
+        steps: the norms of each recorded step, by unit; None for a norm that is not finite.
+        damaged: the numbers of lines that could not be read.
+    """
+
+    steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    damaged: list[int] = field(default_factory=list)
+
+
+def read_unit_norms(path: Path) -> UnitNorms:
+    """The norms, without those of steps that the run has repeated. Empty without the file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    read, units = UnitNorms(), []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return read
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            content = json.loads(line) if line else {"units": units}
+            if "units" in content:
+                units = [str(each) for each in content["units"]]
+                continue
+            step, norms = int(content["step"]), [None if each is None else float(each) for each in content["norms"]]
+            by_unit = dict(zip(units, norms, strict=True))
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            read.damaged.append(number)
+            continue
+        for repeated in [each for each in read.steps if each >= step]:
+            del read.steps[repeated]
+        read.steps[step] = by_unit
+    return read
