@@ -7,7 +7,8 @@ since a model may have hundreds of units. Nothing here computes a norm.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +19,8 @@ from shardwright.train.run.writing import writing
 
 DIGITS = 4
 """Digits of a norm."""
+ROWS, CELLS, LONGEST = 300, 12_000, 100
+"""Units and norms of a picture, and characters of a unit's name there."""
 
 
 class UnitNormsFile(RunSink):
@@ -71,6 +74,38 @@ class UnitNorms:
 
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
     damaged: list[int] = field(default_factory=list)
+
+
+def heat_map(read: UnitNorms) -> dict[str, Any] | None:
+    """The norms as a picture of units by steps has them; None without any.
+
+    A picture has at most `ROWS` units, those with the largest norms, and `CELLS` cells. A column of several records has
+    the largest norm of each unit. In ``rows`` a norm is null if the unit had no gradient, and -1 if it is not finite.
+    """
+    peaks: dict[str, float] = {}
+    for norms in read.steps.values():
+        for unit, norm in norms.items():
+            peaks[unit] = max(peaks.get(unit, 0.0), math.inf if norm is None else norm)
+    if not peaks:
+        return None
+    shown = {*sorted(peaks, key=lambda unit: -peaks[unit])[:ROWS]}
+    units, steps = [unit for unit in peaks if unit in shown], list(read.steps)
+    size = math.ceil(len(steps) * len(units) / CELLS)  # records in a column
+    columns = [steps[first : first + size] for first in range(0, len(steps), size)]
+    return {
+        "units": [unit[:LONGEST] for unit in units],
+        "more_units": len(peaks) - len(units),
+        "columns": [[column[0], column[-1]] for column in columns],
+        "rows": [[_largest([read.steps[step] for step in column], unit) for column in columns] for unit in units],
+    }
+
+
+def _largest(records: Sequence[Mapping[str, float | None]], unit: str) -> float | None:
+    norms = [norms[unit] for norms in records if unit in norms]
+    if None in norms:
+        return -1
+    largest = max((norm for norm in norms if norm is not None), default=None)
+    return None if largest is None else float(f"{largest:.3g}")
 
 
 def read_unit_norms(path: Path) -> UnitNorms:
