@@ -141,8 +141,8 @@ const notesSection = (data) => {
   const step = data.runs.length === 1 ? data.runs[0].noted : null;
   if (!step || !step.taken.length) return "";
   return stepSection({ step, room_bytes: 0, live_bytes: 0 }, {
-    id: "noted-", title: "A step as it ran: leases, phases and collectives", axis: "as measured", memory: "leased memory", state: "leased", leases: true, words: LEASE_WORDS,
-    intro: `Step ${whole(step.step)} of rank ${whole(step.rank)}. Above, what the engine leases for the step: gathered parameters, gradients and reductions, without activations and without what stays between steps. Below, phases of the host, its begins of collectives, and its waits for them.`,
+    id: "noted-", title: "A step as it ran: leases, phases, collectives and streams", axis: "as measured", memory: "leased memory", state: "leased", leases: true, words: LEASE_WORDS,
+    intro: `Step ${whole(step.step)} of rank ${whole(step.rank)}. Above, what the engine leases for the step: gathered parameters, gradients and reductions, without activations and without what stays between steps. Below, phases of the host, its begins of collectives, and its waits for them, and the engine's own streams: on a GPU their work by the device's time, else from the host's begin to its wait.`,
     note: `Each lease and each release is a moment. A column of pixels shows the moment with the most leased bytes.${step.left_out ? ` The last ${whole(step.left_out)} notes of this step were left out.` : ""}`,
   });
 };

@@ -26,11 +26,15 @@ from tests.support import multirank
 from tests.train.kit.jobs import HYBRID, config_file, records, tiny, train_here, trainer
 from tests.train.kit.text import batch, random_text
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-OPTIONS: list[dict[str, Any]] = [
-    *({"strategy": name, "layout": layout} for name in STRATEGIES for layout in ("per_parameter", "ragged", "element")),
+STRATEGIES, LAYOUTS = ("ddp", "zero1", "zero2", "zero3"), ("per_parameter", "ragged", "element")
+FEW: list[dict[str, Any]] = [
+    {"strategy": "zero1", "layout": "element"},
+    {"strategy": "zero3", "layout": "ragged"},
     {"tensor": 2, "layout": "per_parameter"},
-    {"tensor": 2, "layout": "ragged"},
+]
+ALL: list[dict[str, Any]] = [
+    *({"strategy": name, "layout": layout} for name in STRATEGIES for layout in LAYOUTS),
+    *({"tensor": 2, "layout": layout} for layout in LAYOUTS[:2]),
     {"strategy": "zero3", "offload": "cpu"},
 ]
 ON_FOUR: list[dict[str, Any]] = [
@@ -62,9 +66,16 @@ def check(rank: int, world_size: int, parallel: dict[str, Any], model: dict[str,
 
 @multirank(2)
 def test_the_norms_of_units_make_the_norm_of_the_step(rank: int, world_size: int) -> None:
-    for options in OPTIONS:
+    for options in FEW:
         check(rank, world_size, options)
     check(rank, world_size, {"expert": 2, "strategy": "zero3"}, HYBRID)
+
+
+@pytest.mark.extensive("all strategies and layouts")
+@multirank(2)
+def test_so_with_all_strategies_and_layouts(rank: int, world_size: int) -> None:
+    for options in ALL:
+        check(rank, world_size, options)
 
 
 @pytest.mark.extensive("four ranks")
