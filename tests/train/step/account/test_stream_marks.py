@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,13 +15,18 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright import board as boards
+from shardwright._torch import functional_collectives
+from shardwright.comm.noted import hears_dtensor
 from shardwright.comm.streams import HostStreams, streams_for, use_streams, watched
 from shardwright.page.notes import notes_picture
 from shardwright.train.config.catalog.records import StepRecord
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.step_notes import NOTED, NotesOfStep, TimedEvent
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
+from tests.train.kit.jobs import tiny, trainer
 
 CPU = torch.device("cpu")
 
@@ -29,7 +34,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def noting(folder: Path, event: Any = None) -> Iterator[NotesOfStep]:
     """The notes of the work inside the context, which is a step."""
-    job = cast(Trainer, SimpleNamespace(world=SimpleNamespace(device=CPU, rank=0)))
+    job = cast(Trainer, SimpleNamespace(world=SimpleNamespace(device=CPU, rank=0), config=tiny()))
     notes = NotesOfStep(job, RunFolder(folder), event)
     for step in range(1, NOTED + 1):
         notes.before_step(step)
@@ -139,3 +144,34 @@ def test_streams_that_fail_are_restored() -> None:
     with pytest.raises(KeyError), watched(streams, lambda what, name, stream: None):
         raise KeyError
     assert vars(streams) == {}
+
+
+@multirank(2)
+def test_collectives_of_tensor_parallelism_are_noted(rank: int, world_size: int, tmp_path: Path) -> None:
+    parallel = {"engine": "shardwright", "tensor": 2}
+    train = {"micro_batch": 1, "global_batch": 2}
+    job = trainer(tiny(model={"n_kv_heads": 2}, parallel=parallel, train=train), rank, world_size)
+    clock = job.clock
+    folder = RunFolder(tmp_path / str(rank))
+    folder.path.mkdir()
+    notes = NotesOfStep(job, folder)
+    parts = []
+    for step in range(1, NOTED + 1):
+        with boards.listening(clock), hears_dtensor(clock) if step > 1 else nullcontext():
+            clock.begin()
+            notes.before_step(step)
+            job.train_step(StopRequest())
+            parts.append(clock.end()[1])
+            notes.after_step(cast(StepRecord, SimpleNamespace(step=step)))
+    job.close()
+    assert isinstance(functional_collectives.all_reduce, torch._ops.OpOverloadPacket)
+    content = json.loads(folder.notes_file.read_text())
+    kinds, names = content["kinds"], content["names"]
+    seen = {(kinds[kind], names[name]) for _, kind, _, name, _ in content["notes"]}
+    assert {("begin", "DTensor all-gather"), ("begin", "DTensor reduce-scatter")} <= seen
+    assert ("wait", "DTensor collective") in seen
+    units = {names[unit] for _, _, unit, name, _ in content["notes"] if names[name] == "DTensor all-gather"}
+    assert {"layers.0", "layers.1"} <= units
+    sizes = [nbytes for *_, name, nbytes in content["notes"] if names[name] == "DTensor all-gather"]
+    assert min(sizes) > 0
+    assert all(part["communication"] > 0 for part in parts)

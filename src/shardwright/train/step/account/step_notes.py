@@ -16,10 +16,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from shardwright import board as boards
+from shardwright.comm.noted import DTENSOR, hears_dtensor
 from shardwright.comm.streams import streams_for, watched
 from shardwright.memory import Slab
 from shardwright.memory.slab import observe
 from shardwright.strict_json import strict_json
+from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
@@ -39,6 +41,11 @@ STREAMS = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "al
 """The stream of a collective by its name, for waits on the CPU, where marks have no objects."""
 NO_TIME = -1
 """In the place of the device's time of a mark that has none."""
+
+
+def calls_dtensor(config: Config) -> bool:
+    """Whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
+    return config.parallel.tensor > 1 and config.train.compile == "none" and not config.train.cuda_graph
 
 
 class TimedEvent(Protocol):
@@ -83,6 +90,8 @@ class NotesOfStep(TrainerHook):
             streams = streams_for(self._trainer.world.device)
             self._captures = lambda: streams.capturing
             self._stack.enter_context(watched(streams, self.ordered))
+            if calls_dtensor(self._trainer.config):
+                self._stack.enter_context(hears_dtensor(self))
             if self._event is not None:
                 self._first = self._event()
                 self._first.record()
@@ -127,14 +136,18 @@ class NotesOfStep(TrainerHook):
         self._note(PHASE, unit, boards.PHASES[phase])
 
     def enter(self, collective: str, group: str, nbytes: int, subject: str) -> None:
-        self._unit, self._collective = subject, collective
-        self._note(BEGIN, subject, collective, nbytes)
+        self._unit, self._collective = self._unit_of(collective, subject), collective
+        self._note(BEGIN, self._unit, collective, nbytes)
         self._in_collective = True
 
     def await_result(self, collective: str, group: str, nbytes: int, subject: str) -> None:
-        self._unit, self._collective = subject, collective
-        self._note(WAIT, subject, collective, nbytes)
+        self._unit, self._collective = self._unit_of(collective, subject), collective
+        self._note(WAIT, self._unit, collective, nbytes)
         self._in_collective = True
+
+    def _unit_of(self, collective: str, subject: str) -> str:
+        """DTensor does not know units: its collectives are of the unit whose forward or backward runs."""
+        return self._phase_unit if collective in DTENSOR.values() else subject
 
     def leave(self) -> None:
         if self._in_collective:
