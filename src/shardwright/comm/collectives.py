@@ -301,7 +301,9 @@ class Communicator:
             shared = self.meeting.shared_memory()
             if shared is not None:
                 prepare = functools.partial(exchange, shared, *given)
-                return self._begin_exchange(stream, announce, functools.partial(on_gloo, *given), prepare, on_done)
+                return self._begin_exchange(
+                    stream, announce, functools.partial(on_gloo, *given), prepare, on_done
+                )
         way = on_gloo(*given)
         work = self.begin(announce, way.collective)
         if self.streams.asynchronous:

@@ -305,8 +305,8 @@ class Tell(Protocol):
     """A function that hears of a change of the order of streams, after it."""
 
     def __call__(self, what: str, name: str, stream: Any) -> None:
-        """``what``: "fork", "beside", "mark", "join", "host wait" or "rejoin". ``name``: of the side stream; empty if it
-        is not known. ``stream``: the device's object whose order has changed; None on the CPU, and for the host.
+        """``what``: "fork", "beside", "mark", "join", "host wait" or "rejoin". ``name``: of the side stream; empty if
+        it is not known. ``stream``: the device's object whose order has changed; None on the CPU, and for the host.
         """
 
 

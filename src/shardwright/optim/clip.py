@@ -99,7 +99,9 @@ def clip_finite_with_units(
             unit = unit_of(p)
             units[id(getattr(gradient, "_local_tensor", gradient))] = NO_UNIT if unit is None else unit.name
     order = list(dict.fromkeys(units.values()))
-    return clipped.total, ParameterNorms(clipped.norms, [units[id(each)] for each in clipped.gradients], order)
+    return clipped.total, ParameterNorms(
+        clipped.norms, [units[id(each)] for each in clipped.gradients], order
+    )
 
 
 class _Clipped(NamedTuple):

@@ -13,7 +13,9 @@ from typing import Any
 from shardwright.page.step import Table, differences
 
 MICROSECOND = 1e-6
-STREAM = "stream"  #: the kind of a note that is a mark of a stream; in the place of its bytes is the device's time
+STREAM = (
+    "stream"  #: the kind of a note that is a mark of a stream; in the place of its bytes is the device's time
+)
 COLLECTIVES = ("gather", "reduce", "all_reduce")  #: streams; others copy
 LARGEST = 1 << 53  #: of a number that the script of a page reads without loss
 
@@ -38,7 +40,9 @@ def notes_picture(content: Mapping[str, Any]) -> dict[str, Any]:
             f"expected the notes of a step, found others: {type(error).__name__}: {error}"
         ) from error
     # A device may be behind its host.
-    length = max((max(at, nbytes if what == STREAM else 0) for at, what, _, _, nbytes in notes), default=0) + 1
+    length = (
+        max((max(at, nbytes if what == STREAM else 0) for at, what, _, _, nbytes in notes), default=0) + 1
+    )
     return {
         "step": step,
         "rank": rank,
@@ -91,8 +95,8 @@ def _leases(notes: Sequence[tuple[int, str, str, str, int]]) -> dict[str, Any]:
 def _side_streams(
     notes: Sequence[tuple[int, str, str, str, int]], length: int
 ) -> dict[str, list[tuple[int, int, str, str]]]:
-    """The work of each of the engine's streams, from its fork to its mark by the device's time. Without such times, from
-    the host's fork to its wait for the mark."""
+    """The work of each of the engine's streams, from its fork to its mark by the device's time. Without such times,
+    from the host's fork to its wait for the mark."""
     begun: dict[str, tuple[int, str]] = {}
     queued: dict[str, list[tuple[int, str]]] = {}  # work whose end only a wait of the host shows
     spans: dict[str, list[tuple[int, int, str, str]]] = {}

@@ -223,7 +223,11 @@ class Recorder:
         for name, tensor in named:
             block = self.block_of(tensor)
             if block is not None:
-                shape = "" if group == SLABS else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                shape = (
+                    ""
+                    if group == SLABS
+                    else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                )
                 self._claims[block] = Owner(group, name, "", "", shape)
 
     def note_line(self) -> tuple[str, bool]:
@@ -345,7 +349,9 @@ class Recorder:
                 if (claim := self._claims.get(block)) is not None:
                     owner = claim
                     if owner.group == SLABS:  # "parameters of layers.0"
-                        owner = owner._replace(shape=self.parameters_of_units.get(owner.unit.partition(" of ")[2], ""))
+                        owner = owner._replace(
+                            shape=self.parameters_of_units.get(owner.unit.partition(" of ")[2], "")
+                        )
                 elif owner.group in (BY_LIFE, OF_ENGINE):
                     end = ends.get(block)
                     freed = None if end is None else phases[end]

@@ -180,7 +180,10 @@ def _parameters_in_words(unit: Unit, names: Mapping[Any, str]) -> str:
     """The largest parameters of a unit with their shapes on this rank, as they are gathered. ``names``: of sharded
     parameters."""
     largest = sorted(unit.parameters, key=lambda p: -p.view.numel())
-    shown = [f"{names.get(p.sharded, p.name).removeprefix(f'{unit.name}.')} {list(p.view.shape)}" for p in largest[:SHOWN]]
+    shown = [
+        f"{names.get(p.sharded, p.name).removeprefix(f'{unit.name}.')} {list(p.view.shape)}"
+        for p in largest[:SHOWN]
+    ]
     more = len(largest) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 

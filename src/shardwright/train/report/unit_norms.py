@@ -96,7 +96,9 @@ def heat_map(read: UnitNorms) -> dict[str, Any] | None:
         "units": [unit[:LONGEST] for unit in units],
         "more_units": len(peaks) - len(units),
         "columns": [[column[0], column[-1]] for column in columns],
-        "rows": [[_largest([read.steps[step] for step in column], unit) for column in columns] for unit in units],
+        "rows": [
+            [_largest([read.steps[step] for step in column], unit) for column in columns] for unit in units
+        ],
     }
 
 
@@ -114,18 +116,22 @@ def read_unit_norms(path: Path) -> UnitNorms:
     Raises:
         OSError: the file cannot be read.
     """
-    read, units = UnitNorms(), []
+    read = UnitNorms()
+    units: list[str] = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return read
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            content = json.loads(line) if line else {"units": units}
+            content: dict[str, Any] = json.loads(line) if line else {"units": units}
             if "units" in content:
                 units = [str(each) for each in content["units"]]
                 continue
-            step, norms = int(content["step"]), [None if each is None else float(each) for each in content["norms"]]
+            step, norms = (
+                int(content["step"]),
+                [None if each is None else float(each) for each in content["norms"]],
+            )
             by_unit = dict(zip(units, norms, strict=True))
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             read.damaged.append(number)

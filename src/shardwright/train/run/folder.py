@@ -74,6 +74,10 @@ class RunFolder:
         """The allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
 
+    def memory_segments(self, step: int, rank: int) -> Path:
+        """The segments and blocks of a rank's GPU memory at the error of a step, without stacks."""
+        return self.path / "memory_history" / f"step_{step}_rank_{rank}_segments.pickle"
+
     def profile(self, first: int, last: int, rank: int) -> Path:
         """The trace of torch's profiler of a rank in these steps."""
         return self.path / "profile" / f"steps_{first}_to_{last}_rank_{rank}.json.gz"

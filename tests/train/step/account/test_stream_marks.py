@@ -65,9 +65,7 @@ def test_marks_are_in_the_order_of_a_step_on_the_cpu(rank: int, world_size: int,
     assert vars(streams_for(CPU)) == {}  # the methods are the class's own again
     content, rows = rows_of(folder)
     assert {time for *_, time in rows} == {-1}
-    gathers = [
-        (act, unit) for act, unit, _ in rows if act in ("fork gather", "mark gather", "join gather")
-    ]
+    gathers = [(act, unit) for act, unit, _ in rows if act in ("fork gather", "mark gather", "join gather")]
     first, second = [
         [("fork gather", unit), ("mark gather", unit)] for unit in ("0", "1")
     ]  # the second is gathered ahead
@@ -76,7 +74,14 @@ def test_marks_are_in_the_order_of_a_step_on_the_cpu(rank: int, world_size: int,
     reductions = [(act, unit) for act, unit, _ in rows if act.endswith("reduce")]
     assert reductions == [
         (f"{act} reduce", unit)
-        for act, unit in (("fork", "1"), ("mark", "1"), ("join", "1"), ("fork", "0"), ("mark", "0"), ("join", "0"))
+        for act, unit in (
+            ("fork", "1"),
+            ("mark", "1"),
+            ("join", "1"),
+            ("fork", "0"),
+            ("mark", "0"),
+            ("join", "0"),
+        )
     ], reductions
     spans = {each["name"]: each for each in notes_picture(content)["streams"]}
     assert len(spans["reduce"]["kernels"]) == 2 and len(spans["gather"]["kernels"]) >= 2

@@ -287,8 +287,8 @@ def _norms(file: Path, notices: list[str]) -> dict[str, Any] | None:
         notices.append(f"{file}: cannot read it: {error.strerror}")
         return None
     if read.damaged:
-        count = counted(len(read.damaged), "line")
-        notices.append(f"{file}: expected gradient norms by unit, found {count} damaged, the first is line {read.damaged[0]}")
+        count, first = counted(len(read.damaged), "line"), read.damaged[0]
+        notices.append(f"{file}: expected norms by unit, found {count} damaged, the first is line {first}")
     return heat_map(read)
 
 

@@ -23,8 +23,8 @@ class LogConfig(Section):
         default=10,
         ge=0,
         description=(
-            "Steps between records of gradient norms by unit, in unit_norms.jsonl of the run's folder; the first step is "
-            "recorded, too. 0: none. Only the engine shardwright records them, without an optimizer in backward."
+            "Steps between records of gradient norms by unit, in unit_norms.jsonl of the run's folder; the first step "
+            "is recorded, too. 0: none. Only the engine shardwright records them, without an optimizer in backward."
         ),
     )
     project: str = Field(

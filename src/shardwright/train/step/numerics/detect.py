@@ -117,8 +117,8 @@ def _fault_of_spike(state: TrainingState, agreed: Agreed) -> Fault | None:
 
 
 def _unit_norms(state: TrainingState, agreed: Agreed) -> Mapping[str, float]:
-    """The gradient norms of the step by unit, before clipping. Empty if the engine reports no unit, or the optimizer has
-    used the gradients already. Called by all ranks together."""
+    """The gradient norms of the step by unit, before clipping. Empty if the engine reports no unit, or the optimizer
+    has used the gradients already. Called by all ranks together."""
     if agreed.unit_norms or agreed.norm is None:
         return agreed.unit_norms
     total, norms = engine_of(state.config.parallel).clip_with_units(state.model, math.inf)
@@ -136,7 +136,8 @@ def _units_in_words(norms: Mapping[str, float]) -> str:
     wrong = [unit for unit, norm in norms.items() if not math.isfinite(norm)]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        return f"; gradient norms are not finite in {len(wrong)} of {len(norms)} units: {', '.join(wrong[:SHOWN])}{more}"
+        count = f"{len(wrong)} of {len(norms)} units"
+        return f"; gradient norms are not finite in {count}: {', '.join(wrong[:SHOWN])}{more}"
     largest = sorted(norms.items(), key=lambda each: -each[1])[:SHOWN]
     return f"; largest gradient norms by unit: {', '.join(f'{unit} {norm:.3g}' for unit, norm in largest)}"
 
