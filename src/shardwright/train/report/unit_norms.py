@@ -19,6 +19,8 @@ from shardwright.train.run.writing import writing
 
 DIGITS = 4
 """Digits of a norm."""
+LARGEST = 1 << 53
+"""The largest step that a page reads without loss."""
 ROWS, CELLS, LONGEST = 300, 12_000, 100
 """Units and norms of a picture, and characters of a unit's name there."""
 
@@ -110,6 +112,19 @@ def _largest(records: Sequence[Mapping[str, float | None]], unit: str) -> float 
     return None if largest is None else float(f"{largest:.3g}")
 
 
+def _finite(norm: Any) -> float | None:
+    """The norm; None for one that is not finite.
+
+    Raises:
+        ValueError: it is negative.
+    """
+    if norm is None or not math.isfinite(norm):
+        return None
+    if norm < 0:
+        raise ValueError(norm)
+    return float(norm)
+
+
 def read_unit_norms(path: Path) -> UnitNorms:
     """The norms, without those of steps that the run has repeated. Empty without the file.
 
@@ -128,11 +143,10 @@ def read_unit_norms(path: Path) -> UnitNorms:
             if "units" in content:
                 units = [str(each) for each in content["units"]]
                 continue
-            step, norms = (
-                int(content["step"]),
-                [None if each is None else float(each) for each in content["norms"]],
-            )
-            by_unit = dict(zip(units, norms, strict=True))
+            step = int(content["step"])
+            if not 0 <= step <= LARGEST:
+                raise ValueError(step)
+            by_unit = dict(zip(units, map(_finite, content["norms"]), strict=True))
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             read.damaged.append(number)
             continue

@@ -84,6 +84,11 @@ class Engine(ABC):
         """Clip, and return the norms by unit, too. None: the engine reports no unit."""
         return self.clip_gradients(model, limit), None
 
+    def unit_norms(self, model: nn.Module) -> dict[str, float]:
+        """The norms of gradients as they are now, over all ranks, by unit. The host waits for them. Empty: the engine
+        reports no unit."""
+        return {}
+
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig
     ) -> torch.optim.Optimizer:

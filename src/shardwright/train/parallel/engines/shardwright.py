@@ -89,6 +89,10 @@ class ShardwrightEngine(UnitEngine):
     def clip_with_units(self, model: nn.Module, limit: float) -> tuple[Tensor, ParameterNorms | None]:
         return clip_finite_with_units(model.parameters(), limit)
 
+    def unit_norms(self, model: nn.Module) -> dict[str, float]:
+        _, norms = clip_finite_with_units(model.parameters(), float("inf"))
+        return norms.by_unit(norms.norms.tolist())
+
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig
     ) -> torch.optim.Optimizer:

@@ -121,12 +121,10 @@ def _unit_norms(state: TrainingState, agreed: Agreed) -> Mapping[str, float]:
     has used the gradients already. Called by all ranks together."""
     if agreed.unit_norms or agreed.norm is None:
         return agreed.unit_norms
-    total, norms = engine_of(state.config.parallel).clip_with_units(state.model, math.inf)
-    if norms is None:
-        return {}
-    now = float(total)
-    clipped = agreed.norm / now if 0 < now < math.inf else 1.0
-    return {unit: clipped * norm for unit, norm in norms.by_unit(norms.norms.tolist()).items()}
+    norms = engine_of(state.config.parallel).unit_norms(state.model)
+    clipped = math.hypot(*norms.values())
+    factor = agreed.norm / clipped if 0 < clipped < math.inf else 1.0
+    return {unit: factor * norm for unit, norm in norms.items()}
 
 
 def _units_in_words(norms: Mapping[str, float]) -> str:
