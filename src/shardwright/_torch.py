@@ -880,6 +880,8 @@ def dtensor_of(
 _AsyncCollectiveTensor = _probe(_functional_collectives, "AsyncCollectiveTensor")
 
 
+#: The operations by which DTensor communicates. torch looks each one up here when it calls it.
+functional_collectives: Any = torch.ops._c10d_functional
 _functional_all_reduce = _probe(_functional_collectives, "all_reduce")
 _REDUCTIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 

@@ -54,6 +54,13 @@ def plan_file(folder: Path, unit: str = "layers") -> Path:
     return file
 
 
+NORMS = {
+    "units": ["Model", "layers.0", "norm"], "more_units": 2, "columns": [[1, 1], [10, 10], [20, 30]],
+    "rows": [[0.5, 1.0, 2.0], [1e-3, 50.0, -1], [0.0, 1.0, None]],
+}  # fmt: skip
+"""Gradient norms of three units."""
+
+
 def a_run(name: str, **values: Any) -> dict[str, Any]:
     curve = [[step, 5.0 / step] for step in range(1, 41)]
     session = {"start": "2026-01-01T00:00:00+00:00", "from_step": 0, "to_step": 40, "ranks": 2, "threads": 1,
@@ -99,7 +106,7 @@ def text_of(browser: chromium.Browser, selector: str) -> str:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_are_drawn(browser: chromium.Browser, tmp_path: Path, width: int, dark: bool) -> None:
     one = tmp_path / "one.html"
-    run = a_run("one", noted=notes_picture(noted()))
+    run = a_run("one", noted=notes_picture(noted()), norms=NORMS)
     one.write_text(document("one", {"kind": "runs", "runs": [run], "differences": [], "thinned": 100}))
     for file in (plan_file(tmp_path), one, runs_file(tmp_path, "one", "two", "three")):
         browser.open(file, width, dark=dark)
@@ -167,6 +174,33 @@ def test_a_chart_is_read_with_keys(browser: chromium.Browser, tmp_path: Path, wi
     assert text_of(browser, ".charts .readout").startswith("Step 40: 1. one, training")
     browser.press("ArrowLeft")
     assert text_of(browser, ".charts .readout").startswith("Step 39: ")
+    check(browser)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_of_units_are_read_with_keys_and_by_pointing(
+    browser: chromium.Browser, tmp_path: Path, width: int
+) -> None:
+    file = tmp_path / "norms.html"
+    runs = [a_run("one", norms=NORMS)]
+    file.write_text(document("one", {"kind": "runs", "runs": runs, "differences": [], "thinned": 0}))
+    browser.open(file, width)
+    readout = "#unit-norms + .readout"
+    browser.evaluate("document.querySelector('#unit-norms').focus()")
+    browser.press("ArrowRight")
+    assert text_of(browser, readout) == "Step 1, Model: 0.5"
+    browser.press("ArrowDown")
+    browser.press("End")
+    assert text_of(browser, readout) == "Steps 20 to 30, layers.0: not finite"
+    assert browser.evaluate("document.querySelector('#unit-norms').getAttribute('aria-valuenow')") == "20"
+    assert "layers.0" in text_of(browser, "#unit-growth tbody tr")  # the first that is not finite
+    browser.evaluate("document.querySelector('#unit-norms').scrollIntoView({ block: 'center' })")
+    x, y = browser.evaluate(
+        "(() => { const box = document.querySelector('#unit-norms').getBoundingClientRect();"
+        " return [box.right - 20, box.top + 50]; })()"
+    )
+    browser.click(x, y)
+    assert text_of(browser, readout) == "Steps 20 to 30, norm: no gradient"
     check(browser)
 
 

@@ -252,7 +252,8 @@ class Communicator:
         if division.after == 1.0:
             return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
         if self.streams.asynchronous:
-            return Pending(self.streams, work, None, keep=keep, finish=lambda: division.finish(outputs))
+            mark = self.streams.mark(stream)
+            return Pending(self.streams, work, mark, keep=keep, finish=lambda: division.finish(outputs))
         division.finish(outputs)
         return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
 
@@ -300,18 +301,22 @@ class Communicator:
             shared = self.meeting.shared_memory()
             if shared is not None:
                 prepare = functools.partial(exchange, shared, *given)
-                return self._begin_exchange(announce, functools.partial(on_gloo, *given), prepare, on_done)
+                return self._begin_exchange(
+                    stream, announce, functools.partial(on_gloo, *given), prepare, on_done
+                )
         way = on_gloo(*given)
         work = self.begin(announce, way.collective)
         if self.streams.asynchronous:
+            mark = self.streams.mark(stream)
             return Pending(
-                self.streams, work, None, way.keep, functools.partial(in_turn, way.finish, on_done)
+                self.streams, work, mark, way.keep, functools.partial(in_turn, way.finish, on_done)
             )
         way.finish()
         return Pending(self.streams, None, self.streams.mark(stream), way.keep, on_done)
 
     def _begin_exchange(
         self,
+        stream: str,
         announce: Callable[[], None] | None,
         on_gloo: Callable[[], _OnGloo],
         prepare: Callable[[], Exchange],
@@ -330,10 +335,11 @@ class Communicator:
             return (watched[0].collective,)
 
         work = meeting.begin(_nothing if announce is None else announce, steps)
+        mark = self.streams.mark(stream)
         if not watched:
-            return Pending(self.streams, work, None, finish=on_done)
+            return Pending(self.streams, work, mark, finish=on_done)
         way = watched[0]
-        return Pending(self.streams, work, None, way.keep, functools.partial(in_turn, way.finish, on_done))
+        return Pending(self.streams, work, mark, way.keep, functools.partial(in_turn, way.finish, on_done))
 
 
 class _OnGloo(NamedTuple):

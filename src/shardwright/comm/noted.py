@@ -1,14 +1,20 @@
-"""Notes of collectives on the board, for those that torch's functions make and that are not called for each unit."""
+"""Notes of collectives on the board, for those that torch's functions make and that are not called for each unit.
+
+Those of DTensor are on no board: a listener can hear of them.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwright import board as boards
+from shardwright._torch import functional_collectives
 
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
@@ -43,3 +49,49 @@ def noted(
         yield
     finally:
         board.leave()
+
+
+DTENSOR = {
+    "all_reduce": "DTensor all-reduce",
+    "all_gather_into_tensor": "DTensor all-gather",
+    "reduce_scatter_tensor": "DTensor reduce-scatter",
+    "all_to_all_single": "DTensor all-to-all",
+    "broadcast": "DTensor broadcast",
+    "wait_tensor": "DTensor collective",
+}
+"""The names of DTensor's collectives for listeners, by the operation. The last one waits for any of them."""
+
+
+@contextmanager
+def hears_dtensor(listener: boards.Listener) -> Iterator[None]:
+    """Inside the context ``listener`` hears of the collectives that DTensor begins and waits for, as of tensor
+    parallelism. Not inside a graph of ``torch.compile``, which calls the operations themselves, and which must not be
+    made inside the context."""
+    before = {name: getattr(functional_collectives, name) for name in DTENSOR}
+    for name, operation in before.items():
+        setattr(functional_collectives, name, _Heard(operation, name, listener))
+    try:
+        yield
+    finally:
+        for name, operation in before.items():
+            setattr(functional_collectives, name, operation)
+
+
+class _Heard:
+    """An operation, whose calls a listener hears."""
+
+    def __init__(self, operation: Any, name: str, listener: boards.Listener) -> None:
+        self._operation = operation
+        self._tell = listener.await_result if name == "wait_tensor" else listener.enter
+        self._leave, self._name = listener.leave, DTENSOR[name]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        tensor = arguments[0] if arguments else None
+        self._tell(self._name, "", tensor.nbytes if isinstance(tensor, torch.Tensor) else 0, "")
+        try:
+            return self._operation(*arguments, **options)
+        finally:
+            self._leave()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operation, name)

@@ -52,6 +52,12 @@ class Streams(Protocol):
         an earlier forward has released on another stream.
         """
 
+    def side(self, name: str) -> Any:
+        """The device's own object of side stream ``name``; None on the CPU."""
+
+    def current(self) -> Any:
+        """The device's own object of the current stream; None on the CPU."""
+
     def mark(self, name: str) -> Any:
         """A mark after everything that has been queued on side stream ``name``."""
 
@@ -97,6 +103,12 @@ class HostStreams:
         return None
 
     def rejoin(self) -> None:
+        return None
+
+    def side(self, name: str) -> Any:
+        return None
+
+    def current(self) -> Any:
         return None
 
     def mark(self, name: str) -> Any:
@@ -179,6 +191,12 @@ class DeviceStreams:
             self._side[name].wait_event(after)
         with self._api.stream(self._side[name]):
             yield
+
+    def side(self, name: str) -> Any:
+        return self._side[name]
+
+    def current(self) -> Any:
+        return self._api.current_stream(self._device)
 
     def mark(self, name: str) -> Any:
         return self._side[name].record_event()
@@ -281,3 +299,74 @@ def use_streams(device: torch.device, streams: Streams) -> Iterator[None]:
             del _set[device]
         else:
             _set[device] = before
+
+
+class Tell(Protocol):
+    """A function that hears of a change of the order of streams, after it."""
+
+    def __call__(self, what: str, name: str, stream: Any) -> None:
+        """``what``: "fork", "beside", "mark", "join", "host wait" or "rejoin". ``name``: of the side stream; empty if
+        it is not known. ``stream``: the device's object whose order has changed; None on the CPU, and for the host.
+        """
+
+
+@contextmanager
+def watched(streams: Streams, tell: Tell) -> Iterator[None]:
+    """Inside the context ``tell`` hears of each fork, mark and wait.
+
+    The methods of this one object are replaced for so long. Outside the context nothing is slower.
+    """
+    fork, beside, mark, join, host_wait, rejoin = (getattr(streams, name) for name in _WATCHED)
+    names: dict[int, tuple[Any, str]] = {}  #: of marks, which live as long
+
+    def name_of(mark: Any) -> str:
+        return "" if mark is None else names.get(id(mark), (None, ""))[1]
+
+    def counts(mark: Any) -> bool:
+        """Whether a wait orders anything. On the CPU, which has no marks, each wait is for a collective."""
+        return mark is not None or streams.asynchronous
+
+    @contextmanager
+    def noted_fork(name: str) -> Iterator[None]:
+        with fork(name):
+            tell("fork", name, streams.side(name))
+            yield
+
+    @contextmanager
+    def noted_beside(name: str, after: Any = None) -> Iterator[None]:
+        with beside(name, after):
+            tell("beside", name, streams.side(name))
+            yield
+
+    def noted_mark(name: str) -> Any:
+        made = mark(name)
+        if made is not None:
+            names[id(made)] = made, name
+        tell("mark", name, streams.side(name))
+        return made
+
+    def noted_join(mark: Any) -> None:
+        join(mark)
+        if counts(mark):
+            tell("join", name_of(mark), streams.current())
+
+    def noted_host_wait(mark: Any) -> None:
+        host_wait(mark)
+        if counts(mark):
+            tell("host wait", name_of(mark), None)
+
+    def noted_rejoin() -> None:
+        rejoin()
+        tell("rejoin", "", streams.current())
+
+    own = vars(streams)
+    made = noted_fork, noted_beside, noted_mark, noted_join, noted_host_wait, noted_rejoin
+    own.update(zip(_WATCHED, made, strict=True))
+    try:
+        yield
+    finally:
+        for name in _WATCHED:
+            del own[name]
+
+
+_WATCHED = ("fork", "beside", "mark", "join", "host_wait", "rejoin")

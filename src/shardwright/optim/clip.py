@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ def clip_grad_norm_(
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite; an optimizer steps these parameters in
             backward (``sw.optim.in_backward``).
     """
-    return _clip(parameters, max_norm, norm_type, error_if_nonfinite)
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite).total
 
 
 def clip_finite_grad_norm_(
@@ -59,7 +59,57 @@ def clip_finite_grad_norm_(
 
     Scaled by such a norm, all of them would be nan, and none could be named.
     """
-    return _clip(parameters, max_norm, only_finite=True)
+    return _clip(parameters, max_norm, only_finite=True).total
+
+
+NO_UNIT = "outside of all units"
+"""The name that stands for the unit of parameters which have none."""
+
+
+class ParameterNorms(NamedTuple):
+    """The norms of which the global norm is made.
+
+    Attributes:
+        norms: of each gradient over all ranks, before clipping; equal on all ranks. [gradients]
+        units: the name of each one's unit, in the order of ``norms``.
+        order: the names of all units, in the order of the parameters.
+    """
+
+    norms: torch.Tensor
+    units: list[str]
+    order: list[str]
+
+    def by_unit(self, norms: Sequence[float]) -> dict[str, float]:
+        """The norm of each unit. ``norms``: the values of the tensor."""
+        parts: dict[str, list[float]] = {unit: [] for unit in self.order}
+        for unit, norm in zip(self.units, norms, strict=True):
+            parts[unit].append(norm)
+        return {unit: math.hypot(*values) for unit, values in parts.items()}
+
+
+def clip_finite_with_units(
+    parameters: Iterable[torch.Tensor], max_norm: float
+) -> tuple[torch.Tensor, ParameterNorms]:
+    """As :func:`clip_finite_grad_norm_`, with the norms of all gradients. It has the same collectives and no more."""
+    parameters = list(parameters)
+    clipped = _clip(parameters, max_norm, only_finite=True)
+    units: dict[int, str] = {}  # by the tensor of the gradient
+    for p in parameters:
+        if (gradient := p.grad) is not None:
+            unit = unit_of(p)
+            units[id(getattr(gradient, "_local_tensor", gradient))] = NO_UNIT if unit is None else unit.name
+    order = list(dict.fromkeys(units.values()))
+    return clipped.total, ParameterNorms(
+        clipped.norms, [units[id(each)] for each in clipped.gradients], order
+    )
+
+
+class _Clipped(NamedTuple):
+    """The global norm, the norms of the gradients, and this rank's part of each, in the same order."""
+
+    total: torch.Tensor
+    norms: torch.Tensor
+    gradients: list[torch.Tensor]
 
 
 @torch.no_grad()
@@ -69,7 +119,7 @@ def _clip(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     only_finite: bool = False,
-) -> torch.Tensor:
+) -> _Clipped:
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -110,7 +160,7 @@ def _clip(
             plain.append(gradient)
     everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
     if not everything:
-        return torch.tensor(0.0)
+        return _Clipped(torch.tensor(0.0), torch.zeros(0), [])
     if units and (root := root_of(next(iter(units)))) is not None:
         root.agreement.agree_all(CLIP, 0)
     device = everything[0].device
@@ -130,6 +180,7 @@ def _clip(
                 dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         part = (part if largest else part.pow_(1.0 / norm_type)).to(here)
         norms = part if norms is None else torch.cat([norms, part])
+    assert norms is not None
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -140,7 +191,7 @@ def _clip(
     divisor = torch.where(norm.isfinite(), norm, 0.0) if only_finite else norm
     scale = torch.clamp(max_norm / (divisor + 1e-6), max=1.0)
     foreach_mul_(everything, scale)
-    return norm
+    return _Clipped(norm, norms, everything)
 
 
 def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, ...]:

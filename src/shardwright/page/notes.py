@@ -1,6 +1,6 @@
 """The notes of a step that has run, as a picture of the form that a planned step has (``step.py``).
 
-Leases over time are above the phases and the collectives of the host.
+Leases over time are above the phases and the collectives of the host, and the work of the engine's own streams.
 
 The notes are those of step_notes.json in a run's folder. Nothing here knows how the picture is drawn.
 """
@@ -13,6 +13,10 @@ from typing import Any
 from shardwright.page.step import Table, differences
 
 MICROSECOND = 1e-6
+STREAM = (
+    "stream"  #: the kind of a note that is a mark of a stream; in the place of its bytes is the device's time
+)
+COLLECTIVES = ("gather", "reduce", "all_reduce")  #: streams; others copy
 LARGEST = 1 << 53  #: of a number that the script of a page reads without loss
 
 
@@ -35,7 +39,10 @@ def notes_picture(content: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"expected the notes of a step, found others: {type(error).__name__}: {error}"
         ) from error
-    length = max((at for at, *_ in notes), default=0) + 1
+    # A device may be behind its host.
+    length = (
+        max((max(at, nbytes if what == STREAM else 0) for at, what, _, _, nbytes in notes), default=0) + 1
+    )
     return {
         "step": step,
         "rank": rank,
@@ -85,6 +92,42 @@ def _leases(notes: Sequence[tuple[int, str, str, str, int]]) -> dict[str, Any]:
     }
 
 
+def _side_streams(
+    notes: Sequence[tuple[int, str, str, str, int]], length: int
+) -> dict[str, list[tuple[int, int, str, str]]]:
+    """The work of each of the engine's streams, from its fork to its mark by the device's time. Without such times,
+    from the host's fork to its wait for the mark."""
+    begun: dict[str, tuple[int, str]] = {}
+    queued: dict[str, list[tuple[int, str]]] = {}  # work whose end only a wait of the host shows
+    spans: dict[str, list[tuple[int, int, str, str]]] = {}
+
+    def add(stream: str, start: int, end: int, unit: str) -> None:
+        own = spans.setdefault(stream, [])
+        start = max(start, own[-1][1] if own else 0)
+        words = f"{stream} of {unit}" if unit else stream
+        own.append((start, max(start, end), words, "communication" if stream in COLLECTIVES else "copies"))
+
+    for at, what, unit, name, on_device in notes:
+        if what != STREAM:
+            continue
+        act, _, stream = name.rpartition(" ")
+        if act in ("fork", "beside"):
+            begun[stream] = (on_device if on_device >= 0 else at), unit
+        elif act == "mark" and stream in begun:
+            start, of_unit = begun.pop(stream)
+            if on_device >= 0:
+                add(stream, start, on_device, of_unit)
+            else:
+                queued.setdefault(stream, []).append((start, of_unit))
+        elif act in ("join", "host wait") and (waiting := queued.get(stream)):
+            place = next((i for i, (_, of_unit) in enumerate(waiting) if of_unit == unit), 0)
+            add(stream, waiting[place][0], at, waiting.pop(place)[1])
+    for stream, waiting in queued.items():
+        for start, unit in waiting:
+            add(stream, start, length, unit)
+    return spans
+
+
 def _spans(notes: Sequence[tuple[int, str, str, str, int]], length: int) -> dict[str, Any]:
     """The phases of the host, and its collectives: their begins, and the waits for them."""
     spans: dict[str, list[tuple[int, int, str, str]]] = {"phase": [], "begins": [], "waits": []}
@@ -108,6 +151,7 @@ def _spans(notes: Sequence[tuple[int, str, str, str, int]], length: int) -> dict
             stream, start, words = open_span
             spans[stream].append((start, at, words, "communication" if stream == "begins" else "waiting"))
             open_span = None
+    spans |= _side_streams(notes, length)
     names = Table()
     streams = []
     for stream, own in spans.items():

@@ -109,7 +109,8 @@ def _memory(
 
     def kind_of(alloc: Alloc) -> int:
         owner = program.owners[alloc.owner]
-        return kinds((group_of(alloc), texts(owner.unit), texts(owner.what), texts(owner.line), alloc.nbytes))
+        what = texts(owner.what or owner.shape)
+        return kinds((group_of(alloc), texts(owner.unit), what, texts(owner.line), alloc.nbytes))
 
     held = {each.block: [kind_of(each), -1] for each in before if not each.on_host}
     taken: list[int] = []
@@ -226,7 +227,13 @@ def tensors_of(peak: Peak) -> list[Mapping[str, Any]]:
     """The owners of a peak, the largest first. The last row is all others together, if there are more."""
     owners = sorted(peak.by_owner.items(), key=lambda each: -each[1])
     rows: list[Mapping[str, Any]] = [
-        {"group": owner.group, "unit": owner.unit, "what": owner.what, "line": owner.line, "bytes": nbytes}
+        {
+            "group": owner.group,
+            "unit": owner.unit,
+            "what": owner.what or owner.shape,
+            "line": owner.line,
+            "bytes": nbytes,
+        }
         for owner, nbytes in owners[:TENSORS]
     ]
     if rest := owners[TENSORS:]:

@@ -28,7 +28,7 @@ from shardwright.planner.program import (
     Wait,
 )
 
-FORMAT = 2  #: changes with the content of the files
+FORMAT = 3  #: changes with the content of the files
 KEPT = 64  #: files; the oldest ones are removed
 
 

@@ -156,11 +156,11 @@ class _Read:
 
     @staticmethod
     def _owner(owner: Owner) -> tuple[Hashable, Hashable, Values]:
-        unit, what = _DIGITS.sub("#", owner.unit), _DIGITS.sub("#", owner.what)
-        values = tuple(map(int, _DIGITS.findall(owner.unit + " " + owner.what)))
+        unit, what, shape = (_DIGITS.sub("#", text) for text in (owner.unit, owner.what, owner.shape))
+        values = tuple(map(int, _DIGITS.findall(f"{owner.unit} {owner.what} {owner.shape}")))
         return (
-            (owner.group, unit, owner.what, owner.line),
-            (owner.group, unit, what, owner.line),
+            (owner.group, unit, owner.what, owner.line, owner.shape),
+            (owner.group, unit, what, owner.line, shape),
             values,
         )
 
@@ -567,8 +567,10 @@ class _Writer:
         key = like, numbers
         if (index := self._filled.get(key)) is None:
             owner, rest = self._short.owners[like], iter(numbers)
-            unit, what = (_DIGITS.sub(lambda _: str(next(rest)), text) for text in (owner.unit, owner.what))
-            index = self._owners.setdefault(Owner(owner.group, unit, what, owner.line), len(self._owners))
+            texts = (owner.unit, owner.what, owner.shape)
+            unit, what, shape = (_DIGITS.sub(lambda _: str(next(rest)), text) for text in texts)
+            made = Owner(owner.group, unit, what, owner.line, shape)
+            index = self._owners.setdefault(made, len(self._owners))
             self._filled[key] = index
         return index
 

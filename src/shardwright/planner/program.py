@@ -92,12 +92,14 @@ class Owner(NamedTuple):
             empty outside of all modules.
         what: the kind of slab, or the operation with the shape and dtype of its result.
         line: file and line of the model's code, as ``losses.py:118``; empty if there is none.
+        shape: dtype and shape of a tensor that has a name, or the parameters of a slab's unit with their shapes.
     """
 
     group: str
     unit: str
     what: str
     line: str
+    shape: str = ""
 
 
 @dataclass

@@ -34,6 +34,7 @@ COMPUTE = "compute"  #: the computation's stream
 BY_LIFE = ""
 #: The same, of blocks that the engine takes.
 OF_ENGINE = "engine"
+SLABS = "slabs"  #: the group of blocks that the engine leases
 OTHER = "other"  #: the group of blocks of which nothing else is known
 
 
@@ -90,6 +91,7 @@ class Recorder:
         modules: the names of the modules whose forward runs, the innermost last.
         line: of the model's code that operations come from, inside a graph; None: the one that runs.
         contents: of the blocks.
+        parameters_of_units: in words, by the name of the unit.
     """
 
     def __init__(self) -> None:
@@ -105,6 +107,7 @@ class Recorder:
         self._sizes: dict[int, int] = {}  #: of live blocks
         self._claims: dict[int, Owner] = {}
         self.contents = Contents(self.block_of)
+        self.parameters_of_units: dict[str, str] = {}
         self._on_host: set[int] = set()  #: blocks in the host's memory
         self._put: set[int] = set()  #: those of which this was known later
         self._lifts = False  #: whether results of tensors on the host are on the device
@@ -220,7 +223,12 @@ class Recorder:
         for name, tensor in named:
             block = self.block_of(tensor)
             if block is not None:
-                self._claims[block] = Owner(group, name, "", "")
+                shape = (
+                    ""
+                    if group == SLABS
+                    else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                )
+                self._claims[block] = Owner(group, name, "", "", shape)
 
     def note_line(self) -> tuple[str, bool]:
         """The line of the model's code that runs now, and whether the engine runs inside it.
@@ -340,6 +348,10 @@ class Recorder:
                 owner = owners[number]
                 if (claim := self._claims.get(block)) is not None:
                     owner = claim
+                    if owner.group == SLABS:  # "parameters of layers.0"
+                        owner = owner._replace(
+                            shape=self.parameters_of_units.get(owner.unit.partition(" of ")[2], "")
+                        )
                 elif owner.group in (BY_LIFE, OF_ENGINE):
                     end = ends.get(block)
                     freed = None if end is None else phases[end]

@@ -17,7 +17,7 @@ from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import Graphs, hollow_graphs
 from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
-from shardwright.tracing.recorder import Recorder, line_of, reader_of_value
+from shardwright.tracing.recorder import SLABS, Recorder, line_of, reader_of_value
 from shardwright.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ class _Slabs:
 
     def leased(self, slab: Slab) -> None:
         if slab.nbytes:
-            self._recorder.claim("slabs", [(f"{slab.kind} of {slab.unit}", slab.byte_view(0, slab.nbytes))])
+            self._recorder.claim(SLABS, [(f"{slab.kind} of {slab.unit}", slab.byte_view(0, slab.nbytes))])
 
     def releases(self, slab: Slab) -> None:
         return None

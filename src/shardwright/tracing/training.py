@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,8 +20,12 @@ from torch.optim.optimizer import (
 from shardwright._torch import in_backward, local_of
 from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.unit.owning import units_of
+from shardwright.engine.unit.unit import Unit
 from shardwright.planner.program import AFTER_OPTIMIZER, OPTIMIZER
 from shardwright.tracing.recorder import Recorder
+
+SHOWN = 3
+"""Parameters of a unit that are named."""
 
 
 class Calls:
@@ -124,6 +128,9 @@ class Training:
                 if self._recorder.is_on_host(_local(parameter)):  # the host has its state, too
                     self._recorder.put_on_host(tensors)
 
+        for unit in (unit for model in self._models for unit in units_of(model)):
+            self._recorder.parameters_of_units[unit.name] = _parameters_in_words(unit, names)
+
     def _optimizers(self) -> Iterable[Any]:
         """Those that have made a step, also within backward, where torch calls no hooks of optimizers."""
         steppings = (unit.stepping for model in self._models for unit in units_of(model))
@@ -167,6 +174,18 @@ class Training:
         if not in_backward():
             self.claim()
             self._recorder.phase(AFTER_OPTIMIZER)
+
+
+def _parameters_in_words(unit: Unit, names: Mapping[Any, str]) -> str:
+    """The largest parameters of a unit with their shapes on this rank, as they are gathered. ``names``: of sharded
+    parameters."""
+    largest = sorted(unit.parameters, key=lambda p: -p.view.numel())
+    shown = [
+        f"{names.get(p.sharded, p.name).removeprefix(f'{unit.name}.')} {list(p.view.shape)}"
+        for p in largest[:SHOWN]
+    ]
+    more = len(largest) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

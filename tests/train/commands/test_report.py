@@ -206,6 +206,7 @@ def test_a_damaged_value_is_never_a_traceback(copied: Path, capsys: pytest.Captu
         "exit.json": {"status": 75, "reason": "out of memory", "step": 8, "rank": 1, "time": "now"},
         "step_notes.json": {**noted(), "notes": noted()["notes"][:4]},
         "logs/plan.json": PLAN,
+        "unit_norms.jsonl": [{"units": ["layers.0", "norm"]}, {"step": 1, "norms": [1.0, None]}],
         "metrics.jsonl": [*lines[-2:], {"step": 5, "incident": skip}, {"step": 6, "save_failure": "full"}],
     }
 
@@ -248,9 +249,10 @@ def read_data(text: str) -> dict[str, Any]:
         ("step_notes.json", ("notes", 0, 0), 10**400, "found others: ValueError: a number above"),
         ("exit.json", ("status",), "x", "exit.json: expected a whole number for status, found 'x'"),
         ("logs/plan.json", ("exact",), [], "the plan is not shown, since it has no valid exact"),
+        ("unit_norms.jsonl", ("norms", 0), -1.0, "expected norms by unit, found 1 line damaged, the first is line 2"),
         ("metrics.jsonl", ("loss",), 10**400, "expected a number for loss, found 1000"),
     ],
-    ids=range(8),
+    ids=range(9),
 )  # fmt: skip
 def test_a_damaged_value_is_named(
     name: str, place: tuple[Any, ...], damage: Any, notice: str, copied: Path, tmp_path: Path,
@@ -258,6 +260,8 @@ def test_a_damaged_value_is_named(
 ) -> None:  # fmt: skip
     (copied / "logs").mkdir(exist_ok=True)
     contents = {"exit.json": {"status": 1}, "step_notes.json": noted(), "logs/plan.json": PLAN}
+    norms = ['{"units": ["norm"]}', '{"step": 1, "norms": [1.0]}']
+    (copied / "unit_norms.jsonl").write_text("\n".join(norms) + "\n")
     lines = (copied / name).read_text().splitlines() if name not in contents else [json.dumps(contents[name])]
     if name == "run.json":
         lines = ["".join(lines)]

@@ -129,7 +129,7 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ("[train]\nstep = 3", "unknown key train.step; did you mean train.steps?"),
         ("[train]\nmax_nrom = 3", "unknown key train.max_nrom; did you mean train.max_norm?"),
         ("[train]\nengine = 'ddp'", "unknown key train.engine; did you mean parallel.engine?"),
-        ("[log]\nxyzzy = 3", "unknown key log.xyzzy; the keys of [log] are every, sinks, project"),
+        ("[log]\nxyzzy = 3", "unknown key log.xyzzy; the keys of [log] are every, sinks, unit_norms, project"),
         ("steps = 3", "unknown key steps; did you mean train.steps?"),
         ("[trian]\nsteps = 3", "unknown section [trian]; did you mean [train]?"),
         (

@@ -68,6 +68,12 @@ def test_a_page_has_the_figures_of_the_json(tmp_path: Path, capsys: pytest.Captu
     data = read_page(file.read_text())[2]
     assert {key: data["plan"][key] for key in figures} == figures
     assert max(totals(data["plan"]["step"])) == figures["phases"]["step"]["live_bytes"]
+    shapes = {(each["group"], each["unit"], each["what"]) for each in data["plan"]["tensors"]}
+    assert {
+        ("optimizer", "layers.0.feed_forward.w1.weight", "float32 [224, 128]"),  # of 448 rows on two ranks
+        ("gradients", "output.weight", "float32 [128, 128]"),
+        ("slabs", "reduction of norm", "output.weight [256, 128], weight [128]"),
+    } <= shapes
     phases = [name for name, _ in data["plan"]["step"]["phases"]]
     assert phases[1:] == ["forward", "backward", "before the optimizer", "optimizer", "after the optimizer"]
     status = main(["plan", config, "--on", "2xh100", "--html", str(tmp_path / "no" / "plan.html")])

@@ -114,3 +114,85 @@ const lineChart = (options) => {
   const legend = series.length > 1 || options.legend ? el("ul", { class: "legend" }, series.map(keyOf)) : null;
   return el("figure", {}, el("figcaption", {}, options.title), legend, plot, readout, options.note ? soft(options.note) : null);
 };
+
+// Colours from the least to the largest value. Lightness grows, so they also differ without colour.
+const HEAT = ["#46105f", "#472d7b", "#3b518b", "#2c718e", "#21908d", "#27ad81", "#5cc863", "#aadc32", "#fde725"];
+
+// Values of rows by steps, with colours on a logarithmic scale. options: title, rows (names), columns ([first, last]),
+// values of each row: null is no value, and -1 one that is not finite.
+const heatMap = (options) => {
+  const { rows, columns, values } = options;
+  const positive = values.flat().filter((value) => value > 0);
+  const [low, high] = positive.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
+  const levelOf = (value) => (value <= 0 || high === low ? 0 : Math.min(HEAT.length - 1, Math.floor((Math.log(value / low) / Math.log(high / low)) * HEAT.length)));
+  const words = (value) => (value === null || value === undefined ? "no gradient" : value < 0 ? "not finite" : digits(value));
+  const stepsOf = ([first, last]) => (first === last ? `Step ${whole(first)}` : `Steps ${whole(first)} to ${whole(last)}`);
+  const readout = el("div", { class: "readout" }, "Point at a cell, or use the arrow keys, to read values.");
+  const plot = el("div", { class: "plot", id: options.id, tabindex: 0, role: "slider", "aria-label": `${options.title}: cursor over steps; arrow up and down choose the unit`, "aria-valuemin": columns[0][0], "aria-valuemax": columns[columns.length - 1][1], "aria-valuenow": columns[0][0], "aria-valuetext": "no cell chosen" });
+  let [row, column] = [-1, -1];
+  let box, cursor;
+  const show = () => {
+    if (row < 0 || !cursor) return;
+    cursor.setAttribute("x", box.left + (column / columns.length) * box.width);
+    cursor.setAttribute("y", box.top + (row / rows.length) * box.height);
+    cursor.setAttribute("visibility", "visible");
+  };
+  const choose = (r, c) => {
+    row = Math.max(0, Math.min(rows.length - 1, r));
+    column = Math.max(0, Math.min(columns.length - 1, c));
+    readout.textContent = `${stepsOf(columns[column])}, ${rows[row]}: ${words(values[row][column])}`;
+    plot.setAttribute("aria-valuenow", columns[column][0]);
+    plot.setAttribute("aria-valuetext", readout.textContent);
+    show();
+  };
+  responsive(plot, (width) => {
+    const left = Math.min(width < 600 ? 92 : 170, 14 + 7 * Math.max(...rows.map((name) => name.length)));
+    const size = Math.max(3, Math.min(20, 480 / rows.length));
+    box = { left, top: 8, width: width - left - 12, height: size * rows.length };
+    const bottom = box.top + box.height;
+    const picture = svg("svg", { width, height: bottom + 40, "aria-hidden": "true" });
+    const paths = new Map();
+    const cell = box.width / columns.length;
+    values.forEach((own, r) => own.forEach((value, c) => {
+      if (value === null) return;
+      const color = value < 0 ? "var(--bad)" : HEAT[levelOf(value)];
+      const [x, next] = [box.left + c * cell, box.left + (c + 1) * cell];
+      paths.set(color, `${paths.get(color) || ""}M${x.toFixed(1)},${(box.top + r * size).toFixed(1)}H${next.toFixed(1)}v${size.toFixed(1)}H${x.toFixed(1)}z`);
+    }));
+    picture.append(svg("rect", { x: box.left, y: box.top, width: box.width, height: box.height, fill: "var(--panel)" }));
+    for (const [color, path] of paths) picture.append(svg("path", { d: path, fill: color, "shape-rendering": "crispEdges" }));
+    picture.append(svg("rect", { x: box.left, y: box.top, width: box.width, height: box.height, fill: "none", stroke: "var(--soft)" }));
+    const letters = Math.floor((left - 8) / 7);
+    for (let r = 0; r < rows.length; r += Math.ceil(14 / size)) {
+      const name = rows[r].length > letters ? `…${rows[r].slice(1 - letters)}` : rows[r];
+      picture.append(svg("text", { x: left - 6, y: box.top + (r + 0.5) * size + 4, "text-anchor": "end" }, name, svg("title", {}, rows[r])));
+    }
+    const every = Math.ceil(columns.length / Math.max(1, Math.floor(box.width / 70)));
+    for (let c = 0; c < columns.length; c += every) {
+      picture.append(svg("text", { x: box.left + (c + 0.5) * cell, y: bottom + 16, "text-anchor": "middle" }, whole(columns[c][0])));
+    }
+    picture.append(svg("text", { class: "title", x: width - 12, y: bottom + 34, "text-anchor": "end" }, "optimizer step"));
+    cursor = svg("rect", { width: Math.max(3, cell), height: Math.max(3, size), fill: "none", stroke: "var(--ground)", "stroke-width": 4, "paint-order": "stroke", visibility: "hidden", class: "cell" });
+    picture.append(cursor);
+    show();
+    return picture;
+  });
+  const point = (event) => {
+    const at = plot.getBoundingClientRect();
+    const [x, y] = [event.clientX - at.left - box.left, event.clientY - at.top - box.top];
+    if (x >= 0 && y >= 0 && x < box.width && y < box.height) choose(Math.floor((y / box.height) * rows.length), Math.floor((x / box.width) * columns.length));
+  };
+  plot.addEventListener("pointerdown", point);
+  plot.addEventListener("pointermove", point);
+  plot.addEventListener("keydown", (event) => {
+    const to = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-10, 0], PageDown: [10, 0], Home: [0, -columns.length], End: [0, columns.length] }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    if (row < 0) choose(0, 0);
+    else choose(row + to[0], column + to[1]);
+  });
+  const wrong = values.some((own) => own.some((value) => value < 0));
+  const scale = positive.length ? [el("li", {}, digits(low)), el("li", {}, el("span", { class: "heat", "aria-hidden": "true" }, HEAT.map((color) => styled(el("span"), { background: color })))), el("li", {}, `${digits(high)}, logarithmic`)] : [];
+  const legend = el("ul", { class: "legend", "aria-label": "colours of values" }, scale, wrong ? el("li", {}, swatch("var(--bad)"), "not finite") : "");
+  return el("figure", {}, el("figcaption", {}, options.title), legend, plot, readout);
+};

@@ -118,13 +118,36 @@ const planSection = (data) => section("Plan beside reality", data.runs.map((run,
   ? el("div", {}, table(`${nameOf(data, i)}: planned for ${run.plan.ranks} x ${run.plan.device}`, [["figure"], ["planned"], ["measured"], ["plan beside it", true]], planRows(run)), run.on_gpu ? "" : soft("The run was not on a GPU, and the plan is for one: times and reserved memory do not compare."))
   : el("p", {}, `${nameOf(data, i)}: no plan was made beside this run. On GPUs run.plan makes one; on the CPU run.plan_device names the device to plan for.`))));
 
+// Gradient norms by unit: a picture of all, and the units that grew most.
+const normsSection = (data) => {
+  const norms = data.runs.length === 1 ? data.runs[0].norms : null;
+  if (!norms) return "";
+  const { units, columns, rows } = norms;
+  const facts = units.map((unit, i) => {
+    const finite = rows[i].filter((value) => value !== null && value >= 0);
+    const sorted = [...finite].sort((a, b) => a - b);
+    const median = sorted[Math.floor(sorted.length / 2)];
+    const largest = sorted[sorted.length - 1];
+    const wrong = rows[i].findIndex((value) => value < 0);
+    return { unit, median, largest, at: rows[i].indexOf(largest), wrong, growth: wrong >= 0 ? Infinity : median > 0 ? largest / median : 0 };
+  }).sort((a, b) => (a.wrong < 0 ? Infinity : a.wrong) - (b.wrong < 0 ? Infinity : b.wrong) || b.growth - a.growth);
+  const stepAt = (column) => (column < 0 ? "-" : columns[column][0] === columns[column][1] ? whole(columns[column][0]) : `${whole(columns[column][0])} to ${whole(columns[column][1])}`);
+  return section("Gradient norms by unit",
+    el("p", {}, "Norms over all ranks, before clipping. The square root of the sum of their squares is the gradient norm of the step. A unit that turns bright, or is not finite, before the others is the first to look at."),
+    heatMap({ id: "unit-norms", title: "Gradient norm of each unit", rows: units, columns, values: rows }),
+    norms.more_units ? soft(`The ${whole(units.length)} units with the largest norms; ${whole(norms.more_units)} more are in unit_norms.jsonl.`) : "",
+    columns.some(([first, last]) => first !== last) ? soft("A column has several records, and shows the largest norm of each unit among them.") : "",
+    table("Units whose norm grew most above their median", [["unit"], ["median", true], ["largest", true], ["at step", true], ["largest / median", true], ["not finite at step", true]],
+      facts.slice(0, 8).map((each) => [each.unit, isNumber(each.median) ? digits(each.median) : "-", isNumber(each.largest) ? digits(each.largest) : "-", stepAt(each.at), isNumber(each.median) && each.median > 0 ? digits(each.largest / each.median) : "-", stepAt(each.wrong)]), { id: "unit-growth" }));
+};
+
 // The notes of an early step: what the engine has leased, and the collectives of the host.
 const notesSection = (data) => {
   const step = data.runs.length === 1 ? data.runs[0].noted : null;
   if (!step || !step.taken.length) return "";
   return stepSection({ step, room_bytes: 0, live_bytes: 0 }, {
-    id: "noted-", title: "A step as it ran: leases, phases and collectives", axis: "as measured", memory: "leased memory", state: "leased", leases: true, words: LEASE_WORDS,
-    intro: `Step ${whole(step.step)} of rank ${whole(step.rank)}. Above, what the engine leases for the step: gathered parameters, gradients and reductions, without activations and without what stays between steps. Below, phases of the host, its begins of collectives, and its waits for them.`,
+    id: "noted-", title: "A step as it ran: leases, phases, collectives and streams", axis: "as measured", memory: "leased memory", state: "leased", leases: true, words: LEASE_WORDS,
+    intro: `Step ${whole(step.step)} of rank ${whole(step.rank)}. Above, what the engine leases for the step: gathered parameters, gradients and reductions, without activations and without what stays between steps. Below, phases of the host, its begins of collectives, and its waits for them, and the engine's own streams: on a GPU their work by the device's time, else from the host's begin to its wait.`,
     note: `Each lease and each release is a moment. A column of pixels shows the moment with the most leased bytes.${step.left_out ? ` The last ${whole(step.left_out)} notes of this step were left out.` : ""}`,
   });
 };
@@ -172,6 +195,6 @@ const runsPage = (data) => {
       data.runs.map((each, i) => (each.table.length ? details(`${nameOf(data, i)}: figures as a table, ${whole(each.table.length)} of ${whole(each.steps)} steps`,
         table(`${nameOf(data, i)}: figures of steps`, [["step"], ["loss", true], ["validation", true], ["norm", true], ["tokens/s", true], ["time", true], ["memory", true]],
           each.table.map((row) => [whole(row[0]), inNats(row[1]), row[2] === null ? "-" : inNats(row[2]), row[3] === null ? "-" : digits(row[3]), whole(row[4]), inTime(row[5]), inBytes(row[6])]))) : "")))),
-    ...[splitSection, notesSection, incidentsSection, planSection, settingsSection, sessionsSection].map((draw) => attempt(() => draw(data))),
+    ...[normsSection, splitSection, notesSection, incidentsSection, planSection, settingsSection, sessionsSection].map((draw) => attempt(() => draw(data))),
   ];
 };

@@ -85,11 +85,11 @@ const tensorTable = (caption, rows, more, id) => {
   const shown = rows.slice(0, more ? 300 : ROWS);
   const rest = rows.slice(shown.length);
   const cells = shown.map((row) => {
-    const [operation, shape] = splitWhat(row.what);
+    const [operation, shape] = row.group === "slabs" && row.unit.includes(" of ") ? ["", row.what] : splitWhat(row.what);
     return [groupOf(row.group, Object.keys(GROUP_WORDS)), inBytes(row.bytes), row.count === null ? "several" : whole(row.count || 1), row.unit || "outside of all modules", operation || "-", shape || "not recorded", row.line || "-"];
   });
   if (rest.length) cells.push([`${whole(rest.length)} smaller ones`, inBytes(rest.reduce((sum, row) => sum + row.bytes, 0)), "", "", "", "", ""]);
-  return table(caption, [["owner"], ["size", true], ["blocks", true], ["unit or parameter"], ["operation"], ["dtype and shape"], ["line"]], cells, { id });
+  return table(caption, [["owner"], ["size", true], ["blocks", true], ["unit or parameter"], ["operation"], ["dtype and shape, or parameters of the unit"], ["line"]], cells, { id });
 };
 
 const spansOf = (stream) => {

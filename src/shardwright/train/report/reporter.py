@@ -43,6 +43,11 @@ class Reporter:
             sink.step(record)
         self._call_added(lambda sink: sink.step(record))
 
+    def unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
+        """Record gradient norms by unit in the run's own file. Sinks of `[log] sinks` do not get them."""
+        for sink in self.sinks:
+            sink.unit_norms(step, norms)
+
     def say(self, text: str) -> None:
         for sink in self.sinks:
             sink.say(text)

@@ -60,6 +60,7 @@ class RunFolder:
     base_file = _Inside("base.json")  #: the reference to the frozen base of adapters
     plan_file = _Inside("memory_plan.json")
     notes_file = _Inside("step_notes.json")  #: leases and collectives of an early step of the first rank
+    unit_norms_file = _Inside("unit_norms.jsonl")  #: gradient norms by unit, of some steps
     plan_picture = _Inside("memory_plan.png")
     checkpoints = _Inside("checkpoints")
     evaluations = _Inside("evaluations")  #: results of tasks, by step
@@ -72,6 +73,10 @@ class RunFolder:
     def memory_history(self, step: int, rank: int) -> Path:
         """The allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
+
+    def memory_segments(self, step: int, rank: int) -> Path:
+        """The segments and blocks of a rank's GPU memory at the error of a step, without stacks."""
+        return self.path / "memory_history" / f"step_{step}_rank_{rank}_segments.pickle"
 
     def profile(self, first: int, last: int, rank: int) -> Path:
         """The trace of torch's profiler of a rank in these steps."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.noted import noted
+from shardwright.optim.clip import ParameterNorms
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
@@ -42,6 +43,7 @@ class OwnPart:
         stops_early: one of its hooks has asked to end the run.
         votes: the actions that its hooks ask for.
         sums: sums and counts of the metrics of its hooks.
+        norms: the norms of which `norm` is made, which all ranks have; None if this step does not record them.
     """
 
     shares: Tensor
@@ -53,6 +55,7 @@ class OwnPart:
     stops_early: bool
     votes: Sequence[str]
     sums: Sequence[float | Tensor]
+    norms: ParameterNorms | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Agreed:
         action: the strongest that a hook has asked for; None for none.
         metrics: by name, those of hooks.
         not_finite: by name, the ranks in words whose part of a metric is nan or infinite.
+        unit_norms: gradient norms by unit, before clipping; empty if this step does not record them.
     """
 
     losses: list[float]
@@ -81,6 +85,7 @@ class Agreed:
     action: Action | None
     metrics: Mapping[str, float]
     not_finite: Mapping[str, str]
+    unit_norms: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,9 @@ def agree(world: World, part: OwnPart, metric_names: Sequence[str], clock: StepC
         if part.norm is not None:
             parts["norm"] = part.norm.to(row.device, row.dtype, non_blocking=True)[None]
             row = torch.cat([row, parts["norm"]])
+        if part.norms is not None:
+            parts["norms"] = part.norms.norms.to(row.device, row.dtype, non_blocking=True)
+            row = torch.cat([row, parts["norms"]])
         clock.wait_begins()
         totals = split(row.tolist(), parts)
         clock.wait_ends()
@@ -143,6 +151,7 @@ def agree(world: World, part: OwnPart, metric_names: Sequence[str], clock: StepC
         action=_first_chosen(ACTIONS, totals["actions"]),
         metrics=means(metric_names, totals["sums"]),
         not_finite=wrong_ranks(metric_names, totals["marks"], world.size),
+        unit_norms={} if part.norms is None else part.norms.by_unit(totals["norms"]),
     )
 
 

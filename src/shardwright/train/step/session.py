@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwright import board as boards
+from shardwright.comm.noted import hears_dtensor
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
@@ -37,7 +38,7 @@ from shardwright.train.step.account.notices import FirstLoss
 from shardwright.train.step.account.out_of_memory import leave_owners
 from shardwright.train.step.account.profile import StepProfile
 from shardwright.train.step.account.report_places import open_record, open_reporter
-from shardwright.train.step.account.step_notes import NotesOfStep
+from shardwright.train.step.account.step_notes import NotesOfStep, calls_dtensor
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
 from shardwright.train.step.loading import LoadedRun
@@ -193,5 +194,9 @@ def _run_steps(
     ) as saves:
         if done >= config.train.steps:
             return LoopEnd()
-        with boards.listening(trainer.clock), StepProfile(trainer, folder, reports.reporter) as profile:
+        with ExitStack() as stack:
+            stack.enter_context(boards.listening(trainer.clock))
+            if calls_dtensor(config) and trainer.world.device.type == "cpu":
+                stack.enter_context(hears_dtensor(trainer.clock))
+            profile = stack.enter_context(StepProfile(trainer, folder, reports.reporter))
             return run_steps(trainer, reports.reporter, saves, stop, profile)

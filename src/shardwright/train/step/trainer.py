@@ -20,6 +20,7 @@ from shardwright import board as boards
 from shardwright.activations.host_pool import HostMemoryError
 from shardwright.checkpoint import seed_generators
 from shardwright.collective import RankGroup
+from shardwright.optim.clip import ParameterNorms
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook
 from shardwright.train.config.conflicts.configurations import LENGTH
@@ -73,11 +74,13 @@ class StepGradients(NamedTuple):
     Attributes:
         shares: this rank's parts of the losses, float64 [1 + auxiliaries].
         norm: the gradient norm over all ranks before clipping, 0-d; None with an optimizer in backward.
+        norms: the norms of which it is made, if this step records norms by unit.
         again: does forward and backward once more.
     """
 
     shares: Tensor
     norm: Tensor | None
+    norms: ParameterNorms | None
     again: Callable[[], Tensor]
 
 
@@ -195,6 +198,7 @@ class Trainer:
             stops_early=self.hooks.stops_early,
             votes=[each.action for each in faults],
             sums=self.hooks.metrics(step),
+            norms=gradients.norms,
         )
         agreed = agree(self.world, part, self.hooks.step_metrics, self.clock)
         fault = self._fault(agreed, gradients, faults)
@@ -237,16 +241,19 @@ class Trainer:
             loss_sums = self._verified_if_due(*arguments)
         boards.at(boards.CLIP)
         self.clock.to("optimizer")
-        norm = self.clip_gradients()
+        norm, norms = self.clip_gradients()
         self.clock.to("host")
-        return StepGradients(loss_sums / data.counts, norm, partial(self.forward_backward, *arguments))
+        return StepGradients(loss_sums / data.counts, norm, norms, partial(self.forward_backward, *arguments))
 
-    def clip_gradients(self) -> Tensor | None:
-        """Scale gradients down to `train.max_norm`; returns their norm before that. None: the optimizer has used them
-        already."""
+    def clip_gradients(self) -> tuple[Tensor | None, ParameterNorms | None]:
+        """Scale gradients down to `train.max_norm`; returns their norm before that, and the norms of which it is made
+        in steps that record norms by unit. None: the optimizer has used the gradients already."""
         if self.config.optimizer.in_backward:
-            return None
-        return self.engine.clip_gradients(self.model, self.config.train.max_norm or float("inf"))
+            return None, None
+        limit = self.config.train.max_norm or float("inf")
+        if self.config.log.records_unit_norms(self.position.step + 1):
+            return self.engine.clip_with_units(self.model, limit)
+        return self.engine.clip_gradients(self.model, limit), None
 
     def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
         """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's

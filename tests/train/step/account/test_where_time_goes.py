@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from torch.profiler import profile
 
 from shardwright.train.errors import UserError
+from shardwright.train.launch.forecast import shortage_file
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.report.plots import time_shares
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.account import step_notes
+from shardwright.train.step.account import out_of_memory, step_notes
 from shardwright.train.step.account.clock import PARTS
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.jobs import config_file, ranks, records, tiny, train_here
@@ -136,6 +138,39 @@ def test_the_error_of_a_rank_without_memory_names_owners_and_three_settings(
     (settings,) = (line for line in error.splitlines() if line.startswith("settings that need less memory"))
     assert settings.count("--") == 3 and "--activations.checkpoint full" in settings, settings
     assert "--train.micro_batch 1" in settings, settings
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_of_a_gpu_without_memory_leaves_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A snapshot that cannot be written takes no other line away, and raises nothing."""
+
+    def dump(path: str) -> None:
+        if fails:
+            raise RuntimeError("no snapshot")
+        Path(path).write_bytes(b"segments")
+
+    monkeypatch.setattr(out_of_memory, "dump_memory_history", dump)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 30)
+    folder = RunFolder(tmp_path)
+    world = SimpleNamespace(rank=1, size=2, device=torch.device("cuda"))
+    model = torch.nn.Linear(2, 2)
+    job: Any = SimpleNamespace(
+        world=world,
+        config=tiny(parallel={"engine": "ddp"}),
+        position=SimpleNamespace(step=3),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+    )
+    out_of_memory.leave_owners(job, folder)
+    lines = shortage_file(folder).read_text().splitlines()
+    assert lines[0].startswith("memory of rank 1 by owner, after the error of step 4: ")
+    assert lines[-1] == "to see each allocation: --train.memory_snapshot '[4]'"
+    segments = folder.memory_segments(4, 1)
+    assert segments.exists() == (not fails)
+    said = f"snapshot of its GPU memory, blocks without stacks: {segments}; open it at pytorch.org/memory_viz"
+    assert (said in lines) == (not fails)
 
 
 def test_shares_of_runs_without_parts_are_empty() -> None:

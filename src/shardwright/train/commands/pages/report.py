@@ -17,7 +17,7 @@ OF_A_RUN = ("run.dir", "run.name")  #: settings that differ between any two runs
 SIDE_BY_SIDE = ("extra_losses/", "metrics/", "validation_metrics/")  #: drawn of several runs
 FILES = {
     "curves": "metrics.jsonl", "settings": "config.toml", "noted": "step_notes.json", "plan": "logs/plan.json",
-    "sessions": "run.json",
+    "sessions": "run.json", "norms": "unit_norms.jsonl",
 }  # fmt: skip
 """The file of each part of a page that may be large, by the part's key."""
 
@@ -79,7 +79,7 @@ def page_of(runs: Sequence[ShownRun]) -> str:
             "runs": [
                 {
                     **run.values(each.rows, each.characters),
-                    **({"noted": None} if len(runs) > 1 else {}),  # pictures of steps are large
+                    **({"noted": None, "norms": None} if len(runs) > 1 else {}),  # these pictures are large
                     **_largest(own.get("difference", [])),
                     "curves": {key: thinned(curve, each.points) for key, curve in own.items()},
                 }

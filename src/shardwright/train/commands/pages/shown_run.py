@@ -19,6 +19,7 @@ from shardwright.strict_json import strict_json
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.forecast import plan_file
 from shardwright.train.report import jsonl, plots
+from shardwright.train.report.unit_norms import heat_map, read_unit_norms
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
 
@@ -66,6 +67,7 @@ class ShownRun:
         end: exit.json; empty if there is none.
         memory: memory.txt.
         noted: the picture of a step that was noted; None: there is none.
+        norms: the picture of gradient norms by unit; None: there is none.
         notices: of files that are damaged or missing.
     """
 
@@ -78,6 +80,7 @@ class ShownRun:
     end: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
     noted: Mapping[str, Any] | None = None
+    norms: Mapping[str, Any] | None = None
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -180,6 +183,7 @@ class ShownRun:
             "plan": None if self.plan is None else {key: self.plan.get(key) for key in PLANNED},
             "memory_text": self.memory[:characters],
             "noted": self.noted,
+            "norms": self.norms,
             "notices": notices,
             "table": [[record.get(key) for key in TABLE] for record in rows],
         }
@@ -267,11 +271,25 @@ def read_shown_run(path: Path) -> ShownRun:
             run.noted = notes_picture(notes)
         except ValueError as error:
             run.notices.append(f"{folder.notes_file}: {error}")
+    run.norms = _norms(folder.unit_norms_file, run.notices)
     try:
         run.memory = folder.memory_file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # it is written after the first steps
         pass
     return run
+
+
+def _norms(file: Path, notices: list[str]) -> dict[str, Any] | None:
+    """The picture of gradient norms by unit, with a notice about lines that are damaged."""
+    try:
+        read = read_unit_norms(file)
+    except OSError as error:
+        notices.append(f"{file}: cannot read it: {error.strerror}")
+        return None
+    if read.damaged:
+        count, first = counted(len(read.damaged), "line"), read.damaged[0]
+        notices.append(f"{file}: expected norms by unit, found {count} damaged, the first is line {first}")
+    return heat_map(read)
 
 
 def _sound(

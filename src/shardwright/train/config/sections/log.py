@@ -19,6 +19,14 @@ class LogConfig(Section):
         default=("tensorboard",),
         description=f"Where metrics go beside metrics.jsonl and the terminal. {summaries(named_sinks)}",
     )
+    unit_norms: int = Field(
+        default=10,
+        ge=0,
+        description=(
+            "Steps between records of gradient norms by unit, in unit_norms.jsonl of the run's folder; the first step "
+            "is recorded, too. 0: none. Only the engine shardwright records them, without an optimizer in backward."
+        ),
+    )
     project: str = Field(
         default="",
         description=(
@@ -26,6 +34,9 @@ class LogConfig(Section):
             "MLFLOW_EXPERIMENT_NAME, else shardwright."
         ),
     )
+
+    def records_unit_norms(self, step: int) -> bool:
+        return self.unit_norms > 0 and (step == 1 or step % self.unit_norms == 0)
 
     @model_validator(mode="after")
     def _sinks_differ(self) -> LogConfig:

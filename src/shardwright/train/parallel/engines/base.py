@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.optim.clip import ParameterNorms
 from shardwright.train.config import ParallelConfig
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
 from shardwright.train.config.sections.optimizer import OptimizerConfig
@@ -78,6 +79,15 @@ class Engine(ABC):
             model.parameters(), limit, torch.where(norm.isfinite(), norm, 0.0)
         )
         return norm
+
+    def clip_with_units(self, model: nn.Module, limit: float) -> tuple[Tensor, ParameterNorms | None]:
+        """Clip, and return the norms by unit, too. None: the engine reports no unit."""
+        return self.clip_gradients(model, limit), None
+
+    def unit_norms(self, model: nn.Module) -> dict[str, float]:
+        """The norms of gradients as they are now, over all ranks, by unit. The host waits for them. Empty: the engine
+        reports no unit."""
+        return {}
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright._torch import MissingCompilerError
-from shardwright.optim.clip import clip_finite_grad_norm_
+from shardwright.optim.clip import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
 from shardwright.train.config.dims import EXPERT
 from shardwright.train.config.sections.optimizer import OptimizerConfig
@@ -85,6 +85,13 @@ class ShardwrightEngine(UnitEngine):
 
     def clip_gradients(self, model: nn.Module, limit: float) -> Tensor:
         return clip_finite_grad_norm_(model.parameters(), limit)
+
+    def clip_with_units(self, model: nn.Module, limit: float) -> tuple[Tensor, ParameterNorms | None]:
+        return clip_finite_with_units(model.parameters(), limit)
+
+    def unit_norms(self, model: nn.Module) -> dict[str, float]:
+        _, norms = clip_finite_with_units(model.parameters(), float("inf"))
+        return norms.by_unit(norms.norms.tolist())
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig

@@ -20,7 +20,7 @@ PARTS: tuple[Part, ...] = ("forward", "backward", "optimizer", "communication", 
 
 class StepClock:
     """The clock of a step on the CPU. It is a listener of the board: time in the engine's collectives is communication.
-    Those of DTensor, as of tensor parallelism, are on no board, and in the part that calls them.
+    It also hears those of DTensor, as of tensor parallelism, unless blocks are compiled.
 
     Attributes:
         follow: called with each part that the trainer begins, while a profiler runs.

@@ -9,11 +9,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 import shardwright as sw
-from shardwright._torch import local_of
+from shardwright._torch import dump_memory_history
 from shardwright.durable import replace_file
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
@@ -59,7 +60,21 @@ def _lines(trainer: Trainer, folder: RunFolder) -> Iterator[str]:
     if history.exists():
         yield f"history of its GPU memory: {history}; open it at pytorch.org/memory_viz"
     elif trainer.world.device.type == "cuda":
+        segments = folder.memory_segments(step, rank)
+        if _dumps_segments(segments):
+            yield (
+                f"snapshot of its GPU memory, blocks without stacks: {segments}; open it at pytorch.org/memory_viz"
+            )
         yield f"to see each allocation: --train.memory_snapshot '[{step}]'"
+
+
+def _dumps_segments(path: Path) -> bool:
+    """Write torch's snapshot of the allocator. It needs no history, which would take time in every step."""
+    with suppress(Exception):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dump_memory_history(str(path))
+        return True
+    return False
 
 
 def owners_of(trainer: Trainer) -> dict[str, int]:
@@ -86,7 +101,9 @@ def owners_of(trainer: Trainer) -> dict[str, int]:
 
 
 def _bytes_of(values: Sequence[object]) -> int:
-    return sum(local_of(each).nbytes for each in values if isinstance(each, torch.Tensor))
+    return sum(
+        getattr(each, "_local_tensor", each).nbytes for each in values if isinstance(each, torch.Tensor)
+    )
 
 
 def settings_that_need_less(config: Config, ranks: int, kind: str, owners: dict[str, int]) -> list[Keys]:

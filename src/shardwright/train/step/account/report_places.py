@@ -22,6 +22,7 @@ from shardwright.train.report.memory import device_name
 from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
+from shardwright.train.report.unit_norms import UnitNormsFile
 from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
 from shardwright.train.step.trainer import Trainer
@@ -38,6 +39,8 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
     sinks: list[RunSink] = [
         JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file, past.left_out)
     ]
+    if config.log.unit_norms:
+        sinks.append(UnitNormsFile(folder.unit_norms_file, steps_done))
     added: dict[str, SinkThread] = {}
     slow: dict[str, SlowSink] = {}
     for name in config.log.sinks:

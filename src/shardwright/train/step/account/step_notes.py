@@ -1,21 +1,27 @@
-"""The leases and the collectives of one early step of the first rank, with times, in a file of less than 1 MB.
+"""The leases, the collectives and the marks of streams of one early step of the first rank, with times, in a file of
+less than 1 MB.
 
-The engine notes both in every step (``board.py``, ``memory/slab.py``); here is a listener for one step. Nothing here
-plans or draws.
+The engine notes leases and collectives in every step (``board.py``, ``memory/slab.py``), and orders its streams in one
+place (``comm/streams.py``); here is a listener for one step. Nothing here plans or draws.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from shardwright import board as boards
+from shardwright.comm.noted import DTENSOR, hears_dtensor
+from shardwright.comm.streams import streams_for, watched
 from shardwright.memory import Slab
 from shardwright.memory.slab import observe
 from shardwright.strict_json import strict_json
+from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
@@ -27,17 +33,47 @@ NOTED = 3
 """The step of a session that is noted. By then one step has run with the memory plan, and one in the usual order."""
 MOST = 20_000
 """Notes that are kept. A note takes up to 45 bytes, so the file stays below 1 MB."""
-KINDS: tuple[Literal["lease", "release", "begin", "wait", "end", "phase"], ...] = (
-    "lease", "release", "begin", "wait", "end", "phase",
+KINDS: tuple[Literal["lease", "release", "begin", "wait", "end", "phase", "stream"], ...] = (
+    "lease", "release", "begin", "wait", "end", "phase", "stream",
 )  # fmt: skip
-LEASE, RELEASE, BEGIN, WAIT, END, PHASE = range(6)
+LEASE, RELEASE, BEGIN, WAIT, END, PHASE, STREAM = range(7)
+STREAMS = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "all_reduce"}
+"""The stream of a collective by its name, for waits on the CPU, where marks have no objects."""
+NO_TIME = -1
+"""In the place of the device's time of a mark that has none."""
+
+
+def calls_dtensor(config: Config) -> bool:
+    """Whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
+    return config.parallel.tensor > 1 and config.train.compile == "none" and not config.train.cuda_graph
+
+
+class TimedEvent(Protocol):
+    """An event of a device that keeps its time."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds until a later event."""
 
 
 class NotesOfStep(TrainerHook):
     """Keeps the leases and collectives of step `NOTED` of the session. It is a listener, and an observer of slabs."""
 
-    def __init__(self, trainer: Trainer, folder: RunFolder) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: RunFolder, event: Callable[[], TimedEvent] | None = None
+    ) -> None:
+        """``event``: makes an event of the device that keeps its time. None: the device's own, if it is CUDA."""
         self._trainer, self._folder = trainer, folder
+        if event is None and trainer.world.device.type == "cuda":
+            event = functools.partial(torch.cuda.Event, enable_timing=True)
+        self._event = event
+        self._first: TimedEvent | None = None  #: at the begin of the step
+        self._events: dict[int, TimedEvent] = {}  #: by the number of the note
+        self._unit = self._collective = ""  #: of the collective that begins or is waited for
+        self._phase_unit = ""
         self._steps = 0  # of this session
         self._stack = ExitStack()
         self._names: dict[str, int] = {}
@@ -51,6 +87,14 @@ class NotesOfStep(TrainerHook):
             self._began = time.perf_counter_ns()
             self._stack.enter_context(boards.listening(self))
             self._stack.enter_context(observe(self))
+            streams = streams_for(self._trainer.world.device)
+            self._captures = lambda: streams.capturing
+            self._stack.enter_context(watched(streams, self.ordered))
+            if calls_dtensor(self._trainer.config):
+                self._stack.enter_context(hears_dtensor(self))
+            if self._event is not None:
+                self._first = self._event()
+                self._first.record()
 
     def end_step(self) -> None:
         self._stack.close()
@@ -58,11 +102,12 @@ class NotesOfStep(TrainerHook):
     def after_step(self, record: StepRecord) -> None:
         if self._steps == NOTED:
             self._stack.close()
+            self._read_events()
             content = {
                 "step": record.step,
                 "rank": self._trainer.world.rank,
                 "device": self._trainer.world.device.type,
-                "columns": ["microseconds", "kind", "unit", "name", "bytes"],
+                "columns": ["microseconds", "kind", "unit", "name", "bytes, or microseconds of the device"],
                 "kinds": KINDS,
                 "names": list(self._names),
                 "left_out": max(self._total - MOST, 0),
@@ -70,7 +115,7 @@ class NotesOfStep(TrainerHook):
             }
             with suppress(OSError, UserError):  # a run does not end for its notes
                 write_text(self._folder.notes_file, strict_json(content) + "\n")
-            self._notes, self._names = [], {}
+            self._notes, self._names, self._events = [], {}, {}
 
     def end(self, end: RunEnd) -> None:
         self._stack.close()
@@ -87,20 +132,48 @@ class NotesOfStep(TrainerHook):
     # -- a listener of the board ---------------------------------------------------------------------------------
 
     def at(self, phase: int, unit: str) -> None:
+        self._phase_unit = unit
         self._note(PHASE, unit, boards.PHASES[phase])
 
     def enter(self, collective: str, group: str, nbytes: int, subject: str) -> None:
-        self._note(BEGIN, subject, collective, nbytes)
+        self._unit, self._collective = self._unit_of(collective, subject), collective
+        self._note(BEGIN, self._unit, collective, nbytes)
         self._in_collective = True
 
     def await_result(self, collective: str, group: str, nbytes: int, subject: str) -> None:
-        self._note(WAIT, subject, collective, nbytes)
+        self._unit, self._collective = self._unit_of(collective, subject), collective
+        self._note(WAIT, self._unit, collective, nbytes)
         self._in_collective = True
+
+    def _unit_of(self, collective: str, subject: str) -> str:
+        """DTensor does not know units: its collectives are of the unit whose forward or backward runs."""
+        return self._phase_unit if collective in DTENSOR.values() else subject
 
     def leave(self) -> None:
         if self._in_collective:
             self._note(END)
         self._in_collective = False
+        self._unit = self._collective = ""
+
+    # -- a listener of streams -----------------------------------------------------------------------------------
+
+    def ordered(self, what: str, name: str, stream: Any) -> None:
+        """See `shardwright.comm.streams.Tell`."""
+        name = name or STREAMS.get(self._collective, "")
+        self._note(STREAM, self._unit or self._phase_unit, f"{what} {name}".strip(), NO_TIME)
+        if self._event is None or stream is None or self._total > MOST or self._captures():
+            return
+        event = self._event()
+        event.record(stream)
+        self._events[len(self._notes) - 1] = event
+
+    def _read_events(self) -> None:
+        """Replace the device's times. The host waits here, once in a session, for the last event."""
+        for place, event in self._events.items():
+            event.synchronize()
+            assert self._first is not None
+            microseconds = round(self._first.elapsed_time(event) * 1000)
+            self._notes[place] = (*self._notes[place][:4], microseconds)
 
     # -- an observer of slabs ------------------------------------------------------------------------------------
 

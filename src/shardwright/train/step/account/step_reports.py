@@ -75,6 +75,8 @@ def report_step(
     """Pass a step to the sinks, after warnings about its figures."""
     _warn_not_finite(record, agreed, validation, reporter)
     reporter.step(record)
+    if agreed.unit_norms:
+        reporter.unit_norms(record.step, agreed.unit_norms)
 
 
 def _warn_not_finite(

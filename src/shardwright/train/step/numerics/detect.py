@@ -8,7 +8,7 @@ As a hook they would need another reduction and another wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
+from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
 from shardwright.train.step.numerics.blaming import Blame, computed_by, hooks_see_gradients
@@ -30,6 +31,8 @@ from shardwright.train.step.reduction import Agreed
 
 ADVICE = "try a lower optimizer.lr or a longer optimizer.warmup_steps"
 """Advice that may help against any fault."""
+SHOWN = 3
+"""Units that the reason of a fault names."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,11 @@ def _fault_of_values(
 ) -> Fault:
     """The fault of a loss or a gradient norm that is not finite."""
     loss, norm, action = agreed.losses[0], agreed.norm, state.config.fault.on_non_finite
+    units = _units_in_words(_unit_norms(state, agreed))  # before the gradients are lost
     where, kinds = _where(state, loss, shares, work)
     text = (
         f"step {state.next_step}: expected a finite loss and gradient norm, found loss {loss}, norm "
-        f"{'not known' if norm is None else norm}; {where}"
+        f"{'not known' if norm is None else norm}; {where}{units}"
     )
     state_is_good = norm is not None and not kinds & {"weight", "optimizer"}
     if action == "skip" and not state_is_good:
@@ -107,9 +111,33 @@ def _fault_of_spike(state: TrainingState, agreed: Agreed) -> Fault | None:
     limit = spike_limit(losses, settings.spike_sigmas)
     text = (
         f"step {state.next_step}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses "
-        f"and {settings.spike_sigmas:g} standard deviations"
+        f"and {settings.spike_sigmas:g} standard deviations{_units_in_words(_unit_norms(state, agreed))}"
     )
     return _fault(state, settings.on_spike, text, state.next_samples, agreed.norm is not None)
+
+
+def _unit_norms(state: TrainingState, agreed: Agreed) -> Mapping[str, float]:
+    """The gradient norms of the step by unit, before clipping. Empty if the engine reports no unit, or the optimizer
+    has used the gradients already. Called by all ranks together."""
+    if agreed.unit_norms or agreed.norm is None:
+        return agreed.unit_norms
+    norms = engine_of(state.config.parallel).unit_norms(state.model)
+    clipped = math.hypot(*norms.values())
+    factor = agreed.norm / clipped if 0 < clipped < math.inf else 1.0
+    return {unit: factor * norm for unit, norm in norms.items()}
+
+
+def _units_in_words(norms: Mapping[str, float]) -> str:
+    """The units whose gradient norms are not finite, or else the largest ones, at most `SHOWN`. Empty for one unit."""
+    if len(norms) < 2:
+        return ""
+    wrong = [unit for unit, norm in norms.items() if not math.isfinite(norm)]
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        count = f"{len(wrong)} of {len(norms)} units"
+        return f"; gradient norms are not finite in {count}: {', '.join(wrong[:SHOWN])}{more}"
+    largest = sorted(norms.items(), key=lambda each: -each[1])[:SHOWN]
+    return f"; largest gradient norms by unit: {', '.join(f'{unit} {norm:.3g}' for unit, norm in largest)}"
 
 
 def _fault(
