@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwright.train.run.evaluations import Evaluation
+from shardwright.train.run.evaluations import Evaluation, metric_in_words
 
 CONDITIONS = ("samples", "shots", "version")
 """Facts of a task that must be equal where its metrics are compared."""
@@ -22,7 +22,7 @@ def of_tasks(step: int | None, tasks: Mapping[str, Any]) -> Table:
     for name, task in tasks.items():
         counts = ["-" if task[key] is None else str(task[key]) for key in ("samples", "shots")]
         for metric, figure in task["metrics"].items():
-            table.add_row(name, metric, _in_words(figure), *counts)
+            table.add_row(name, metric, metric_in_words(figure), *counts)
     return table
 
 
@@ -38,7 +38,7 @@ def of_runs(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> T
     }
     for name, metric in metrics:
         figures = [tasks.get(name, {}).get("metrics", {}).get(metric) for tasks in of_each]
-        table.add_row(name, metric, *map(_in_words, figures))
+        table.add_row(name, metric, *map(metric_in_words, figures))
     return table
 
 
@@ -63,11 +63,3 @@ def _table(title: str) -> Table:
     for name in ("task", "metric"):
         table.add_column(name, overflow="fold")
     return table
-
-
-def _in_words(figure: Mapping[str, Any] | None) -> str:
-    """A metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
-    if figure is None or figure["value"] is None:
-        return "-"
-    error = figure.get("stderr")
-    return f"{figure['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")
