@@ -54,7 +54,14 @@ class EvaluationProcess:
 
     def __init__(self, folder: RunFolder, step: int, settings: ValidationConfig) -> None:
         self.step, self.log = step, folder.evaluation_log(step)
-        command = ["evaluate", str(folder.path.absolute()), "--step", str(step), "--tasks", ",".join(settings.tasks)]
+        command = [
+            "evaluate",
+            str(folder.path.absolute()),
+            "--step",
+            str(step),
+            "--tasks",
+            ",".join(settings.tasks),
+        ]
         command += ["--device", settings.tasks_device, "--batch-size", str(settings.tasks_batch_size)]
         command += ["--limit", str(settings.tasks_limit)] if settings.tasks_limit else []
         with writing(self.log):

@@ -31,6 +31,7 @@ from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.writing import writing
 
+
 @dataclass(frozen=True)
 class Evaluated:
     """The results of an evaluation.

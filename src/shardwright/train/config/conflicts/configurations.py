@@ -130,11 +130,7 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
     _of_muon("optimizer.momentum"),
     _of_muon("optimizer.ns_steps"),
-    *(
-        _of_tasks(name)
-        for name in ValidationConfig.model_fields
-        if name.startswith("tasks_")
-    ),
+    *(_of_tasks(name) for name in ValidationConfig.model_fields if name.startswith("tasks_")),
     *(_of_our_engine(f"parallel.{name}") for name in OWN_KEYS),
     Conflict(
         ("parallel.keep_float32", "parallel.param_dtype"),

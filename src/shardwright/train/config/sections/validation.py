@@ -33,7 +33,9 @@ class ValidationConfig(Section):
             "always evaluated. 0: only that."
         ),
     )
-    tasks_limit: int = Field(default=0, ge=0, description="The first samples of each task that count. 0: all.")
+    tasks_limit: int = Field(
+        default=0, ge=0, description="The first samples of each task that count. 0: all."
+    )
     tasks_device: str = Field(
         default="cpu",
         min_length=1,

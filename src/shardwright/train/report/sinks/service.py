@@ -106,7 +106,6 @@ class ServiceSink:
             self._run = self._start(self._site, self._project, self._stored)
         return self._run
 
-
     def _note(self, run: ServiceRun) -> None:
         write_json(self._file, asdict(KnownRun(run.id, self._project, run.url, self._last_step)))
 

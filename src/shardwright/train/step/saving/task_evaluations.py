@@ -70,7 +70,9 @@ class TaskEvaluations(TrainerHook):
                 self._reporter.say(f"tasks of step {step} are evaluated again: they have no results")
                 self._evaluate(step)
             else:
-                self._reporter.say(f"warning: tasks of step {step} have no results, and its checkpoint is gone")
+                self._reporter.say(
+                    f"warning: tasks of step {step} have no results, and its checkpoint is gone"
+                )
                 self._forget(step)
 
     def saved(self, step: int) -> None:
