@@ -15,7 +15,6 @@ from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import write_json
 
-
 TASKS = "tasks/"
 """Begins the name of a metric of a task, everywhere except in the file."""
 

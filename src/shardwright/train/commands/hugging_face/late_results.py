@@ -24,8 +24,6 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import is_in_use
 from shardwright.train.run.metrics import recorded_step
 
-STATUS: dict[str, Literal["finished", "interrupted"]] = {"finished": "finished", "interrupted": "interrupted"}
-
 
 def send(
     folder: RunFolder, config: Config, step: int, tasks: Mapping[str, Any], say: Callable[[str], None]
@@ -73,5 +71,7 @@ def _send_to(folder: RunFolder, config: Config, name: str, step: int, values: Ma
     named = named_sinks.get(name)
     sink = SinkThread(name, partial(named.make, site), named.patience)
     sink.tasks(step, values)
-    status = STATUS.get(folder.record()["status"], "failed")
+    status: Literal["finished", "interrupted", "failed"] = "failed"
+    if (recorded := folder.record()["status"]) in ("finished", "interrupted"):
+        status = recorded
     sink.close(RunEnd(status, max(last, stored.step)), sink_thread.CLOSE_SECONDS)

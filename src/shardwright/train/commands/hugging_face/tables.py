@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from rich.table import Table
 
 from shardwright.train.run.evaluations import Evaluation, metric_in_words
 
+MOST_STEPS = 10
+"""Steps in a table; compare.json has all."""
 CONDITIONS = ("samples", "shots", "version")
 """Facts of a task that must be equal where its metrics are compared."""
 
@@ -39,6 +42,29 @@ def of_runs(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> T
     for name, metric in metrics:
         figures = [tasks.get(name, {}).get("metrics", {}).get(metric) for tasks in of_each]
         table.add_row(name, metric, *map(metric_in_words, figures))
+    return table
+
+
+def over_steps(names: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> Table:
+    """A row for each metric at each step, for the newest steps, and a column for each run."""
+    by_step = [{each.step: each.tasks for each in own} for own in evaluations]
+    steps = sorted({step for own in by_step for step in own})[-MOST_STEPS:]
+    table = _table("Tasks over steps")
+    table.add_column("step", justify="right")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    metrics = {
+        (name, metric): None
+        for own in by_step
+        for step, tasks in own.items()
+        if step in steps
+        for name in tasks
+        for metric in tasks[name]["metrics"]
+    }
+    for (name, metric), step in itertools.product(metrics, steps):
+        figures = [own.get(step, {}).get(name, {}).get("metrics", {}).get(metric) for own in by_step]
+        if any(figures):
+            table.add_row(name, metric, str(step), *map(metric_in_words, figures))
     return table
 
 

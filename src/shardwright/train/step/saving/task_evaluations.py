@@ -111,8 +111,8 @@ class TaskEvaluations(TrainerHook):
     def unused(self, steps: Collection[int]) -> list[int]:
         """The steps of these whose checkpoints may be deleted now. The others are deleted after their evaluation."""
         self._look()
-        used = {self._waiting, None if self._running is None else self._running.step}
-        self._postponed |= used & {*steps}
+        used = self._used()
+        self._postponed |= {step for step in steps if step in used}
         return [step for step in steps if step not in used]
 
     def forget_after(self, step: int) -> None:
@@ -167,7 +167,7 @@ class TaskEvaluations(TrainerHook):
                 reason = str(error)
         if reason:
             self._reporter.say(
-                f"warning: tasks of step {ended.step} are not evaluated: {reason}. The run goes on; the log: {ended.log}"
+                f"warning: tasks of step {ended.step} are not evaluated: {reason}. The run goes on; log: {ended.log}"
             )
         self._delete_postponed(ended.step)
         self._start_next()
@@ -185,10 +185,13 @@ class TaskEvaluations(TrainerHook):
         except OSError as error:  # the next save tries again
             self._reporter.say(f"warning: checkpoint of step {step}: cannot delete it: {error}")
 
-    def _in_words(self) -> str:
+    def _used(self) -> list[int]:
         """The steps of the evaluations that run and wait."""
-        steps = [self._running.step if self._running is not None else None, self._waiting]
-        return " and ".join(f"step {step}" for step in steps if step is not None)
+        running = None if self._running is None else self._running.step
+        return [step for step in (running, self._waiting) if step is not None]
+
+    def _in_words(self) -> str:
+        return " and ".join(f"step {step}" for step in self._used())
 
     def _command(self) -> str:
         return f"shardwright evaluate {shlex.quote(str(self._folder.path))} --tasks {','.join(self._settings.tasks)}"
