@@ -61,7 +61,7 @@ def _of_tasks(name: str) -> Conflict[Sections]:
         (key, "validation.tasks"),
         lambda c: not c.validation.tasks and c.changes(key),
         lambda c: (
-            f"expected {c.default_of(key)!r} without validation.tasks, found {c.value_at(key)!r}; set validation.tasks, "
+            f"expected {c.default_of(key)!r} without validation.tasks, found {c.value_at(key)!r}; set validation.tasks "
             f"or leave {name} out"
         ),
     )
