@@ -18,7 +18,7 @@ class ValidationConfig(Section):
 
     every: int = Field(default=100, ge=0, description="Steps between validations. 0: never.")
     batches: int = Field(default=8, ge=1, description="Global batches per validation.")
-    tasks: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         default=(),
         description=(
             'Tasks of lm-evaluation-harness, such as ["hellaswag"]: names, or YAML files of tasks. A process beside '
