@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.config.load import load_config
 from shardwright.train.launch import evaluation_process
 from shardwright.train.launch.evaluation_process import EvaluationProcess
 from shardwright.train.report.reporter import Reporter
@@ -26,7 +29,7 @@ from shardwright.train.run.position import saved_steps
 from shardwright.train.step.saving import task_evaluations
 from shardwright.train.step.saving.task_evaluations import TaskEvaluations
 from tests.train.kit.jobs import HYBRID, config_file, finish, start, tiny, train_here, wait_for
-from tests.train.kit.lm_eval import TASK, install_lm_eval
+from tests.train.kit.lm_eval import install_lm_eval
 
 TASKS = [
     "--validation.tasks",
@@ -256,20 +259,39 @@ def test_the_process_is_no_rank_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     wait_for(gone(pids), 5)
 
 
-@pytest.mark.extensive("it starts two more processes, each with torch")
+PAGE = (Path(__file__).parents[4] / "docs" / "evaluation.md").read_text()
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of the example in docs/evaluation.md, with its task, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (settings,) = re.findall(r"```toml\n(\[validation\].*?)```", PAGE, re.DOTALL)
+    (task,) = re.findall(r"```yaml\n(task: .*?)```", PAGE, re.DOTALL)
+    Path("capitals.yaml").write_text(task)
+    rows = [{"question": f"The {word}", "choices": [" the", " zzz"], "answer": 0} for word in "abcdefgh"]
+    Path("capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    validation = tomllib.loads(settings)["validation"]
+    return config_file(tmp_path, tiny(validation=validation).to_toml())
+
+
+def test_the_example_of_the_page_is_a_configuration(example: Path) -> None:
+    assert load_config(example).validation.tasks == ("capitals.yaml",)
+
+
+@pytest.mark.extensive("it starts processes that import torch")
 def test_a_run_evaluates_a_file_of_a_task_beside_its_steps(
-    packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    packages: Path, example: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, folder = job(tmp_path)
-    (tmp_path / "shapes.yaml").write_text("task: shapes\n")
-    arguments = ["--validation.tasks", json.dumps([str(tmp_path / "shapes.yaml")]), "--run.dir", folder]
-    assert train_here(config, *arguments, "--validation.tasks_limit", "7") == 0
+    folder = example.parent / "run"
+    assert train_here(example, "--run.dir", folder) == 0
     out = capsys.readouterr().out
-    assert "waiting for the tasks of step 8; their log:" in out
-    assert "tasks of step 8: shapes acc 0.2500 ± 0.1250, shapes exact_match,strict -" in out
-    found = json.loads((folder / "evaluations" / "8.json").read_text())
-    assert found["step"] == 8 and found["tasks"]["shapes"]["limit"] == 7
-    assert list(packages.parent.glob("shardwright-evaluate-*")) == []
+    assert "waiting for the tasks of step" in out
+    assert "tasks of step 8: capitals acc 0.2500 ± 0.1250, capitals exact_match,strict -" in out
+    for step in (4, 8):
+        found = json.loads((folder / "evaluations" / f"{step}.json").read_text())
+        assert found["step"] == step and found["tasks"]["capitals"]["limit"] == 100
+    assert load_config(folder / "config.toml").validation.tasks == (str(example.parent / "capitals.yaml"),)
 
 
 @pytest.mark.parametrize(
@@ -343,17 +365,13 @@ def test_nothing_is_left_of_an_evaluation_when_its_run_is_stopped(
 
 
 @pytest.mark.extensive("lm_eval imports for half a minute")
-def test_lm_eval_beside_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_beside_two_ranks(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval (extra evaluate)")
     for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(key, "1")
-    rows = [{"question": f"The {word}", "choices": [" the", " zzz"], "answer": 0} for word in "abcdefgh"]
-    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "letters.yaml").write_text(TASK.replace("FILE", str(tmp_path / "letters.jsonl")))
-    config, folder = job(tmp_path)
+    folder = example.parent / "run"
     process = start(
-        "train", config, "--nproc", "2", "--parallel.engine", "shardwright", "--run.dir", folder,
-        "--validation.tasks", json.dumps([str(tmp_path / "letters.yaml")]), "--validation.tasks_every", "4",
+        "train", example, "--nproc", "2", "--parallel.engine", "shardwright", "--run.dir", folder,
         "--checkpoint.keep", "1",
     )  # fmt: skip
     status, out, err = finish(process)
