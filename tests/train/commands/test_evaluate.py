@@ -15,6 +15,8 @@ import torch
 
 from shardwright import cli
 from shardwright.train.commands.export import export
+from shardwright.train.commands.pages.report import page_of
+from shardwright.train.commands.pages.shown_run import read_shown_run
 from tests.support.strict_json import strict
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
 from tests.train.kit.lm_eval import TASK, install_lm_eval
@@ -76,6 +78,11 @@ def test_results_are_in_the_folder_of_the_run_and_in_compare(
     ] in rows
     compared = strict((tmp_path / "compared" / "compare.json").read_text())["runs"]
     assert compared[0]["evaluation"] == strict(file.read_text()) and compared[1]["evaluation"] is None
+    assert ["colours", "acc", "6", "0.2500", "±", "0.1250", "-"] in rows
+    assert [each["step"] for each in compared[0]["evaluations"]] == [6, 8] and compared[1]["evaluations"] == []
+    curve = read_shown_run(run).curves()["tasks/colours/acc"]
+    assert curve == [(6, 0.25), (8, 0.25)]
+    assert '"tasks/colours/acc":' in page_of([read_shown_run(run), read_shown_run(plain_run)])
     other = tmp_path / "other"
     shutil.copytree(run, other)
     assert evaluate(other, "--tasks", "colours") == 0
