@@ -79,7 +79,9 @@ def test_results_are_in_the_folder_of_the_run_and_in_compare(
     compared = strict((tmp_path / "compared" / "compare.json").read_text())["runs"]
     assert compared[0]["evaluation"] == strict(file.read_text()) and compared[1]["evaluation"] is None
     assert ["colours", "acc", "6", "0.2500", "±", "0.1250", "-"] in rows
-    assert [each["step"] for each in compared[0]["evaluations"]] == [6, 8] and compared[1]["evaluations"] == []
+    assert [each["step"] for each in compared[0]["evaluations"]] == [6, 8] and compared[1][
+        "evaluations"
+    ] == []
     curve = read_shown_run(run).curves()["tasks/colours/acc"]
     assert curve == [(6, 0.25), (8, 0.25)]
     assert '"tasks/colours/acc":' in page_of([read_shown_run(run), read_shown_run(plain_run)])

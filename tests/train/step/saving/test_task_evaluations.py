@@ -259,6 +259,7 @@ def test_the_process_is_no_rank_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     wait_for(gone(pids), 5)
 
 
+SOURCE = Path(evaluation_process.__file__).parents[3]
 PAGE = (Path(__file__).parents[4] / "docs" / "evaluation.md").read_text()
 
 
@@ -351,10 +352,11 @@ def test_nothing_is_left_of_an_evaluation_when_its_run_is_stopped(
     (tmp_path / "temporary").mkdir()
     process = start(
         "train", config, "--run.dir", folder, "--validation.tasks", '["slow"]', "--validation.tasks_every", "4",
-        "--train.steps", "100000", environment={"TMPDIR": str(tmp_path / "temporary")},
+        "--train.steps", "100000",
+        environment={"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": f"{packages}{os.pathsep}{SOURCE}"},
     )  # fmt: skip
     pid = packages / "lm_eval" / "pid"
-    wait_for(lambda: pid.exists() and bool(pid.read_text()))
+    wait_for(lambda: process.poll() is not None or (pid.exists() and bool(pid.read_text())), 100)
     os.kill(process.pid, number)
     status, out, _ = finish(process)
     assert status == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
