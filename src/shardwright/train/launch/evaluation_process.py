@@ -78,9 +78,13 @@ class EvaluationProcess:
         """The exit status; None while the process runs."""
         return self._process.poll()
 
+    def ask_to_end(self) -> None:
+        """Let the process end, and those that it has started. It ends at the latest some seconds after this one."""
+        self._signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the process and those that it has started."""
-        self._signal(signal.SIGTERM)
+        self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_END)
         self._signal(signal.SIGKILL)

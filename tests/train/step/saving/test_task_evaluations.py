@@ -80,6 +80,8 @@ class Process:
     def stop(self) -> None:
         self.is_stopped = True
 
+    ask_to_end = stop
+
     def error(self) -> str:
         return "lm-eval failed"
 
@@ -155,6 +157,17 @@ def test_an_evaluation_that_fails_is_a_warning_with_its_log(bench: Bench) -> Non
     )
     assert warning.endswith("evaluations/2.log")
     assert bench.lines.lines.count(warning) == 2  # of the terminal and of the added sink: once each
+
+
+def test_a_process_that_cannot_start_is_a_warning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(task_evaluations, "EvaluationProcess", refuse)
+    bench.save(2)
+    assert bench.lines.lines[0].startswith(
+        "warning: tasks of step 2 are not evaluated: no room. The run goes on"
+    )
 
 
 def test_the_end_of_a_run_waits_for_its_last_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

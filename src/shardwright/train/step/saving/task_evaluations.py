@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from shardwright import board as boards
 from shardwright.train.config import Config
@@ -103,7 +104,10 @@ class TaskEvaluations(TrainerHook):
             if end.status != "finished"
             else f"tasks of {self._in_words()} are not evaluated, since a signal ends the run; {self._command()} does"
         )
-        self._running.stop()
+        if end.status == "failed":  # the launcher leaves no time; the process ends by itself
+            self._running.ask_to_end()
+        else:
+            self._running.stop()
         self._running, self._waiting = None, None
 
     # -- checkpoints that are in use --------------------------------------------------------------------------------
@@ -143,16 +147,22 @@ class TaskEvaluations(TrainerHook):
             self._forget(self._waiting)
             self._delete_postponed(self._waiting)
         self._waiting = step
-        # A resume finds by its log that the evaluation is not done.
-        self._folder.evaluations.mkdir(parents=True, exist_ok=True)
-        self._folder.evaluation_log(step).touch()
-        self._folder.evaluation_file(step).unlink(missing_ok=True)  # of a step that the run has done again
+        with suppress(OSError):  # the start of the process finds it again
+            # A resume finds by its log that the evaluation is not done.
+            self._folder.evaluations.mkdir(parents=True, exist_ok=True)
+            self._folder.evaluation_log(step).touch()
+            self._folder.evaluation_file(step).unlink(
+                missing_ok=True
+            )  # of a step that the run has done again
         self._start_next()
 
     def _start_next(self) -> None:
         if self._running is None and self._waiting is not None:
             step, self._waiting = self._waiting, None
-            self._running = EvaluationProcess(self._folder, step, self._settings)
+            try:
+                self._running = EvaluationProcess(self._folder, step, self._settings)
+            except (OSError, UserError) as error:
+                self._warn(step, str(error))
 
     def _look(self) -> None:
         """If the process has ended, report its results, and start the evaluation that waits."""
@@ -166,15 +176,20 @@ class TaskEvaluations(TrainerHook):
             except UserError as error:
                 reason = str(error)
         if reason:
-            self._reporter.say(
-                f"warning: tasks of step {ended.step} are not evaluated: {reason}. The run goes on; log: {ended.log}"
-            )
+            self._warn(ended.step, reason)
         self._delete_postponed(ended.step)
         self._start_next()
 
+    def _warn(self, step: int, reason: str) -> None:
+        log = self._folder.evaluation_log(step)
+        self._reporter.say(
+            f"warning: tasks of step {step} are not evaluated: {reason}. The run goes on; log: {log}"
+        )
+
     def _forget(self, step: int) -> None:
         """Let no resume evaluate a step."""
-        self._folder.evaluation_log(step).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._folder.evaluation_log(step).unlink(missing_ok=True)
 
     def _delete_postponed(self, step: int) -> None:
         if step not in self._postponed:
