@@ -12,24 +12,30 @@ from shardwright.train.report.progress import to_stderr
 def _run(call: Call) -> int:
     from rich.console import Console
 
-    from shardwright.train.commands.hugging_face.evaluate import evaluate
+    from shardwright.train.commands.hugging_face.evaluate import check_tasks, evaluate
     from shardwright.train.commands.hugging_face.tables import of_tasks
     from shardwright.train.errors import UserError
+    from shardwright.train.launch.evaluation_process import ending_with_run
 
     options = call.options
     tasks = [name for name in options.tasks.split(",") if name]
     if not tasks:
         raise UserError(f"--tasks: expected names or files, separated by commas, found {options.tasks!r}")
-    evaluated = evaluate(
-        Path(options.run),
-        tasks,
-        step=options.step,
-        dtype=options.dtype,
-        limit=options.limit,
-        device=options.device,
-        batch_size=options.batch_size,
-        say=to_stderr,
-    )
+    with ending_with_run():
+        if options.check:
+            check_tasks(tasks)
+            print("lm-eval knows these tasks")
+            return 0
+        evaluated = evaluate(
+            Path(options.run),
+            tasks,
+            step=options.step,
+            dtype=options.dtype,
+            limit=options.limit,
+            device=options.device,
+            batch_size=options.batch_size,
+            say=to_stderr,
+        )
     Console().print(of_tasks(evaluated.step, evaluated.tasks))
     print(f"wrote {evaluated.file}")
     return 0
@@ -43,6 +49,9 @@ def _add_options(parser: Parser) -> None:
         "--tasks", metavar="TASKS", required=True,
         help="tasks of lm-evaluation-harness, separated by commas: names, or YAML files of tasks",
     )  # fmt: skip
+    parser.add_argument(
+        "--check", action="store_true", help="only check that lm-evaluation-harness knows the tasks"
+    )
     parser.add_argument("--limit", metavar="N", type=integer(1), help="samples of each task (default: all)")
     parser.add_argument(
         "--step", metavar="N", type=integer(0), help="step of the checkpoint (default: the newest whole one)"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -16,51 +15,16 @@ import torch
 
 from shardwright import cli
 from shardwright.train.commands.export import export
+from shardwright.train.commands.pages.report import page_of
+from shardwright.train.commands.pages.shown_run import read_shown_run
 from tests.support.strict_json import strict
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
-
-LM_EVAL = """
-import json, os
-__version__ = "9.9"
-
-
-def simple_evaluate(*, model, model_args, tasks, device, batch_size, limit, task_manager, log_samples):
-    assert (model, device, log_samples) == ("hf", "cpu", False)
-    assert json.load(open(os.path.join(model_args["pretrained"], "config.json")))["model_type"] == "llama"
-    assert model_args["prefix_token_id"] == 10  # the end of a line: bytes have no token between texts
-    if "crash" in tasks:
-        raise RuntimeError("no such data\\nfor crash")
-    if "end" in tasks:
-        os._exit(3)
-    names = [os.path.basename(task).removesuffix(".yaml") for task in tasks]
-    results = {
-        name: {"alias": name, "acc,none": 0.25 * (n + 1), "acc_stderr,none": 0.125} for n, name in enumerate(names)
-    }
-    results[names[0]] |= {"exact_match,strict": float("nan"), "exact_match_stderr,strict": "N/A"}
-    return {
-        "results": results,
-        "higher_is_better": {name: {"acc": True} for name in names},
-        "n-samples": {name: {"original": 100, "effective": limit or 100} for name in names},
-        "n-shot": {name: 5 for name in names},
-        "versions": {name: 1.0 for name in names},
-    }
-"""
-TASKS = """
-class TaskManager:
-    def match_tasks(self, names):
-        return [name for name in names if name in ("colours", "numbers", "crash", "end")]
-"""
+from tests.train.kit.lm_eval import TASK, install_lm_eval
 
 
 @pytest.fixture
 def lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package in the place of lm_eval, in this process and in those that it starts."""
-    package = tmp_path / "packages" / "lm_eval"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(LM_EVAL)
-    (package / "tasks.py").write_text(TASKS)
-    monkeypatch.syspath_prepend(package.parent)
-    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    install_lm_eval(tmp_path / "packages", monkeypatch)
 
 
 @pytest.fixture
@@ -114,6 +78,13 @@ def test_results_are_in_the_folder_of_the_run_and_in_compare(
     ] in rows
     compared = strict((tmp_path / "compared" / "compare.json").read_text())["runs"]
     assert compared[0]["evaluation"] == strict(file.read_text()) and compared[1]["evaluation"] is None
+    assert ["colours", "acc", "6", "0.2500", "±", "0.1250", "-"] in rows
+    assert [each["step"] for each in compared[0]["evaluations"]] == [6, 8] and compared[1][
+        "evaluations"
+    ] == []
+    curve = read_shown_run(run).curves()["tasks/colours/acc"]
+    assert curve == [(6, 0.25), (8, 0.25)]
+    assert '"tasks/colours/acc":' in page_of([read_shown_run(run), read_shown_run(plain_run)])
     other = tmp_path / "other"
     shutil.copytree(run, other)
     assert evaluate(other, "--tasks", "colours") == 0
@@ -195,24 +166,6 @@ def test_without_lm_eval(
     assert (
         "evaluate: needs the extra evaluate, found no package lm_eval; pip install" in capsys.readouterr().err
     )
-
-
-TASK = """
-task: letters
-dataset_path: json
-dataset_kwargs:
-  data_files: {test: FILE}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-metadata: {version: 1.0}
-"""
 
 
 @pytest.mark.extensive("lm_eval imports for half a minute")

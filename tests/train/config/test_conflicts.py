@@ -30,7 +30,7 @@ from shardwright.train.parallel.model_conflicts import BUILT, BuiltJob
 
 #: Values that many keys take, beside those that their types list.
 VALUES: tuple[Any, ...] = (
-    False, True, 0, 1, 2, 16, 400, 0.0, 0.3, "x", "*E", "M*-", "validation_loss", ["*norm.weight"], [1, 2],
+    False, True, 0, 1, 2, 16, 400, 0.0, 0.3, "x", "*E", "M*-", "validation_loss", [], ["*norm.weight"], [1, 2],
     [{"path": "a.txt", "weight": 1.0}],
 )  # fmt: skip
 #: Settings of jobs, which those of a row replace.

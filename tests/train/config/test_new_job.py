@@ -14,6 +14,7 @@ from shardwright.planner.search import Found
 from shardwright.train.commands.plans import new_job
 from shardwright.train.commands.plans.fit import Search
 from shardwright.train.config.load import load_config
+from shardwright.train.data.tokens.byte_tokenizer import tokenizer_json
 from tests.train.kit.jobs import losses, run
 from tests.train.kit.qwen3 import SMALL_QWEN3, folder_of_model
 
@@ -61,6 +62,32 @@ def test_a_model_of_transformers_takes_its_data_as_it_is(
     assert (config.data.kind, config.data.tokenizer, config.optimizer.lr) == (kind, str(folder), rate)
     assert config.finetune.method == ("lora" if task == "lora" else "full")
     assert config.train.seq_len == 128  # the model's longest
+
+
+def test_conversations_without_a_template_and_a_short_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    folder = folder_of_model(SMALL_QWEN3, tmp_path / "model")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"messages": []}\n' * 40_000)
+    words = ["--model", f"hf:{folder}", "--data", str(data), "--on", "2xcpu", "--task", "finetune"]
+    assert init(tmp_path, *words) == 0
+    assert (
+        f"warning: the data are conversations, and the tokenizer {folder} has no chat template: set "
+        "data.chat_template to the file of a jinja template" in capsys.readouterr().err
+    )
+    text = (tmp_path / "job.toml").read_text()
+    # 680,000 bytes twice, by 4, by 16 samples of 128 tokens: about 166 steps, and a tenth would be more than 10.
+    assert "warmup_steps = 10  # of about 166 steps, by the size of the data" in text
+    data.write_text('{"messages": []}\n' * 4_000)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert init(tmp_path, *words, "--force") == 0
+    assert "warning" not in capsys.readouterr().err
+    assert (
+        load_config(tmp_path / "job.toml", [("model.weights", "random")], ranks=2).optimizer.warmup_steps == 1
+    )
 
 
 def test_the_planner_chooses(

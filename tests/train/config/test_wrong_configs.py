@@ -100,6 +100,10 @@ FILES: list[tuple[str, str]] = [
     ),
     ("[log]\nsink = ['wandb']", "unknown key log.sink; did you mean log.sinks?"),
     ("[log]\nsinks = 'wandb'", 'log.sinks: expected a list of values, ... found "wandb" (a string); write ["wandb"]'),
+    ("[profile]\nsteps = 10", "profile.steps: expected a list of values, ... found 10 (an integer); write [10, 12]"),
+    ("[profile]\nranks = 3", "profile.ranks: expected ... or all, found 3 (an integer); write [0, 7]"),
+    ("[train]\nmemory_snapshot = 3", "train.memory_snapshot: ... found 3 (an integer); write [3]"),
+    ("[log]\nsinks = 3", 'log.sinks: ... found 3 (an integer); write ["tensorboard"]'),
     ("[log]\nsinks = ['own_models']", "log.sinks: expected one of ... or an import path (package.module:NAME), found"),
     (
         "[log]\nsinks = ['sinks.py:SINK']",

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import sqlite3
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.extend import RunEnd, RunSite, StepRecord
 from shardwright.train.report import sink_thread
 from shardwright.train.report.sinks.service import KnownRun, ServiceSink, project_of, settings_of
-from tests.train.kit.jobs import TINY, config_file, records, run, tiny
+from tests.train.kit.jobs import TINY, config_file, finish, records, run, start, tiny
 
 PACKAGES = ("wandb", "mlflow", "trackio")
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
@@ -63,6 +64,9 @@ class Notes:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.calls.append(("log", step))
+
+    def log_tasks(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append(("tasks", step))
 
     def finish(self, end: RunEnd) -> None:
         self.calls.append(("finish", end.status))
@@ -111,6 +115,17 @@ def test_a_resumed_run_without_new_steps_still_ends_in_the_service(tmp_path: Pat
     again.step(record_of(4))
     again.close(RunEnd("interrupted", 4))
     assert [each.calls for each in runs] == [[("finish", "interrupted")]]
+
+
+def test_results_of_tasks_come_later_than_their_step(tmp_path: Path) -> None:
+    sink, runs = noted(tmp_path)
+    sink.tasks(2, {"tasks/colours/acc": 0.5})
+    assert json.loads((tmp_path / "notes.json").read_text())["step"] == 0  # a resume finds this run
+    for step in range(1, 6):
+        sink.step(record_of(step))
+    sink.tasks(3, {"tasks/colours/acc": 0.5})
+    assert runs[0].calls[0] == ("tasks", 2) and runs[0].calls[-1] == ("tasks", 3) and len(runs) == 1
+    assert json.loads((tmp_path / "notes.json").read_text())["step"] == 5
 
 
 def test_another_project_gets_a_new_run(tmp_path: Path) -> None:
@@ -313,6 +328,47 @@ def test_trackio(folder: Path) -> None:
     assert any("loss/curve" in each for _, each in values)
     (config,) = database.execute("SELECT config FROM configs").fetchone()
     assert_settings(json.loads(config), folder)
+
+
+LATE = """
+import sys
+from pathlib import Path
+from shardwright.train.commands.hugging_face.late_results import send
+from shardwright.train.run.folder import RunFolder
+
+folder = RunFolder(Path("run"))
+metrics = {"acc": {"value": 0.25, "stderr": 0.1, "higher_is_better": True}}
+send(folder, folder.config(), 5, {"colours": {"metrics": metrics}}, print)
+"""
+
+
+@pytest.mark.extensive("services that take half a minute to import and to end")
+def test_a_service_gets_results_of_tasks_after_the_end_of_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = Path(shutil.copytree(folder, tmp_path / "later"))
+    options: dict[str, Any] = {"environment": environment_in(later), "cwd": later}
+    status, out, err = finish(start(command=(sys.executable, "-c", LATE), **options))
+    assert status == 0 and "gets no results" not in out, out + err
+    if "wandb" in INSTALLED:
+        found = list(wandb_records(later / "run"))
+        assert len({each.run.run_id for each in found if each.WhichOneof("record_type") == "run"}) == 1
+        history = [items(each.history.item) for each in found if each.WhichOneof("record_type") == "history"]
+        (row,) = [each for each in history if "tasks/colours/acc" in each]
+        assert (row["tasks/step"], row["tasks/colours/acc"], row["_step"]) == (5, 0.25, 8)
+    if "mlflow" in INSTALLED:
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"file://{later}/mlruns")
+        name = json.loads((later / "run" / "mlflow.json").read_text())["id"]
+        (point,) = client.get_metric_history(name, "tasks/colours/acc")
+        assert (point.step, point.value, client.get_run(name).info.status) == (5, 0.25, "FINISHED")
+    if "trackio" in INSTALLED:
+        (file,) = (later / "trackio").glob("tests*.db")
+        rows = sqlite3.connect(file).execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+        (row,) = [row for row in rows if "tasks/colours/acc" in json.loads(row[2])]
+        assert row[:2] == (json.loads((later / "run" / "trackio.json").read_text())["id"], 5)
 
 
 UNREACHABLE = "http://127.0.0.1:9"

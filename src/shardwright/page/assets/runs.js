@@ -43,14 +43,14 @@ const chartsOf = (data) => {
   ];
   // Other objects of numbers, such as the parts of a step or norms by unit: a chart for each, of one run.
   const others = [...new Set([...keys].filter((key) => key.includes("/")).map((key) => key.slice(0, key.indexOf("/"))))];
-  for (const name of others.filter((each) => !["extra_losses", "metrics", "validation_metrics"].includes(each))) {
+  for (const name of others.filter((each) => !["extra_losses", "metrics", "validation_metrics", "tasks"].includes(each))) {
     const own = name === "parts" ? Object.keys(data.runs[0].split).map((part) => `parts/${part}`).filter((key) => keys.has(key)) : under(`${name}/`);
     const titles = { parts: ["Parts of a step", "seconds"], grad_norms: ["Gradient norm by unit", "norm"], norms: ["Gradient norm by unit", "norm"] };
     const [title, y] = titles[name] || [name.replaceAll("_", " "), "value"];
     if (data.runs.length === 1) made.push(chart(data, title, own.slice(0, 12).map((key) => [key, only(`${name}/`, key)]), { y, zero: true, note: own.length > 12 ? `The first 12 of ${own.length}.` : "" }));
   }
-  for (const prefix of ["extra_losses/", "metrics/", "validation_metrics/"]) {
-    for (const key of under(prefix)) made.push(chart(data, only(prefix, key) + { "extra_losses/": " (further loss)", "metrics/": " (metric of steps)", "validation_metrics/": " (metric of validations)" }[prefix], [[key, only(prefix, key), prefix === "validation_metrics/" ? { marks: true } : undefined]], { y: "value" }));
+  for (const prefix of ["extra_losses/", "metrics/", "validation_metrics/", "tasks/"]) {
+    for (const key of under(prefix)) made.push(chart(data, only(prefix, key) + { "extra_losses/": " (further loss)", "metrics/": " (metric of steps)", "validation_metrics/": " (metric of validations)", "tasks/": " (task)" }[prefix], [[key, only(prefix, key), ["validation_metrics/", "tasks/"].includes(prefix) ? { marks: true } : undefined]], { y: "value" }));
   }
   return el("div", { class: "charts" }, made);
 };

@@ -25,7 +25,7 @@ from shardwright.train.config.catalog.engines import ENGINES, engines_that
 from shardwright.train.config.catalog.figures import gib
 from shardwright.train.errors import UserError
 from shardwright.train.report import jsonl, plots
-from shardwright.train.run.evaluations import newest_evaluation
+from shardwright.train.run.evaluations import evaluations_of
 from shardwright.train.run.folder import RunFolder, open_for_writing
 from shardwright.train.run.same_job import differences, value_in_words
 from shardwright.train.run.writing import write_json, writing
@@ -211,13 +211,17 @@ def compare(runs: list[Path], out: Path | None) -> int:
     console.print(explanation(read), markup=False, highlight=False)
     console.print(memory_table(names, figures))
     console.print(memory_explanation(read, figures), markup=False, highlight=False)
-    evaluations = [newest_evaluation(run.folder, run.steps[-1]["step"]) for run in read]
-    for figure, evaluation in zip(figures, evaluations, strict=True):
+    of_steps = [evaluations_of(run.folder, run.steps[-1]["step"]) for run in read]
+    evaluations = [each[-1] if each else None for each in of_steps]
+    for figure, evaluation, each in zip(figures, evaluations, of_steps, strict=True):
         figure["evaluation"] = None if evaluation is None else evaluation._asdict()
+        figure["evaluations"] = [evaluation._asdict() for evaluation in each]
     if any(evaluations):
         console.print(tables.of_runs(names, evaluations))
         for line in tables.other_conditions(names, evaluations):
             console.print(f" {line}", markup=False, highlight=False)
+    if any(len(each) > 1 for each in of_steps):
+        console.print(tables.over_steps(names, of_steps))
     if 2 < len(read) <= MOST_IN_PAIRS:
         console.print(pair_table(names, pairs))
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})

@@ -99,8 +99,13 @@ def _check_files(config: Config) -> None:
 
 
 def _with_packages(config: Config) -> Config:
-    """The configuration. Raises UserError if a package of a sink is missing."""
+    """The configuration. Raises UserError if a package of a sink is missing, or tasks cannot be evaluated."""
     check_packages(config.log.sinks)
+    if config.validation.tasks:
+        # Its imports take seconds.
+        from shardwright.train.commands.hugging_face.evaluate import check_job
+
+        check_job(config)
     return config
 
 

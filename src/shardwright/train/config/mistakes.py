@@ -147,6 +147,8 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
             names = difflib.get_close_matches(value, registry.names(), 1)
             return f'; write ["{names[0]}"]' if names else f"; there is no {registry.what} {value!r}"
         return f"; write [{toml_value(value)}]" if len(value) < 200 else "; put it into brackets"
+    if kind == "tuple_type":
+        return f"; write {example}" if (example := list_example(info)) else ""
     plain = kind in ("int_type", "float_type", "bool_type") and str not in get_args(info.annotation)
     if isinstance(value, str) and plain:
         parsed = value_of(value, takes_text=False)
@@ -154,6 +156,31 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     return ""
+
+
+def list_example(info: FieldInfo) -> str:
+    """A list that a key takes: the one of its description, else its default, else one value of its type. Empty for a
+    key that takes no list."""
+    arms = [
+        arm
+        for arm in (info.annotation, *map(_without_metadata, get_args(info.annotation)))
+        if get_origin(arm) is tuple
+    ]
+    if not arms or row_of(info.annotation):
+        return ""
+    for text in re.findall(r"(?<=such as )\[[^\]]*\]", info.description or ""):
+        return str(text)
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    if default and isinstance(default, tuple):
+        return toml_value(default)
+    registry = registry_of(info.annotation, info.metadata)
+    types = [_without_metadata(each) for each in get_args(arms[0]) if each is not ...]
+    values = {int: 1, float: 0.5, bool: True, str: registry.names()[0] if registry else "NAME"}
+    return toml_value([values.get(each, "VALUE") for each in types])
+
+
+def _without_metadata(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def unknown_key(key: str, value: object) -> str:

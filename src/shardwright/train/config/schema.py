@@ -38,7 +38,13 @@ class Config(Sections):
 
     def resolved(self) -> Config:
         """The same job, independent of presets and of the current folder: what a run keeps of its configuration."""
-        return self.model_copy(update={"model": self.model.resolved(), "data": self.data.resolved()})
+        return self.model_copy(
+            update={
+                "model": self.model.resolved(),
+                "data": self.data.resolved(),
+                "validation": self.validation.resolved(),
+            }
+        )
 
     def to_toml(self) -> str:
         """The configuration as a TOML file that loads back equal. Keys left to the preset are left out."""

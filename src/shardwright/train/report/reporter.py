@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from shardwright.extend.registry import in_words
 from shardwright.train.config.catalog.records import Incident, RunEnd, RunSink, StepRecord
 from shardwright.train.report import sink_thread
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
 from shardwright.train.run import deadlines
+from shardwright.train.run.evaluations import metric_in_words, scalars_of
 
 
 class Reporter:
@@ -85,6 +87,16 @@ class Reporter:
         for sink in self.sinks:
             sink.rewind(step)
         self._call_added(lambda sink: sink.rewind(step))
+
+    def tasks(self, step: int, tasks: Mapping[str, Any]) -> None:
+        """Report the results of tasks on the checkpoint of a step, which may be long ago."""
+        figures = [
+            f"{name} {metric} {metric_in_words(figure)}"
+            for name, task in tasks.items()
+            for metric, figure in task["metrics"].items()
+        ]
+        self.say(f"tasks of step {step}: {', '.join(figures)}")
+        self._call_added(lambda sink: sink.tasks(step, scalars_of(tasks)))
 
     def _call_added(self, call: Callable[[SinkThread], None]) -> None:
         """Call the sinks of `[log] sinks`; those that raise an error are stopped."""

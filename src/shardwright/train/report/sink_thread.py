@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,11 @@ class SinkThread:
     def say(self, text: str) -> None:
         self._call(self._sink.say, text)
 
+    def tasks(self, step: int, values: Mapping[str, float]) -> None:
+        """For a sink with a method `tasks`; others get the line about them alone."""
+        if callable(tasks := getattr(self._sink, "tasks", None)):
+            self._call(tasks, step, values)
+
     def rewind(self, step: int) -> None:
         """For a sink with a method `rewind`; others get the same steps once more."""
         if callable(rewind := getattr(self._sink, "rewind", None)):
@@ -98,12 +103,12 @@ class SinkThread:
             raise SlowSink(f"the sink did not close within {seconds:g} s{calls}")
         closing.result()
 
-    def _call(self, function: Callable[..., Any], argument: object) -> None:
+    def _call(self, function: Callable[..., Any], *arguments: object) -> None:
         self._raise_errors()
         if len(self._pending) >= MOST_CALLS:
             raise SlowSink(f"{MOST_CALLS} calls are waiting for the sink")
         is_waiting = bool(self._pending)
-        call = self._put(function, argument)
+        call = self._put(function, *arguments)
         self._pending.append((self._step, call))
         if self.patience and not is_waiting:
             wait([call], self.patience)

@@ -1,11 +1,12 @@
 """Results of tasks on checkpoints of a run: `evaluations/STEP.json`, written and read.
 
-Nothing here computes a metric or prints.
+The names and words of metrics are here, too. Nothing here computes a metric or prints.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import write_json
+
+TASKS = "tasks/"
+"""Begins the name of a metric of a task, everywhere except in the file."""
 
 
 class Evaluation(NamedTuple):
@@ -28,11 +32,43 @@ def add_tasks(file: Path, step: int | None, tasks: Mapping[str, Any]) -> None:
     write_json(file, {"step": step, "tasks": {**(_tasks(file) if file.exists() else {}), **tasks}})
 
 
-def newest_evaluation(folder: RunFolder, last: int) -> Evaluation | None:
-    """The results of the newest step up to `last`. None: there are none. Raises UserError for a damaged file."""
-    steps = [int(file.stem) for file in folder.evaluations.glob("*.json") if file.stem.isdecimal()]
-    step = max((step for step in steps if step <= last), default=None)
-    return None if step is None else Evaluation(step, _tasks(folder.evaluation_file(step)))
+def evaluations_of(folder: RunFolder, last: int) -> list[Evaluation]:
+    """The results of all steps up to `last`, the newest last. Raises UserError for a damaged file."""
+    return [evaluation_at(folder, step) for step in evaluated_steps(folder) if step <= last]
+
+
+def evaluated_steps(folder: RunFolder) -> list[int]:
+    """The steps that have results, in ascending order."""
+    return sorted(int(file.stem) for file in folder.evaluations.glob("*.json") if file.stem.isdecimal())
+
+
+def unfinished_steps(folder: RunFolder) -> list[int]:
+    """The steps whose evaluation has begun and has no results, in ascending order: they have a log alone."""
+    begun = {int(file.stem) for file in folder.evaluations.glob("*.log") if file.stem.isdecimal()}
+    return sorted(begun - {*evaluated_steps(folder)})
+
+
+def evaluation_at(folder: RunFolder, step: int) -> Evaluation:
+    """The results of a step. Raises UserError for a missing or damaged file."""
+    return Evaluation(step, _tasks(folder.evaluation_file(step)))
+
+
+def scalars_of(tasks: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of tasks by the names that TensorBoard and services show, without those that are no numbers."""
+    return {
+        f"{TASKS}{name}/{metric}": figure["value"]
+        for name, task in tasks.items()
+        for metric, figure in task["metrics"].items()
+        if figure["value"] is not None and math.isfinite(figure["value"])
+    }
+
+
+def metric_in_words(figure: Mapping[str, Any] | None) -> str:
+    """A metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
+    if figure is None or figure["value"] is None:
+        return "-"
+    error = figure.get("stderr")
+    return f"{figure['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _tasks(file: Path) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class RunFolder:
         """The results of tasks on the checkpoint of a step."""
         return self.evaluations / f"{step}.json"
 
+    def evaluation_log(self, step: int) -> Path:
+        """All that was printed by evaluations of tasks on that checkpoint."""
+        return self.evaluations / f"{step}.log"
+
     def memory_history(self, step: int, rank: int) -> Path:
         """The allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"

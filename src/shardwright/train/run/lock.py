@@ -85,3 +85,18 @@ def share(folder: Path) -> FolderLock:
                 f"{folder}: another run has just started in this folder; wait until it has ended"
             ) from None
     return FolderLock(folder, descriptor)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a run uses the folder now. False where the file system has no locks."""
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in UNSUPPORTED
+    finally:
+        os.close(descriptor)
+    return False

@@ -70,7 +70,9 @@ def run_steps(
             doing = "the run is at its end" if is_last else f"saving step {step}"
             reporter.say_at_once(f"{signal.Signals(agreed.signal).name} received by another rank; {doing}")
         validates = config.validation.every > 0 and (ends or due(step, config.validation.every))
-        saving = leaving or due(step, config.checkpoint.every)
+        saving = leaving or any(
+            due(step, n) for n in (config.checkpoint.every, config.validation.tasks_every)
+        )
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
         if fault := result.fault or (fault_of_state(trainer.state) if saving or validates else None):

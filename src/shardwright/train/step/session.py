@@ -45,6 +45,7 @@ from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.loop import LoopEnd, run_steps
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.saves import Saves
+from shardwright.train.step.saving.task_evaluations import TaskEvaluations
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
 
@@ -105,9 +106,9 @@ def _train(
     answers = SignalAnswers(config, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         try:
-            reports = _opened_reports(trainer, loaded, run, stack)
+            reports, evaluations = _opened_reports(trainer, loaded, run, stack, stop)
             answers.follow(reports.reporter.say_at_once)
-            ended = _run_steps(trainer, run.folder, reports, stop, saved)
+            ended = _run_steps(trainer, run.folder, reports, stop, saved, evaluations)
             answers.reach_end()
             return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
@@ -147,8 +148,11 @@ def _built(
     return trainer, loaded
 
 
-def _opened_reports(trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, stack: ExitStack) -> Reports:
-    """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them."""
+def _opened_reports(
+    trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, stack: ExitStack, stop: StopRequest
+) -> tuple[Reports, TaskEvaluations | None]:
+    """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them. Also
+    the evaluations of tasks; None on ranks but the first, and without tasks."""
     folder, config = run.folder, trainer.config
     record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
     reporter = Reporter([]) if record is None else open_reporter(trainer, folder, record, run.attempt)
@@ -163,8 +167,12 @@ def _opened_reports(trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, 
     hooks: list[TrainerHook] = [MemorySnapshots(trainer, folder), FirstLoss(trainer, reporter), memory]
     if trainer.world.is_first:
         hooks.append(NotesOfStep(trainer, folder))
+    evaluations = None
+    if trainer.world.is_first and config.validation.tasks:
+        evaluations = TaskEvaluations(config, folder, reporter, lambda: stop.signal_number is not None)
+        hooks.append(evaluations)
     trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
-    return Reports(record, reporter, memory, best)
+    return Reports(record, reporter, memory, best), evaluations
 
 
 def _run_steps(
@@ -173,6 +181,7 @@ def _run_steps(
     reports: Reports,
     stop: StopRequest,
     saved: Callable[[int], None] | None,
+    evaluations: TaskEvaluations | None,
 ) -> LoopEnd:
     """The steps that the run still has to do, with its checkpoints."""
 
@@ -191,6 +200,7 @@ def _run_steps(
         note_saved,
         reports.best,
         config.fault.rewind_steps,
+        evaluations,
     ) as saves:
         if done >= config.train.steps:
             return LoopEnd()

@@ -71,8 +71,9 @@ def test_the_assistant_and_the_end_of_its_turns_are_learnt(template: str, tokeni
     assert learnt(conversation, template, tokenizer) == [f"{before}Hello! é\n\nBye{end}", f"{before}No.{end}"]
 
 
-def test_the_template_of_the_troubleshooting_page(tokenizer: FromFile) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "troubleshooting.md").read_text()
+@pytest.mark.parametrize("name", ["troubleshooting.md", "data.md"])
+def test_the_template_of_a_page(name: str, tokenizer: FromFile) -> None:
+    page = (Path(__file__).parents[4] / "docs" / name).read_text()
     (template,) = re.findall(r"```jinja\n(.*?)```", page, re.DOTALL)
     check_template(template, "docs")
     assert learnt(talk("Hi", "Hello!"), template, tokenizer) == ["Hello!<|im_end|>"]

@@ -1,7 +1,7 @@
 """`shardwright evaluate`: tasks of lm-evaluation-harness on a checkpoint of a run, and their results in its folder.
 
-The checkpoint is exported for transformers, and a process of its own computes (`harness.py`). Nothing here imports
-lm_eval, and no metric is computed here.
+The checkpoint is exported for transformers, and a process of its own computes (`harness.py`). A run with `[validation]
+tasks` starts this command, too. Nothing here imports lm_eval, and no metric is computed here.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.export import export, reader_by_kind
 from shardwright.train.commands.hugging_face import harness
+from shardwright.train.commands.hugging_face.late_results import send
+from shardwright.train.config import Config
+from shardwright.train.config.sections.validation import YAML
 from shardwright.train.data.tokens.tokenizers import CONFIG, open_tokenizer
 from shardwright.train.errors import JobError, UserError
-from shardwright.train.report.sinks.tensorboard import write_scalars
 from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.writing import writing
-
-YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,8 @@ def evaluate(
             checkpoint, or has a model that transformers does not read.
         JobError: lm-eval failed.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "evaluate: needs the extra evaluate, found no package lm_eval; pip install -e '.[evaluate]' in the checkout"
-        )
-    names = [_absolute(name) for name in tasks]
+    _check_package("evaluate")
+    names = [_absolute(name, "--tasks") for name in tasks]
     request: dict[str, Any] = {"tasks": names, "limit": limit, "batch_size": batch_size}
     request["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = RunFolder(run)
@@ -88,30 +85,50 @@ def evaluate(
             raise UserError(
                 f"evaluate: expected no --step and no --dtype for {run}, which is no run; leave them out"
             )
-        _check_reader(str(_model_type(run)))
+        _check_reader(str(_model_type(run)), "evaluate")
         return _computed(run.absolute(), request, run / "evaluation.json", None, say)
     source.record()  # raises an error for a folder that is no run
     config = source.config()
-    _check_reader(reader_by_kind(config))
+    _check_reader(reader_by_kind(config), "evaluate")
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
         file = source.evaluation_file(exported.step)
         evaluated = _computed(exported.folder, request, file, exported.step, say)
-    if "tensorboard" in config.log.sinks:
-        values = {
-            f"tasks/{name}/{metric}": figure["value"]
-            for name, task in evaluated.tasks.items()
-            for metric, figure in task["metrics"].items()
-        }
-        write_scalars(source.path / "tensorboard" / "tasks", values, exported.step)
+    send(source, config, exported.step, evaluated.tasks, say)
     return evaluated
 
 
-def _absolute(task: str) -> str:
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Raise UserError if lm-eval is not installed or does not know a task. lm-eval reads no file of a task for it."""
+    _check_package("evaluate")
+    names = [_absolute(name, "--tasks") for name in tasks]
+    with tempfile.TemporaryFile() as stream:
+        _results({"folder": None, "tasks": names}, stream, "import lm_eval shows more")
+
+
+def check_job(config: Config) -> None:
+    """Raise UserError if no task can be evaluated beside a run with this configuration. Names of tasks are not looked
+    up."""
+    if not config.validation.tasks:
+        return
+    _check_package("validation.tasks")
+    _check_reader(reader_by_kind(config), "validation.tasks")
+    for task in config.validation.tasks:
+        _absolute(task, "validation.tasks")
+
+
+def _check_package(key: str) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"{key}: needs the extra evaluate, found no package lm_eval; pip install -e '.[evaluate]' in the checkout"
+        )
+
+
+def _absolute(task: str, key: str) -> str:
     if not task.endswith(YAML):
         return task
     if not os.path.isfile(task):
-        raise UserError(f"--tasks: expected the file of a task, found nothing at {task}")
+        raise UserError(f"{key}: expected the file of a task, found nothing at {task}")
     return os.path.abspath(task)
 
 
@@ -124,11 +141,11 @@ def _model_type(folder: Path) -> Any:
         ) from None
 
 
-def _check_reader(model_type: str | None) -> None:
+def _check_reader(model_type: str | None, key: str) -> None:
     """Refuse models that transformers does not read."""
     if model_type in (None, "shardwright_hybrid"):
         raise UserError(
-            "evaluate: expected a model that transformers reads, which lm-eval needs, found a kind of model without "
+            f"{key}: expected a model that transformers reads, which lm-eval needs, found a kind of model without "
             f"{'files for transformers' if model_type is None else 'a class of transformers'}; use "
             "[[data.validation_sources]] for losses of this model, or a hook"
         )
@@ -160,25 +177,32 @@ def _computed(
         stream = log.open("ab")
     at = f"step {step}" if step is not None else str(folder)
     say(f"lm-eval computes {', '.join(map(os.path.basename, request['tasks']))} of {at}; its log: {log}")
-    with stream, tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
-        files = Path(temporary) / "request.json", Path(temporary) / "result.json"
+    with stream:
         content = {**request, "folder": str(folder), "model_args": _prefix(folder)}
-        files[0].write_text(strict_json(content), encoding="utf-8")
+        found = _results(content, stream, f"see {log}")
+    tasks = tasks_of(found, request["limit"])
+    add_tasks(file, step, tasks)
+    return Evaluated(file, step, tasks)
+
+
+def _results(request: Mapping[str, Any], stream: IO[bytes], advice: str) -> dict[str, Any]:
+    """The results of lm-eval in a process of its own, which prints to `stream`. `advice`: where to read that."""
+    with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
+        files = Path(temporary) / "request.json", Path(temporary) / "result.json"
+        files[0].write_text(strict_json(request), encoding="utf-8")
         command = [sys.executable, "-P", harness.__file__, *map(str, files)]
         status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
         try:
-            found = json.loads(files[1].read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(files[1].read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise JobError(
-                f"evaluate: lm-eval ended with status {status} and without a result; see {log}"
+                f"evaluate: lm-eval ended with status {status} and without a result; {advice}"
             ) from None
     if "mistake" in found:
         raise UserError(f"--tasks: {found['mistake']}")
     if "error" in found:
-        raise JobError(f"evaluate: lm-eval failed: {found['error']}; see {log}")
-    tasks = tasks_of(found, request["limit"])
-    add_tasks(file, step, tasks)
-    return Evaluated(file, step, tasks)
+        raise JobError(f"evaluate: lm-eval failed: {found['error']}; {advice}")
+    return found
 
 
 def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str, Any]]:

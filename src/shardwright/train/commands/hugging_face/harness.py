@@ -17,7 +17,8 @@ def evaluated(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: the keys folder, tasks, limit, device, batch_size, and model_args, further arguments of lm_eval's class
-            hf. A task is a name of lm_eval, or the absolute path of a YAML file.
+            hf. A task is a name of lm_eval, or the absolute path of a YAML file. Without a folder the tasks are only
+            looked up, and the results are empty.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -26,6 +27,8 @@ def evaluated(request: dict[str, Any]) -> dict[str, Any]:
     for task in request["tasks"]:
         if not os.path.isabs(task) and not manager.match_tasks([task]):
             return {"mistake": f"expected tasks of lm-eval, found {task!r}; `lm-eval ls tasks` lists them"}
+    if request["folder"] is None:
+        return {}
     results = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": request["folder"], "dtype": "auto", **request["model_args"]},

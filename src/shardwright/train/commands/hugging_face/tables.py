@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwright.train.run.evaluations import Evaluation
+from shardwright.train.run.evaluations import Evaluation, metric_in_words
 
+MOST_STEPS = 10
+"""Steps in a table; compare.json has all."""
 CONDITIONS = ("samples", "shots", "version")
 """Facts of a task that must be equal where its metrics are compared."""
 
@@ -22,7 +25,7 @@ def of_tasks(step: int | None, tasks: Mapping[str, Any]) -> Table:
     for name, task in tasks.items():
         counts = ["-" if task[key] is None else str(task[key]) for key in ("samples", "shots")]
         for metric, figure in task["metrics"].items():
-            table.add_row(name, metric, _in_words(figure), *counts)
+            table.add_row(name, metric, metric_in_words(figure), *counts)
     return table
 
 
@@ -38,7 +41,30 @@ def of_runs(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> T
     }
     for name, metric in metrics:
         figures = [tasks.get(name, {}).get("metrics", {}).get(metric) for tasks in of_each]
-        table.add_row(name, metric, *map(_in_words, figures))
+        table.add_row(name, metric, *map(metric_in_words, figures))
+    return table
+
+
+def over_steps(names: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> Table:
+    """A row for each metric at each step, for the newest steps, and a column for each run."""
+    by_step = [{each.step: each.tasks for each in own} for own in evaluations]
+    steps = sorted({step for own in by_step for step in own})[-MOST_STEPS:]
+    table = _table("Tasks over steps")
+    table.add_column("step", justify="right")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    metrics = {
+        (name, metric): None
+        for own in by_step
+        for step, tasks in own.items()
+        if step in steps
+        for name in tasks
+        for metric in tasks[name]["metrics"]
+    }
+    for (name, metric), step in itertools.product(metrics, steps):
+        figures = [own.get(step, {}).get(name, {}).get("metrics", {}).get(metric) for own in by_step]
+        if any(figures):
+            table.add_row(name, metric, str(step), *map(metric_in_words, figures))
     return table
 
 
@@ -63,11 +89,3 @@ def _table(title: str) -> Table:
     for name in ("task", "metric"):
         table.add_column(name, overflow="fold")
     return table
-
-
-def _in_words(figure: Mapping[str, Any] | None) -> str:
-    """A metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
-    if figure is None or figure["value"] is None:
-        return "-"
-    error = figure.get("stderr")
-    return f"{figure['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -11,10 +11,11 @@ from shardwright.page.document import LIMIT, document, size_of
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.pages.html_file import check_place, write_page
 from shardwright.train.commands.pages.shown_run import Curve, ShownRun, read_shown_run, shortened
+from shardwright.train.run.evaluations import TASKS
 
 FILE = "report.html"  #: in the folder of the first run
 OF_A_RUN = ("run.dir", "run.name")  #: settings that differ between any two runs
-SIDE_BY_SIDE = ("extra_losses/", "metrics/", "validation_metrics/")  #: drawn of several runs
+SIDE_BY_SIDE = ("extra_losses/", "metrics/", "validation_metrics/", TASKS)  #: drawn of several runs
 FILES = {
     "curves": "metrics.jsonl", "settings": "config.toml", "noted": "step_notes.json", "plan": "logs/plan.json",
     "sessions": "run.json", "norms": "unit_norms.jsonl",

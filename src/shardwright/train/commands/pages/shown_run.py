@@ -20,6 +20,7 @@ from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.forecast import plan_file
 from shardwright.train.report import jsonl, plots
 from shardwright.train.report.unit_norms import heat_map, read_unit_norms
+from shardwright.train.run.evaluations import Evaluation, evaluated_steps, evaluation_at, scalars_of
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE
 
@@ -66,6 +67,7 @@ class ShownRun:
         incidents: faults, restarts and samples that were left out, in the order of steps.
         end: exit.json; empty if there is none.
         memory: memory.txt.
+        evaluations: results of tasks on its checkpoints.
         noted: the picture of a step that was noted; None: there is none.
         norms: the picture of gradient norms by unit; None: there is none.
         notices: of files that are damaged or missing.
@@ -79,6 +81,7 @@ class ShownRun:
     incidents: Sequence[Mapping[str, Any]] = ()
     end: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
+    evaluations: Sequence[Evaluation] = ()
     noted: Mapping[str, Any] | None = None
     norms: Mapping[str, Any] | None = None
     notices: list[str] = field(default_factory=list)
@@ -109,11 +112,15 @@ class ShownRun:
         return {**facts, **self.settings}
 
     def curves(self) -> dict[str, Curve]:
-        """Values over steps, by the keys of metrics.jsonl; those of objects as KEY/NAME."""
+        """Values over steps, by the keys of metrics.jsonl; those of objects as KEY/NAME, metrics of tasks as
+        tasks/TASK/METRIC."""
         curves: dict[str, Curve] = {}
         for record in self.steps:
             for key, value in _numbers(record):
                 curves.setdefault(key, []).append((record["step"], value))
+        for evaluation in self.evaluations:
+            for key, value in scalars_of(evaluation.tasks).items():
+                curves.setdefault(key, []).append((evaluation.step, value))
         return {key: sorted(curve) for key, curve in curves.items()}
 
     def results(self) -> dict[str, Any]:
@@ -265,6 +272,7 @@ def read_shown_run(path: Path) -> ShownRun:
         if run.plan is None:
             missing = ", ".join(key for key in PLANNED if key not in plan)
             run.notices.append(f"{plan_file(folder)}: the plan is not shown, since it has no valid {missing}")
+    run.evaluations = list(_evaluations(folder, run.notices))
     run.incidents = sorted(_incidents(run, events, folder), key=lambda each: each["step"] or 0)
     if notes := _json(folder.notes_file, run.notices):
         try:
@@ -290,6 +298,14 @@ def _norms(file: Path, notices: list[str]) -> dict[str, Any] | None:
         count, first = counted(len(read.damaged), "line"), read.damaged[0]
         notices.append(f"{file}: expected norms by unit, found {count} damaged, the first is line {first}")
     return heat_map(read)
+
+
+def _evaluations(folder: RunFolder, notices: list[str]) -> Iterator[Evaluation]:
+    for step in evaluated_steps(folder):
+        try:
+            yield evaluation_at(folder, step)
+        except UserError as error:
+            notices.append(str(error))
 
 
 def _sound(

@@ -19,14 +19,20 @@ from shardwright.train.config.catalog.kinds import kinds, sizes_of
 from shardwright.train.config.load import load_config
 from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
 from shardwright.train.config.schema import Config, toml_value
+from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.config.shapes.presets import Shape
-from shardwright.train.errors import UserError
+from shardwright.train.data.tokens.tokenizers import FILE as TOKENIZER_FILE
+from shardwright.train.data.tokens.tokenizers import open_tokenizer
+from shardwright.train.errors import UserError, counted
 
 TASKS = ("pretrain", "finetune", "lora")
 #: By parameters up to which they are used, peak learning rates for training from scratch.
 RATES = ((2e7, 3e-3), (5e8, 6e-4), (2e10, 3e-4), (1e12, 1.5e-4))
 FINE_TUNING_RATES = {"finetune": 1e-5, "lora": 2e-4}
 TOKENS = {"pretrain": 1 << 19, "finetune": 1 << 17, "lora": 1 << 16}  #: of a step, about
+EPOCHS = 2.0  #: of fine-tuning
+WARMUP = 10  #: steps of the warm-up, at most a tenth of the run
+BYTES_OF_A_TOKEN = 4  #: about, of text in files
 SEQ_LEN = 4096  #: or the longest of the model
 ON_CPU: Mapping[str, int] = {"seq_len": 256, "global_batch": 16, "micro_batch": 8}
 
@@ -132,7 +138,7 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
         model["weights"] = ("random", "from scratch: only the shape of the model is read")
     train: Section = {"steps": (1000 if wanted.device else 100, "")}
     if wanted.task != "pretrain":
-        train = {"epochs": (2.0, "passes over the data")}
+        train = {"epochs": (EPOCHS, "passes over the data")}
     sections: dict[str, Section] = {
         "run": {"name": (_plain(name), ""), "device": ("cuda" if wanted.device else "cpu", "")},
         "model": model,
@@ -160,8 +166,49 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     rate = FINE_TUNING_RATES.get(wanted.task) or next(
         rate for most, rate in RATES if sizes_of(shape).parameters <= most or most == RATES[-1][0]
     )
-    sections["optimizer"] = {"lr": (rate, "peak learning rate"), "warmup_steps": (10, "")}
+    warmup: tuple[object, str] = (WARMUP, "")
+    if "epochs" in train and (steps := _steps_of(wanted.data, batch * seq_len)) is not None:
+        fitting = min(WARMUP, max(1, steps // 10))
+        warmup = (fitting, f"of about {counted(steps, 'step')}, by the size of the data")
+    sections["optimizer"] = {"lr": (rate, "peak learning rate"), "warmup_steps": warmup}
     return sections
+
+
+def _steps_of(sources: Sequence[str], tokens: int) -> int | None:
+    """About the number of steps of so many tokens in `EPOCHS` of text files. None: there are other sources."""
+    files = [file for source in sources for file in ([] if "://" in source else sorted(_files_of(source)))]
+    if not files or any(file.suffix not in (".txt", ".jsonl") for file in files):
+        return None
+    return max(1, round(EPOCHS * sum(file.stat().st_size for file in files) / BYTES_OF_A_TOKEN / tokens))
+
+
+def _files_of(source: str) -> list[Path]:
+    path = Path(source)
+    return [path] if path.is_file() else [each for each in path.parent.glob(path.name) if each.is_file()]
+
+
+def _without_template(config: Config) -> str:
+    """A notice if conversations have no chat template, as far as files here show it; else empty."""
+    if config.data.kind != "conversations":
+        return ""
+    name = config.data.tokenizer
+    try:
+        if is_hub_name(name) and not os.path.exists(name) and name != "bytes":
+            from huggingface_hub import try_to_load_from_cache
+
+            repository, _, revision = name.partition("@")
+            found = try_to_load_from_cache(repository, TOKENIZER_FILE, revision=revision or None)
+            if not isinstance(found, str):
+                return ""
+            name = str(Path(found).parent)
+        if open_tokenizer(name).chat_template is not None:
+            return ""
+    except (ImportError, UserError):  # training says what is wrong with it
+        return ""
+    return (
+        f"the data are conversations, and the tokenizer {config.data.tokenizer} has no chat template: set "
+        "data.chat_template to the file of a jinja template, such as the one in docs/data.md"
+    )
 
 
 def _shape(model: Section, folder: Path, name: str) -> Shape:
@@ -181,8 +228,8 @@ def _data(sources: Sequence[str], tokenizer: str | None) -> Section:
         if key in keys:
             section["kind"] = (kind, f"rows of {Path(sources[0]).name} have {key}")
     if tokenizer is not None:
-        template = "; it needs a chat template, or set chat_template" if "messages" in keys else ""
-        section["tokenizer"] = (tokenizer, template.removeprefix("; "))
+        template = "it needs a chat template, or set chat_template" if "messages" in keys else ""
+        section["tokenizer"] = (tokenizer, template)
         section["packing"] = ("best_fit", "whole documents, as many as fit into a sample")
     return section
 
@@ -292,8 +339,12 @@ def new_job(
         checked = folder / "checked.toml"
         checked.write_text(text)
         try:
-            load_config(checked, READ_ALONE if "path" in sections["model"] else (), ranks=wanted.ranks)
+            config = load_config(
+                checked, READ_ALONE if "path" in sections["model"] else (), ranks=wanted.ranks
+            )
             file.write_text(text)
         except OSError as error:
             raise UserError(f"init: cannot write {file}: {error.strerror}") from error
+        if notice := _without_template(config):
+            say(f"warning: {notice}")
     return verdict

@@ -51,6 +51,8 @@ class NamedSink:
         needs: a package that the sink imports, as in `import PACKAGE`. If it is missing, no rank starts. Empty: none.
         install: the argument of `pip install` for that package. Empty: the package's name.
         patience: seconds that a step waits at most for the sink. 0: a step does not wait.
+        reopens: whether `open` goes on with the run in a service after its end, and notes it in NAME.json of the run's
+            folder. Results of `shardwright evaluate` are then sent there.
     """
 
     name: str
@@ -59,6 +61,7 @@ class NamedSink:
     needs: str = ""
     install: str = ""
     patience: float = 2.0
+    reopens: bool = False
 
     def __post_init__(self) -> None:
         check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
@@ -137,15 +140,15 @@ sinks: Registry[NamedSink] = Registry(
         ),
         NamedSink(
             "wandb", "Weights & Biases; WANDB_MODE=offline writes to the run's folder.",
-            _built_in("weights_and_biases"), needs="wandb", install="wandb>=0.31", patience=0,
+            _built_in("weights_and_biases"), needs="wandb", install="wandb>=0.31", patience=0, reopens=True,
         ),
         NamedSink(
             "mlflow", "MLflow, at MLFLOW_TRACKING_URI.",
-            _built_in("mlflow_tracking"), needs="mlflow", install="mlflow-skinny>=3.17", patience=0,
+            _built_in("mlflow_tracking"), needs="mlflow", install="mlflow-skinny>=3.17", patience=0, reopens=True,
         ),
         NamedSink(
             "trackio", "trackio, on this machine or at TRACKIO_SPACE_ID.",
-            _built_in("trackio_projects"), needs="trackio", install="trackio>=0.43", patience=0,
+            _built_in("trackio_projects"), needs="trackio", install="trackio>=0.43", patience=0, reopens=True,
         ),
     ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config.sections.validation import ValidationConfig
 
 
 def _beside_sources(key: str) -> Conflict[Sections]:
@@ -50,6 +51,18 @@ def _of_muon(key: str) -> Conflict[Sections]:
         lambda c: (
             f"optimizer {c.optimizer.name!r} does not have this key; expected {c.default_of(key)}, found "
             f"{c.value_at(key)}. Only muon has it"
+        ),
+    )
+
+
+def _of_tasks(name: str) -> Conflict[Sections]:
+    key = f"validation.{name}"
+    return Conflict(
+        (key, "validation.tasks"),
+        lambda c: not c.validation.tasks and c.changes(key),
+        lambda c: (
+            f"expected {c.default_of(key)!r} without validation.tasks, found {c.value_at(key)!r}; set validation.tasks "
+            f"or leave {name} out"
         ),
     )
 
@@ -117,6 +130,7 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
     _of_muon("optimizer.momentum"),
     _of_muon("optimizer.ns_steps"),
+    *(_of_tasks(name) for name in ValidationConfig.model_fields if name.startswith("tasks_")),
     *(_of_our_engine(f"parallel.{name}") for name in OWN_KEYS),
     Conflict(
         ("parallel.keep_float32", "parallel.param_dtype"),

@@ -60,6 +60,9 @@ class _Run:
         now = time.time_ns() // 1_000_000
         self._client.log_batch(self.id, [Metric(name, value, now, step) for name, value in values.items()])
 
+    def log_tasks(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
+
     def finish(self, end: RunEnd) -> None:
         results = numbers_in(end.results)
         if results:

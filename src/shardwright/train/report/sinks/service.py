@@ -45,6 +45,9 @@ class ServiceRun(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def log_tasks(self, step: int, values: Mapping[str, float]) -> None:
+        """Log results on the checkpoint of a step, which may be before the last one of `log`."""
+
     def finish(self, end: RunEnd) -> None: ...
 
 
@@ -70,7 +73,7 @@ class ServiceSink:
     ) -> None:
         self._site, self._project, self._start = site, project, start
         self._file = site.folder / f"{name}.json"
-        stored = _stored(self._file) if site.steps_done or site.attempt > 1 else None
+        stored = stored_run(site.folder, name) if site.steps_done or site.attempt > 1 else None
         self._stored = stored if stored is not None and stored.project == project else None
         self._last_step = self._stored.step if self._stored else 0
         self._run: ServiceRun | None = None
@@ -84,7 +87,12 @@ class ServiceSink:
         run = self._opened()
         run.log(record.step, values)
         self._last_step = record.step
-        write_json(self._file, asdict(KnownRun(run.id, self._project, run.url, record.step)))
+        self._note(run)
+
+    def tasks(self, step: int, values: Mapping[str, float]) -> None:
+        run = self._opened()
+        run.log_tasks(step, values)
+        self._note(run)  # no step may have been sent before
 
     def say(self, text: str) -> None:
         """Nothing: the lines are for a terminal and name folders of this machine."""
@@ -98,8 +106,14 @@ class ServiceSink:
             self._run = self._start(self._site, self._project, self._stored)
         return self._run
 
+    def _note(self, run: ServiceRun) -> None:
+        write_json(self._file, asdict(KnownRun(run.id, self._project, run.url, self._last_step)))
 
-def _stored(file: Path) -> KnownRun | None:
+
+def stored_run(folder: Path, name: str) -> KnownRun | None:
+    """The run of a folder in the service of that sink; None if nothing was sent there. Raises UserError for a damaged
+    file."""
+    file = folder / f"{name}.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         return KnownRun(str(values["id"]), str(values["project"]), str(values["url"]), int(values["step"]))

@@ -36,6 +36,9 @@ class _Run:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
+    def log_tasks(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
+
     def finish(self, end: RunEnd) -> None:
         values: dict[str, object] = {**numbers_in(end.results), "status": end.status}
         if end.picture is not None:

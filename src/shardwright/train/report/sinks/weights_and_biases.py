@@ -80,9 +80,17 @@ class _Run:
             settings=wandb.Settings(**known),
         )
         self.url = "" if self._run.offline else self._run.url or ""
+        self._first_step = stored.step + 1 if stored else 0  # of this session: offline W&B does not know it
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_tasks(self, step: int, values: Mapping[str, float]) -> None:
+        """W&B takes no row before its last one. So these have a step of their own, which is their axis there."""
+        self._run.define_metric("tasks/step", hidden=True)
+        self._run.define_metric("tasks/*", step_metric="tasks/step")
+        row = max(self._run.step, self._first_step)
+        self._run.log({**values, "tasks/step": step}, step=row)
 
     def finish(self, end: RunEnd) -> None:
         self._run.summary.update({**numbers_in(end.results), "status": end.status})

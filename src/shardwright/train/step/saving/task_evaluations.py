@@ -1,0 +1,212 @@
+"""Evaluations of tasks on checkpoints of the run, beside its steps, for `[validation] tasks`.
+
+A process of its own evaluates (`launch/evaluation_process.py`), one step after another. Only the first rank has this
+object, and no step waits for it. Nothing here imports lm_eval or computes a metric.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from shardwright import board as boards
+from shardwright.train.config import Config
+from shardwright.train.config.catalog.hooks import Job, TrainerHook
+from shardwright.train.config.catalog.records import RunEnd, StepRecord
+from shardwright.train.config.sections.validation import YAML
+from shardwright.train.errors import UserError
+from shardwright.train.launch.evaluation_process import EvaluationProcess, check_names
+from shardwright.train.report.reporter import Reporter
+from shardwright.train.run.evaluations import evaluated_steps, evaluation_at, unfinished_steps
+from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.position import asking_store, remove_step, saved_steps
+
+POLL_SECONDS = 0.2
+"""Between looks at the process, at the end of the run."""
+
+
+class TaskEvaluations(TrainerHook):
+    """Starts evaluations and reports their results.
+
+    At most one runs and one waits. If a further step is due, it takes the place of the one that waits. A checkpoint
+    stays until its evaluation has ended.
+
+    Args:
+        config, folder: of the run.
+        reporter: gets results, and warnings about evaluations that fail.
+        is_stopped: whether a signal asks the run to end.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, reporter: Reporter, is_stopped: Callable[[], bool]
+    ) -> None:
+        self._settings, self._steps = config.validation, config.train.steps
+        self._folder, self._checkpoints = folder, checkpoints_of(folder, config)
+        self._reporter, self._is_stopped = reporter, is_stopped
+        self._running: EvaluationProcess | None = None
+        self._waiting: int | None = None
+        self._begun: set[int] = set()  #: steps, in this session
+        self._postponed: set[int] = set()  #: steps whose checkpoints go after their evaluation
+
+    # -- the hook ---------------------------------------------------------------------------------------------------
+
+    def setup(self, job: Job) -> None:
+        """Check names of tasks, and evaluate again what the last session has not finished.
+
+        Raises:
+            UserError: lm-eval does not know a task.
+        """
+        names = [task for task in self._settings.tasks if not task.endswith(YAML)]
+        if names:
+            check_names(self._folder, names)
+        unfinished = [step for step in unfinished_steps(self._folder) if 0 < step <= job.steps_done]
+        if not unfinished:
+            return
+        with asking_store():
+            saved = saved_steps(self._checkpoints)
+        for step in unfinished:
+            if step in saved:
+                self._reporter.say(f"tasks of step {step} are evaluated again: they have no results")
+                self._evaluate(step)
+            else:
+                self._reporter.say(
+                    f"warning: tasks of step {step} have no results, and its checkpoint is gone"
+                )
+                self._forget(step)
+
+    def saved(self, step: int) -> None:
+        every = self._settings.tasks_every
+        if (every and step % every == 0) or step == self._steps:
+            self._evaluate(step)
+
+    def after_step(self, record: StepRecord) -> None:
+        self._look()
+
+    def end(self, end: RunEnd) -> None:
+        """Wait for the results, the last step's included. A run that stops or fails ends the process."""
+        self._look()
+        last = end.step
+        if end.status == "finished" and last not in self._begun and last not in evaluated_steps(self._folder):
+            self._evaluate(last)
+        if end.status == "finished" and self._running is not None and not self._is_stopped():
+            self._reporter.say(f"waiting for the tasks of {self._in_words()}; their log: {self._running.log}")
+            while self._running is not None and not self._is_stopped():
+                boards.at(boards.END)  # the first rank goes on
+                time.sleep(POLL_SECONDS)
+                self._look()
+        if self._running is None:
+            return
+        how = f"a resume evaluates them; or call {self._command()}"
+        self._reporter.say(
+            f"tasks of {self._in_words()} are not evaluated, since the run ends; {how}"
+            if end.status != "finished"
+            else f"tasks of {self._in_words()} are not evaluated, since a signal ends the run; {self._command()} does"
+        )
+        if end.status == "failed":  # the launcher leaves no time; the process ends by itself
+            self._running.ask_to_end()
+        else:
+            self._running.stop()
+        self._running, self._waiting = None, None
+
+    # -- checkpoints that are in use --------------------------------------------------------------------------------
+
+    def unused(self, steps: Collection[int]) -> list[int]:
+        """The steps of these whose checkpoints may be deleted now. The others are deleted after their evaluation."""
+        self._look()
+        used = self._used()
+        self._postponed |= {step for step in steps if step in used}
+        return [step for step in steps if step not in used]
+
+    def forget_after(self, step: int) -> None:
+        """End evaluations of later steps, from which the run has gone back."""
+        if self._waiting is not None and self._waiting > step:
+            self._forget(self._waiting)
+            self._waiting = None
+        if self._running is not None and self._running.step > step:
+            self._running.stop()
+            self._forget(self._running.step)
+            self._running = None
+        self._begun = {each for each in self._begun if each <= step}
+        self._postponed = {each for each in self._postponed if each <= step}
+        self._start_next()
+
+    # -- the process ------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, step: int) -> None:
+        """Start the evaluation of a step, or let it wait for the one that runs."""
+        self._begun.add(step)
+        self._look()
+        if self._waiting is not None:
+            assert self._running is not None
+            self._reporter.say(
+                f"tasks of step {self._waiting} are left out: those of step {self._running.step} are still evaluated, "
+                f"and step {step} is due; a larger validation.tasks_every or a validation.tasks_limit leaves none out"
+            )
+            self._forget(self._waiting)
+            self._delete_postponed(self._waiting)
+        self._waiting = step
+        with suppress(OSError):  # the start of the process finds it again
+            # A resume finds by its log that the evaluation is not done.
+            self._folder.evaluations.mkdir(parents=True, exist_ok=True)
+            self._folder.evaluation_log(step).touch()
+            self._folder.evaluation_file(step).unlink(
+                missing_ok=True
+            )  # of a step that the run has done again
+        self._start_next()
+
+    def _start_next(self) -> None:
+        if self._running is None and self._waiting is not None:
+            step, self._waiting = self._waiting, None
+            try:
+                self._running = EvaluationProcess(self._folder, step, self._settings)
+            except (OSError, UserError) as error:
+                self._warn(step, str(error))
+
+    def _look(self) -> None:
+        """If the process has ended, report its results, and start the evaluation that waits."""
+        if self._running is None or (status := self._running.poll()) is None:
+            return
+        ended, self._running = self._running, None
+        reason = ended.error() if status else ""
+        if not reason:
+            try:
+                self._reporter.tasks(*evaluation_at(self._folder, ended.step))
+            except UserError as error:
+                reason = str(error)
+        if reason:
+            self._warn(ended.step, reason)
+        self._delete_postponed(ended.step)
+        self._start_next()
+
+    def _warn(self, step: int, reason: str) -> None:
+        log = self._folder.evaluation_log(step)
+        self._reporter.say(
+            f"warning: tasks of step {step} are not evaluated: {reason}. The run goes on; log: {log}"
+        )
+
+    def _forget(self, step: int) -> None:
+        """Let no resume evaluate a step."""
+        with suppress(OSError):
+            self._folder.evaluation_log(step).unlink(missing_ok=True)
+
+    def _delete_postponed(self, step: int) -> None:
+        if step not in self._postponed:
+            return
+        self._postponed.discard(step)
+        try:
+            remove_step(self._checkpoints, step)
+        except OSError as error:  # the next save tries again
+            self._reporter.say(f"warning: checkpoint of step {step}: cannot delete it: {error}")
+
+    def _used(self) -> list[int]:
+        """The steps of the evaluations that run and wait."""
+        running = None if self._running is None else self._running.step
+        return [step for step in (running, self._waiting) if step is not None]
+
+    def _in_words(self) -> str:
+        return " and ".join(f"step {step}" for step in self._used())
+
+    def _command(self) -> str:
+        return f"shardwright evaluate {shlex.quote(str(self._folder.path))} --tasks {','.join(self._settings.tasks)}"
