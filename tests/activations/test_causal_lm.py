@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(evaluated.loss, output.loss)
 
 
-def ForCausalLMLoss(logits: Any, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:  # noqa: N802
+def ForCausalLMLoss(logits: Any, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
     """The loss of transformers, by its name."""
     targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
     return F.cross_entropy(logits.float().view(-1, vocab_size), targets.flatten(), ignore_index=-100)

@@ -31,7 +31,9 @@ def test_a_second_call_for_an_optimizer_must_have_equal_arguments(rank: int, wor
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), needs=4)
     for needs in (None, 4, lambda p: 4):
         assert sw.fully_shard_optimizer(optimizer, needs=needs) is optimizer
-    with pytest.raises(ValueError, match=r"needs: expected 4 for parameter weight of Linear, .* ShardedSGD, got 1"):
+    with pytest.raises(
+        ValueError, match=r"needs: expected 4 for parameter weight of Linear, .* ShardedSGD, got 1"
+    ):
         sw.fully_shard_optimizer(optimizer, needs=1)
     sw.optim.in_backward(optimizer, clip_value=0.5)
     for clip in (None, 0.5):

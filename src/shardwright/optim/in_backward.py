@@ -99,10 +99,10 @@ def _complete(optimizer: Any, *_: Any) -> None:
 
 
 def _refuse_other_clip(optimizer: Any, clip_value: float | None) -> None:
-    before = sharded_companion(optimizer).backward.clip_value
-    if clip_value is not None and clip_value != before:
+    steps = sharded_companion(optimizer).backward
+    if steps is not None and clip_value is not None and clip_value != steps.clip_value:
         raise ValueError(
-            f"clip_value: expected {before!r}, as in the first call of in_backward for this "
+            f"clip_value: expected {steps.clip_value!r}, as in the first call of in_backward for this "
             f"{type(optimizer).__name__}, got {clip_value!r}. Call optimizer.leave_backward() first, then in_backward "
             "again."
         )
