@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.kit.jobs import config_file, train_here
+from tests.train.kit.jobs import config_file, losses, ranks, train_here
 from tests.train.step.committed.jobs import CAPABILITIES, JOBS, VERSION, committed, found
 
 
@@ -64,3 +64,33 @@ def test_torch_is_deterministic_while_the_run_asks_for_it(
     assert f"deterministic {asked == 'true'} {workspace}\n" in capsys.readouterr().out
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+#: By name, settings of a job of two ranks.
+BESIDE: dict[str, tuple[str, ...]] = {
+    "compiled": ("--train.compile", "inductor"),
+    "offload": ("--activations.checkpoint", "full", "--activations.offload", "inputs"),
+    "context": ("--parallel.context", "2", "--activations.checkpoint", "ops"),
+}
+
+
+@pytest.mark.extensive("jobs of two ranks for each")
+@pytest.mark.parametrize("case", BESIDE)
+def test_deterministic_runs_have_the_bits_of_others_on_the_cpu(case: str, tmp_path: Path) -> None:
+    """Also a run that was ended after two of its steps, and resumed."""
+    config, length = config_file(tmp_path), ["--train.steps", "4"]
+    options = ["--parallel.engine", "shardwright", "--run.sample_tokens", "0", *BESIDE[case]]
+
+    def train(name: str, *arguments: str | Path) -> list[str]:
+        ended = ranks(2, "train", *arguments)
+        assert not any(status for status, _ in ended), ended
+        return [loss.hex() for loss in losses(tmp_path / name)]
+
+    def new(name: str, *more: str) -> list[str]:
+        return train(name, config, *options, "--run.dir", tmp_path / name, *more)
+
+    asked = ("--train.deterministic", "true")
+    expected = new("other", *length)
+    assert new("one", *length, *asked) == expected
+    assert new("ended", "--train.steps", "2", *asked) == expected[:2]
+    assert train("ended", "--resume", tmp_path / "ended", *length) == expected
