@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -82,14 +83,23 @@ def test_logits_and_gradients_equal_the_plain_module(
 
 
 @multirank(2)
-def test_parameters_sharded_over_the_same_ranks_step_as_plain_ones(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("sharded", ["before", "after"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "checkpoints"])
+def test_parameters_sharded_over_the_same_ranks_step_as_plain_ones(
+    rank: int, world_size: int, sharded: str, checkpoints: bool
+) -> None:
     """The engine's average over the ranks, times their number, is the sum."""
     mesh = world_mesh(world_size)
     plain = Model(4, 2)
-    model = sw.context_parallel(copy.deepcopy(plain), mesh)
+    model = copy.deepcopy(plain)
+    model.checkpoints = checkpoints
+    if sharded == "after":
+        sw.context_parallel(model, mesh)
     for block in model.blocks:
         sw.fully_shard(block, mesh=mesh)
     sw.fully_shard(model, mesh=mesh)
+    if sharded == "before":
+        sw.context_parallel(model, mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, model)]
     inputs, targets = samples()
     for _ in range(3):
@@ -168,6 +178,21 @@ def test_tokens_that_have_not_seen_others_raise_an_error(rank: int, world_size: 
     with pytest.raises(RuntimeError, match="forward of Places was called without position_ids"):
         model(own)
     model(own, position_ids=sw.context.shard(torch.arange(LENGTH)[None], mesh))
+
+
+@multirank(2)
+def test_equal_inputs_of_all_ranks_are_a_warning_once(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    whole = samples()[0]
+    model = sw.context_parallel(Model(4, 2), mesh)
+    with pytest.warns(UserWarning, match=r"forward of Model got equal inputs on all 2 ranks .* \[2, 12\]"):
+        model(whole[:, :12])
+    other = sw.context_parallel(Model(4, 2), mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(whole[:, :12])
+        other(sw.context.shard(whole, mesh))
+        other(whole[:, :12])
 
 
 class Calling(nn.Module):

@@ -25,6 +25,26 @@ def test_an_optimizer_of_another_model_is_refused(rank: int, world_size: int) ->
 
 
 @multirank(2)
+def test_a_second_call_for_an_optimizer_must_have_equal_arguments(rank: int, world_size: int) -> None:
+    model: Any = nn.Linear(4, 4)
+    sw.fully_shard(model, mesh=world_mesh(world_size), layout=sw.Ragged(4))
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), needs=4)
+    for needs in (None, 4, lambda p: 4):
+        assert sw.fully_shard_optimizer(optimizer, needs=needs) is optimizer
+    with pytest.raises(
+        ValueError, match=r"needs: expected 4 for parameter weight of Linear, .* ShardedSGD, got 1"
+    ):
+        sw.fully_shard_optimizer(optimizer, needs=1)
+    sw.optim.in_backward(optimizer, clip_value=0.5)
+    for clip in (None, 0.5):
+        assert sw.optim.in_backward(optimizer, clip_value=clip) is optimizer
+    with pytest.raises(ValueError, match=r"clip_value: expected 0\.5, as in the first call .*SGD, got 2\.0"):
+        sw.optim.in_backward(optimizer, clip_value=2.0)
+    optimizer.leave_backward()  # type: ignore[attr-defined]
+    assert sw.optim.in_backward(optimizer, clip_value=2.0) is optimizer
+
+
+@multirank(2)
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_torchs_clipping_of_mixed_gradients_names_ours(
     rank: int, world_size: int, foreach: bool | None

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.activations.deferred_logits import DeferredLogits, LogitsSource
@@ -135,7 +136,9 @@ def _loss(
     targets = shift_labels.to(logits.hidden.device)
     loss_sum, _losses = logits.cross_entropy(targets, ignore_index=ignore_index)
     if num_items_in_batch is None:
-        return loss_sum / (targets != ignore_index).sum()
+        count = (targets != ignore_index).sum()
+        # Without targets torch's mean is NaN and its gradients are zeros, where those of a quotient 0 / 0 are NaN.
+        return (loss_sum / count.clamp(min=1)).where(count > 0, torch.nan)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss_sum.device)
     return loss_sum / num_items_in_batch

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from shardwright._torch import uncompiled
+from shardwright.collective import RankGroup
 from shardwright.context import attending
 from shardwright.context import split as splits
 from shardwright.context.split import Split
@@ -34,16 +36,18 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
     the whole sample; ``sw.context.positions`` has them. Gradients of a rank are those of its tokens: shard the
     parameters over these ranks, too, and take the sum.
 
-    Call it before activation checkpointing and `fully_shard`, on all ranks. torch.compile runs the module as it is.
-    Checkpoint modules, not methods or closures that attend: backward runs those again outside of the module, and
-    without the split. Such an attention raises RuntimeError in forward.
+    Call it before activation checkpointing, and before or after `fully_shard`, on all ranks. torch.compile runs the
+    module as it is. Checkpoint modules, not methods or closures that attend: backward runs those again outside of the
+    module, and without the split. Such an attention raises RuntimeError in forward.
+
+    The first forward compares the inputs of the ranks. If all are equal, it warns: they may be whole samples.
 
     A model of transformers needs ``attn_implementation="sdpa"``, and the places of its tokens:
     ``position_ids=sw.context.shard(torch.arange(length)[None], mesh)``. Its forward raises RuntimeError without them.
 
     Args:
         module: any module. Its masks must be those of whole samples.
-        mesh: the ranks, of one dimension.
+        mesh: the ranks, of one dimension. With a `Split` inputs are not compared.
 
     Raises:
         ValueError: the module has them already, or has a layer that mixes tokens in another way.
@@ -60,7 +64,7 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
             raise ValueError(f"{name or type(inner).__name__}: context_parallel was called for it before")
     for inner in module.modules():
         if type(inner).forward is not nn.Module.forward:  # a list of modules has no forward
-            within = _WithinWhole(split, inner) if inner is module else _Within(split)
+            within = _WithinWhole(split, inner, split is not mesh) if inner is module else _Within(split)
             inner.forward = functools.partial(within, inner.forward)
     return module
 
@@ -82,10 +86,14 @@ class _Within:
 
 
 class _WithinWhole(_Within):
-    """Runs the forward of the whole module, and raises an error if it cannot have seen the tokens of other ranks."""
+    """Runs the forward of the whole module, and raises an error if it cannot have seen the tokens of other ranks.
 
-    def __init__(self, split: Split, module: nn.Module) -> None:
+    The first one that `compares` warns if all ranks have the same inputs.
+    """
+
+    def __init__(self, split: Split, module: nn.Module, compares: bool) -> None:
         super().__init__(split)
+        self._compares = compares
         self._name = type(module).__name__
         self._signature = inspect.signature(module.forward)
 
@@ -94,6 +102,9 @@ class _WithinWhole(_Within):
         if torch.compiler.is_compiling() or not split.divides:
             return super().__call__(forward, *args, **kwargs)
         self._check_positions(args, kwargs)
+        if self._compares:
+            self._compares = False  # later ones do not make the host wait
+            self._compare((*args, *kwargs.values()))
         split.attended = False
         result = super().__call__(forward, *args, **kwargs)
         if not splits.has_attended(split):
@@ -103,6 +114,20 @@ class _WithinWhole(_Within):
                 'attn_implementation="sdpa"'
             )
         return result
+
+    def _compare(self, inputs: tuple[Any, ...]) -> None:
+        tensors = [each for each in inputs if isinstance(each, Tensor)]
+        if not tensors or any(type(each) is not Tensor or each.is_meta for each in tensors):
+            return  # without values, or with those of a subclass
+        begins = [(list(each.shape), each.detach().flatten()[:_COMPARED].tolist()) for each in tensors]
+        ranks = RankGroup(self.split.group)
+        if not ranks.different(ranks.all_gather(begins, "beginnings of inputs")):
+            warnings.warn(
+                f"forward of {self._name} got equal inputs on all {self.split.ranks} ranks of the context, the first "
+                f"one of shape {list(tensors[0].shape)}. Each rank takes its input for another part of a longer "
+                "sample. If these are whole samples, pass sw.context.shard(inputs, mesh)",
+                stacklevel=2,
+            )
 
     def _check_positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _POSITIONS not in self._signature.parameters:
@@ -118,6 +143,7 @@ class _WithinWhole(_Within):
             )
 
 
+_COMPARED = 4096  #: values of each input, from its first one
 _POSITIONS = "position_ids"  #: the argument of transformers' models
 
 

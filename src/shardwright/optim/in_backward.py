@@ -65,7 +65,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
 
     Raises:
         TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
-            one in backward; ``clip_value`` is not positive.
+            one in backward; ``clip_value`` is not positive, or an earlier call had another one.
         RuntimeError: ``grad_dtype`` differs from the parameters' dtype, and this optimizer does not support that.
         NotImplementedError: the optimizer needs whole tensors, or has step hooks; the step runs in parts.
     """
@@ -73,6 +73,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
         raise ValueError(f"clip_value must be positive or None, got {clip_value!r}")
     optimizer = fully_shard_optimizer(optimizer, needs=needs)
     if isinstance(optimizer, _InBackward):
+        _refuse_other_clip(optimizer, clip_value)
         return optimizer
     _refuse_whole(optimizer)
     _refuse_hooks(optimizer)
@@ -95,6 +96,16 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
 def _complete(optimizer: Any, *_: Any) -> None:
     if isinstance(optimizer, _InBackward):
         optimizer._complete()
+
+
+def _refuse_other_clip(optimizer: Any, clip_value: float | None) -> None:
+    steps = sharded_companion(optimizer).backward
+    if steps is not None and clip_value is not None and clip_value != steps.clip_value:
+        raise ValueError(
+            f"clip_value: expected {steps.clip_value!r}, as in the first call of in_backward for this "
+            f"{type(optimizer).__name__}, got {clip_value!r}. Call optimizer.leave_backward() first, then in_backward "
+            "again."
+        )
 
 
 def _refuse_whole(optimizer: Any) -> None:

@@ -41,7 +41,7 @@ from shardwright.optim.host_state import (
 )
 from shardwright.optim.in_calls import step_in_calls
 from shardwright.optim.kept import prepared
-from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
+from shardwright.optim.needs import Need, Needs, check, cost_of, name_of, needs_of
 from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import SHARDED, LocalStandIn, ragged_spec
 from shardwright.optim.updates import updates_of
@@ -61,7 +61,8 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     call ``step``, with gradients of the same parameters.
 
     State dicts, parameter groups, schedulers and hooks work as before, except that step hooks see local tensors.
-    Schedulers may be built before this call or after it. If a step on whole tensors raises, every rank raises.
+    Schedulers may be built before this call or after it. If a step on whole tensors raises, every rank raises. A second
+    call follows parameters that ``fully_shard`` or ``materialize`` has replaced since, and else does nothing.
 
     Args:
         optimizer: built on the parameters of a sharded model. If it was built before ``fully_shard`` (on parameters
@@ -75,17 +76,18 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
         ValueError: none of its parameters belongs to a sharded model; the optimizer is unknown; something other than a
-            scheduler has replaced its ``step``; it has state on the meta device; or a layout cuts a block that must
-            stay whole. ``add_param_group`` raises the last one, too.
+            scheduler has replaced its ``step``; it has state on the meta device; a layout cuts a block that must stay
+            whole; or an earlier call had other ``needs``. ``add_param_group`` raises the last but one, too.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"fully_shard_optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     sharded_already = isinstance(optimizer, _ShardedStep)
-    if sharded_already and not _became(optimizer):
-        return optimizer
     if sharded_already:
+        _refuse_other_needs(optimizer, needs)
+        if not _became(optimizer):
+            return optimizer
         companion = sharded_companion(optimizer)
     else:
         companion = ShardedCompanion(
@@ -120,6 +122,20 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
+
+
+def _refuse_other_needs(optimizer: Optimizer, needs: Needs | None) -> None:
+    """Refuse a second call with ``needs`` that differ from those of the first one, for any parameter."""
+    if needs is None:
+        return
+    before, now = sharded_companion(optimizer).needs, needs_of(optimizer, needs)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if now(p) != before(p):
+            raise ValueError(
+                f"needs: expected {before(p)!r} for parameter {name_of(p)}, as in the first call for this "
+                f"{type(optimizer).__name__}, got {now(p)!r}. The state of the optimizer is already cut for it: leave "
+                "needs out, or build a new optimizer."
+            )
 
 
 def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:

@@ -67,26 +67,31 @@ def train(
         return _train(config, run, dataset, world, saved)
 
 
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  #: an environment variable, which is read at the first product on a GPU
+
+
 @contextmanager
 def _deterministic(is_asked: bool) -> Iterator[None]:
     """Inside the context PyTorch uses only operations that give the same bits each time, if asked for."""
     if not is_asked:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product on a GPU
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     filling: Any = torch.utils.deterministic
-    fills = filling.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    filling.fill_uninitialized_memory = False  # which changes no result, and takes time
+    fills, workspace = filling.fill_uninitialized_memory, os.environ.get(_CUBLAS)
     try:
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        filling.fill_uninitialized_memory = False  # which changes no result, and takes time
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         filling.fill_uninitialized_memory = fills
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
 
 
 def _train(

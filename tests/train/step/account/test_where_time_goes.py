@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from shardwright import board as boards
 from shardwright.train.errors import UserError
 from shardwright.train.launch.forecast import shortage_file
 from shardwright.train.parallel.checks import check_division
@@ -69,6 +70,92 @@ def test_a_run_divides_its_time_and_traces_the_steps_asked_for(
     times = [row[0] for row in notes["notes"]]
     assert times == sorted(times) and times[-1] <= steps[2]["seconds"] * 1e6
     assert "layers.0" in notes["names"]
+
+
+HOOKS = """
+import os, signal
+import torch
+from shardwright.train.extend import TrainerHook
+class Once(TrainerHook):
+    def setup(self, job): self.job, self.acts = job, True
+    def before_step(self, step):
+        if step == 3 and self.acts:
+            self.acts = False
+            self.act()
+class NotFinite(Once):
+    def act(self):
+        layer = next(m for m in self.job.model.modules() if isinstance(m, torch.nn.Linear))
+        self.handle = layer.register_forward_hook(self.spoil)
+    def spoil(self, module, arguments, result):
+        self.handle.remove()
+        return result * torch.nan
+class Fails(Once):
+    def act(self): raise RuntimeError("no more")
+class Stopped(Once):
+    def act(self): os.kill(os.getpid(), signal.SIGTERM)
+"""
+REWIND = ("--fault.on_non_finite", "rewind", "--checkpoint.every", "1")
+SHORTER = "3 to 3, as it ended before step 4"
+#: By name, a hook that acts at the begin of step 3, settings, the status, the traced steps of 3 to 4, and the line.
+SPOILED: dict[str, tuple[str, tuple[str, ...], int, list[int], str]] = {
+    "rewind": ("NotFinite", REWIND, 0, [3, 3, 4], "3 to 4"),
+    "rewind before": ("NotFinite", (*REWIND, "--fault.rewind_steps", "1"), 0, [3], SHORTER),
+    "skip": ("NotFinite", ("--fault.on_non_finite", "skip"), 0, [3, 3, 4], "3 to 4"),
+    "error": ("Fails", (), 2, [3], SHORTER),
+    "signal": ("Stopped", (), 143, [3], SHORTER),
+}
+
+
+@pytest.mark.extensive("a run for each", but=("error",))
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_trace_names_the_steps_that_it_has(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook, settings, status, traced, words = SPOILED[case]
+    (tmp_path / "spoiling.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    arguments = (*SHORT, *settings, "--run.hooks", f'["spoiling:{hook}"]', "--profile.steps", "[3, 4]")
+    assert train_here(config_file(tmp_path), "--run.dir", run, *arguments) == status
+    path = RunFolder(run).profile(3, 4, 0)
+    assert [int(name.split()[1]) for name in names_in(path) if name.startswith("step ")] == traced
+    assert f"trace of steps {words}: {path}; open it" in capsys.readouterr().out
+    assert boards.current is None
+
+
+#: Settings beside a trace. Those of ranks need two.
+BESIDE: dict[str, tuple[str, ...]] = {
+    "validation": ("--validation.every", "1", "--checkpoint.every", "1"),
+    "accumulation": ("--train.micro_batch", "1", "--train.accumulate", "hold"),
+    "verified": ("--fault.verify_every", "2"),
+    "compiled": ("--train.compile", "eager"),
+    "offload": ("--activations.checkpoint", "full", "--activations.offload", "inputs"),
+    "context": ("--parallel.context", "2", "--profile.ranks", "[1]"),
+    "tensor": ("--parallel.tensor", "2", "--model.n_kv_heads", "2", "--profile.ranks", "[0, 1]"),
+}
+
+
+@pytest.mark.extensive("two runs for each", but=("validation",))
+@pytest.mark.parametrize("case", BESIDE)
+def test_a_trace_changes_no_number(case: str, tmp_path: Path) -> None:
+    settings, count = BESIDE[case], 2 if case in ("context", "tensor") else 1
+    found = []
+    for steps in ([], [2, 3]):
+        run = tmp_path / f"run{len(steps)}"
+        arguments = ("--run.dir", run, *SHORT, *settings, "--profile.steps", str(steps))
+        if count == 1:
+            assert train_here(config_file(tmp_path), *arguments) == 0
+        else:
+            ended = ranks(count, "train", config_file(tmp_path), *arguments)
+            assert not any(status for status, _ in ended), ended
+        for step in records(run):
+            assert sum(step["parts"].values()) == pytest.approx(step["seconds"], rel=0.01)
+        found.append([(step["loss"], step["grad_norm"]) for step in records(run)])
+    assert found[0] == found[1]
+    names = {"context": ["rank_1"], "tensor": ["rank_0", "rank_1"]}.get(case, ["rank_0"])
+    assert sorted(path.name for path in (run / "profile").iterdir()) == [
+        f"steps_2_to_3_{name}.json.gz" for name in names
+    ]
 
 
 @pytest.mark.gpu

@@ -30,7 +30,8 @@ class StepProfile:
         self._trainer, self._folder, self._reporter = trainer, folder, reporter
         self._first, self._last = config.steps or (0, 0)
         self._is_chosen = config.ranks == "all" or self._rank in config.ranks
-        self._is_said = False  #: on a rank that is not traced, whether it has named the folder
+        self._reached = 0  #: the last step that has begun in the trace
+        self._has_ended = False
         self._profiler: Profiler | None = None
         self._step: Any = None  #: the range of the running step
         self._part: Any = None  #: the range of its running part
@@ -56,21 +57,20 @@ class StepProfile:
             self._profiler.__enter__()
             if self._profiler.runs:
                 self._trainer.clock.follow = self._begin_part
-        if self._profiler is not None and self._profiler.runs:
-            if step < self._first:
-                self._stop()
-            else:
-                self._step = _opened(f"step {step}")
+        if self._profiler is None or self._has_ended:
+            return
+        if step < self._first:
+            self._stop()
+            return
+        self._reached = max(self._reached, step)
+        if self._profiler.runs:
+            self._step = _opened(f"step {step}")
 
     def after_step(self, step: int) -> None:
         """A step has ended, or was left out. End the trace after the last step."""
-        if self._profiler is not None and self._profiler.runs:
-            self._end_ranges()
-        if self._profiler is not None and step >= self._last:
+        self._end_ranges()
+        if step >= self._last:
             self._stop()
-            if not self._is_chosen and not self._is_said:
-                self._is_said = True
-                self._say_path()
 
     def _begin_part(self, part: Part) -> None:
         if self._part is not None:
@@ -85,13 +85,15 @@ class StepProfile:
 
     def _stop(self) -> None:
         profiler = self._profiler
-        if profiler is None or not profiler.runs:
+        if profiler is None or self._has_ended:
             return
+        self._has_ended = True
         self._trainer.clock.follow = None
         self._end_ranges()
-        boards.be_patient()  # to write takes seconds, and the other ranks wait in their next step
-        profiler.stop()
-        if profiler.files:
+        if profiler.runs:
+            boards.be_patient()  # to write takes seconds, and the other ranks wait in their next step
+            profiler.stop()
+        if profiler.files or not self._is_chosen:
             self._say_path()
 
     def _say_path(self) -> None:
@@ -99,8 +101,9 @@ class StepProfile:
         path = self._folder.profile(self._first, self._last, self._rank)
         ranks = self._trainer.config.profile.ranks
         where = path if ranks == (self._rank,) else path.parent
+        short = f", as it ended before step {self._last}" if self._reached < self._last else ""
         self._reporter.say(
-            f"trace of steps {self._first} to {self._last}: {where}; open it at ui.perfetto.dev"
+            f"trace of steps {self._first} to {self._reached}{short}: {where}; open it at ui.perfetto.dev"
         )
 
 
