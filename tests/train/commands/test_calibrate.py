@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import multiprocessing
+import random
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
