@@ -24,7 +24,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     """The scenarios of this run's tests, several at the same time, forked from one process."""
     folder = tmp_path_factory.mktemp("hangs") / "jobs"
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    names = [item.callspec.params["name"] for item in tests if "results" in item.fixturenames]
+    own = [item for item in tests if item.path == request.path and "results" in item.fixturenames]
+    names = [item.callspec.params["name"] for item in own]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, "-m", "tests.watching.scenarios", str(folder), *names],
