@@ -66,32 +66,42 @@ DTENSOR = {
 def hears_dtensor(listener: boards.Listener) -> Iterator[None]:
     """Inside the context ``listener`` hears of the collectives that DTensor begins and waits for, as of tensor
     parallelism. Not inside a graph of ``torch.compile``, which calls the operations themselves, and which must not be
-    made inside the context."""
-    before = {name: getattr(functional_collectives, name) for name in DTENSOR}
-    for name, operation in before.items():
-        setattr(functional_collectives, name, _Heard(operation, name, listener))
+    made inside the context. Several listeners may come and go in any order."""
+    if not _listeners:
+        for name in DTENSOR:
+            setattr(functional_collectives, name, _Heard(getattr(functional_collectives, name), name))
+    _listeners.append(listener)
     try:
         yield
     finally:
-        for name, operation in before.items():
-            setattr(functional_collectives, name, operation)
+        _listeners.remove(listener)
+        if not _listeners:
+            for name in DTENSOR:
+                setattr(functional_collectives, name, getattr(functional_collectives, name).operation)
+
+
+_listeners: list[boards.Listener] = []  #: of DTensor's collectives
 
 
 class _Heard:
-    """An operation, whose calls a listener hears."""
+    """An operation, whose calls the listeners hear."""
 
-    def __init__(self, operation: Any, name: str, listener: boards.Listener) -> None:
-        self._operation = operation
-        self._tell = listener.await_result if name == "wait_tensor" else listener.enter
-        self._leave, self._name = listener.leave, DTENSOR[name]
+    def __init__(self, operation: Any, name: str) -> None:
+        self.operation = operation
+        self._tell = "await_result" if name == "wait_tensor" else "enter"
+        self._name = DTENSOR[name]
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         tensor = arguments[0] if arguments else None
-        self._tell(self._name, "", tensor.nbytes if isinstance(tensor, torch.Tensor) else 0, "")
+        nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+        listeners = [*_listeners]
+        for listener in listeners:
+            getattr(listener, self._tell)(self._name, "", nbytes, "")
         try:
-            return self._operation(*arguments, **options)
+            return self.operation(*arguments, **options)
         finally:
-            self._leave()
+            for listener in listeners:
+                listener.leave()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._operation, name)
+        return getattr(self.operation, name)

@@ -173,6 +173,7 @@ def _measure(store: Any, rank: int, plan: Mapping[str, Any]) -> None:
             call = ("pair", backend, meeting, pair.index(rank), interface)
             result: dict[str, Any]
             try:
+                _meet(store, backend, pair, rank)
                 (result,) = measure_in_children([call], SECONDS)
             except Unmeasured as error:
                 result = {"error": str(error)}
@@ -180,9 +181,22 @@ def _measure(store: Any, rank: int, plan: Mapping[str, Any]) -> None:
                 store.set(f"hosts/{backend}/{pair[0]}", json.dumps(result))
 
 
+def _meet(store: Any, backend: str, pair: Pair, rank: int) -> None:
+    """Wait for the other rank of a pair, which may still measure with another.
+
+    Raises:
+        Unmeasured: it does not come.
+    """
+    store.set(f"hosts/{backend}/{pair}/{rank}", "")
+    try:
+        store.wait([f"hosts/{backend}/{pair}/{each}" for each in pair], timedelta(seconds=2 * SECONDS))
+    except RuntimeError:
+        raise Unmeasured("one of them did not come") from None
+
+
 def _results(store: Any, backend: str, plan: Mapping[str, Any]) -> dict[Pair, dict[str, Any]]:
     """The results of all pairs. One that no rank has written in time is an error."""
-    deadline = time.monotonic() + 2 * SECONDS
+    deadline = time.monotonic() + 4 * SECONDS  # two rounds, in each a wait for a partner and a measurement
     results: dict[Pair, dict[str, Any]] = {}
     for pair in _pairs(plan["first_ranks"]):
         key = f"hosts/{backend}/{pair[0]}"

@@ -41,11 +41,11 @@ const chartsOf = (data) => {
     chart(data, "Memory of rank 0", [["memory_active", data.runs[0].on_gpu ? "tensors, peak of the step" : "process now"], ["memory_reserved", data.runs[0].on_gpu ? "held by PyTorch's allocator" : "process, peak so far", { dash: "2 3" }]], { y: `memory (${memoryUnit})`, zero: true, size: memorySize, words: (value) => `${digits(value)} ${memoryUnit}`, axis: digits }),
     chart(data, "Learning rate", [["lr", "rate"]], { y: "learning rate", zero: true }),
   ];
-  // Other objects of numbers, such as the parts of a step or norms by unit: a chart for each, of one run.
+  // Other objects of numbers, such as the parts of a step: a chart for each, of one run.
   const others = [...new Set([...keys].filter((key) => key.includes("/")).map((key) => key.slice(0, key.indexOf("/"))))];
   for (const name of others.filter((each) => !["extra_losses", "metrics", "validation_metrics", "tasks"].includes(each))) {
     const own = name === "parts" ? Object.keys(data.runs[0].split).map((part) => `parts/${part}`).filter((key) => keys.has(key)) : under(`${name}/`);
-    const titles = { parts: ["Parts of a step", "seconds"], grad_norms: ["Gradient norm by unit", "norm"], norms: ["Gradient norm by unit", "norm"] };
+    const titles = { parts: ["Parts of a step", "seconds"] };
     const [title, y] = titles[name] || [name.replaceAll("_", " "), "value"];
     if (data.runs.length === 1) made.push(chart(data, title, own.slice(0, 12).map((key) => [key, only(`${name}/`, key)]), { y, zero: true, note: own.length > 12 ? `The first 12 of ${own.length}.` : "" }));
   }
@@ -136,6 +136,7 @@ const normsSection = (data) => {
     el("p", {}, "Norms over all ranks, before clipping. The square root of the sum of their squares is the gradient norm of the step. A unit that turns bright, or is not finite, before the others is the first to look at."),
     heatMap({ id: "unit-norms", title: "Gradient norm of each unit", rows: units, columns, values: rows }),
     norms.more_units ? soft(`The ${whole(units.length)} units with the largest norms; ${whole(norms.more_units)} more are in unit_norms.jsonl.`) : "",
+    norms.left_out && norms.left_out.length ? soft(`Also those of steps that were left out for a fault, before the column with which the step was made: ${norms.left_out.slice(0, 20).map(whole).join(", ")}${norms.left_out.length > 20 ? ", …" : ""}.`) : "",
     columns.some(([first, last]) => first !== last) ? soft("A column has several records, and shows the largest norm of each unit among them.") : "",
     table("Units whose norm grew most above their median", [["unit"], ["median", true], ["largest", true], ["at step", true], ["largest / median", true], ["not finite at step", true]],
       facts.slice(0, 8).map((each) => [each.unit, isNumber(each.median) ? digits(each.median) : "-", isNumber(each.largest) ? digits(each.largest) : "-", stepAt(each.at), isNumber(each.median) && each.median > 0 ? digits(each.largest / each.median) : "-", stepAt(each.wrong)]), { id: "unit-growth" }));

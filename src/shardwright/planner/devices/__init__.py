@@ -111,9 +111,9 @@ def parse_devices(text: str, local: Callable[[], Device]) -> tuple[int, Device]:
     known = known_devices()
     device = known.get(key.lower())
     if device is None:
-        if swapped := re.fullmatch(r"(.+)x(\d+)", key):  # h100x8
-            key, count = swapped[1], swapped[2]
         near = difflib.get_close_matches(key.lower(), known, 1)
+        if (swapped := re.fullmatch(r"(.+)x(\d+)", key)) and swapped[1].lower() in known:  # h100x8
+            near, count = [swapped[1].lower()], swapped[2]
         number = f"{count}x" if count else ""
         hint = f"; did you mean {number}{near[0]}?" if near else ""
         raise DeviceError(

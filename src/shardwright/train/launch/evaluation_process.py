@@ -31,6 +31,8 @@ RUN_VARIABLE = "SHARDWRIGHT_EVALUATES_FOR"
 """The process of the run for which `shardwright evaluate` computes. It ends with it."""
 SECONDS_TO_END = 5.0
 """From the request to end to the kill: the process removes its temporary folder."""
+SECONDS_TO_CHECK = 120.0
+"""Limit of a look at the names of tasks, for which the other ranks wait. It takes a quarter of a minute."""
 NICE = 10
 """Added to the niceness: training comes first."""
 OF_A_RANK = (
@@ -100,20 +102,28 @@ class EvaluationProcess:
             os.killpg(self._process.pid, number)
 
 
-def check_names(folder: RunFolder, tasks: Sequence[str]) -> None:
+def check_names(folder: RunFolder, tasks: Sequence[str]) -> str:
     """Ask lm-eval whether it knows these names of tasks. This takes seconds.
+
+    Returns:
+        A warning if lm-eval does not answer in time; else empty.
 
     Raises:
         UserError: it does not know one, or cannot be asked.
     """
     command = [sys.executable, "-P", "-m", "shardwright", "evaluate", str(folder.path), "--check"]
-    found = subprocess.run(
-        [*command, "--tasks", ",".join(tasks)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, env=_environment("cpu"),
-    )  # fmt: skip
+    try:
+        found = subprocess.run(
+            [*command, "--tasks", ",".join(tasks)], timeout=SECONDS_TO_CHECK,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, env=_environment("cpu"),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        named = ", ".join(tasks)
+        return f"warning: lm-eval did not say within {SECONDS_TO_CHECK:.0f} s whether it knows the tasks {named}"
     if found.returncode:
         reason = _error_in(found.stderr).removeprefix("--tasks: ") or found.stderr[-1000:]
         raise UserError(f"validation.tasks: {reason}")
+    return ""
 
 
 def _error_in(text: str) -> str:
@@ -132,6 +142,11 @@ def _environment(device: str) -> dict[str, str]:
     if device == "cpu":
         own["CUDA_VISIBLE_DEVICES"] = ""  # a context of CUDA would take memory of the run's GPU
     return {**own, **path_to_ourselves(), RUN_VARIABLE: str(os.getpid())}
+
+
+def is_beside_run() -> bool:
+    """Return whether this process evaluates for a run that goes on, whose own process sends the results."""
+    return os.environ.get(RUN_VARIABLE, "").isdecimal()
 
 
 @contextmanager

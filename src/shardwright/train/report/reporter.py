@@ -45,10 +45,10 @@ class Reporter:
             sink.step(record)
         self._call_added(lambda sink: sink.step(record))
 
-    def unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
+    def unit_norms(self, step: int, norms: Mapping[str, float], left_out: bool = False) -> None:
         """Record gradient norms by unit in the run's own file. Sinks of `[log] sinks` do not get them."""
         for sink in self.sinks:
-            sink.unit_norms(step, norms)
+            sink.unit_norms(step, norms, left_out)
 
     def say(self, text: str) -> None:
         for sink in self.sinks:

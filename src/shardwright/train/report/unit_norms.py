@@ -1,7 +1,7 @@
 """unit_norms.jsonl: gradient norms by unit at some steps of a run, written and read.
 
-A line has the names of units, or a step with the norms of these units in their order. The file holds the names once,
-since a model may have hundreds of units. Nothing here computes a norm.
+A line has the names of units, or a step with the norms of these units in their order, or the step to which the run has
+gone back. The file holds the names once, since a model may have hundreds of units. Nothing here computes a norm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnitNormsFile(RunSink):
 
     def __init__(self, path: Path, steps_done: int) -> None:
         """`steps_done`: steps before this session. With some the file goes on, else it begins again."""
-        self._path, self._goes_on = path, steps_done > 0
+        self._path, self._goes_on, self._steps_done = path, steps_done > 0, steps_done
         self._stream: TextIO | None = None
         self._units: list[str] = []
         if not self._goes_on:
@@ -40,17 +40,31 @@ class UnitNormsFile(RunSink):
     def step(self, record: StepRecord) -> None:
         pass
 
-    def unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
+    def unit_norms(self, step: int, norms: Mapping[str, float], left_out: bool = False) -> None:
         with writing(self._path):
-            if self._stream is None:
-                self._stream = self._path.open("a", encoding="utf-8")
-                if self._stream.tell():
-                    self._stream.write("\n")  # a killed process may have left half a line
+            stream = self._opened()
             if self._units != [*norms]:
                 self._units = [*norms]
                 self._write({"units": self._units})
-            self._write({"step": step, "norms": [float(f"{norm:.{DIGITS}g}") for norm in norms.values()]})
-            self._stream.flush()
+            values = [float(f"{norm:.{DIGITS}g}") for norm in norms.values()]
+            self._write({"step": step, **({"left_out": True} if left_out else {}), "norms": values})
+            stream.flush()
+
+    def rewind(self, step: int) -> None:
+        with writing(self._path):
+            stream = self._opened()
+            self._write({"back_to": step})
+            stream.flush()
+
+    def _opened(self) -> TextIO:
+        if self._stream is None:
+            self._stream = self._path.open("a", encoding="utf-8")
+            if self._stream.tell():
+                self._stream.write("\n")  # a killed process may have left half a line
+                self._write(
+                    {"back_to": self._steps_done}
+                )  # it may have come further than its last checkpoint
+        return self._stream
 
     def _write(self, content: Mapping[str, Any]) -> None:
         assert self._stream is not None
@@ -71,11 +85,23 @@ class UnitNorms:
 
     Attributes:
         steps: the norms of each recorded step, by unit; None for a norm that is not finite.
+        left_out: the same of steps that were not made, for a fault: they may come several times.
         damaged: the numbers of lines that could not be read.
     """
 
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    left_out: list[tuple[int, dict[str, float | None]]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[tuple[int, dict[str, float | None]]]:
+        """All of them by step. Those of a step that was left out come before those with which it was made."""
+        return sorted([*self.left_out, *self.steps.items()], key=lambda each: each[0])
+
+    def go_back(self, step: int) -> None:
+        """Drop the steps after this one, which come again."""
+        while self.steps and (last := next(reversed(self.steps))) > step:
+            del self.steps[last]
 
 
 def heat_map(read: UnitNorms) -> dict[str, Any] | None:
@@ -85,22 +111,22 @@ def heat_map(read: UnitNorms) -> dict[str, Any] | None:
     the largest norm of each unit. In ``rows`` a norm is null if the unit had no gradient, and -1 if it is not finite.
     """
     peaks: dict[str, float] = {}
-    for norms in read.steps.values():
+    records = read.records
+    for _, norms in records:
         for unit, norm in norms.items():
             peaks[unit] = max(peaks.get(unit, 0.0), math.inf if norm is None else norm)
     if not peaks:
         return None
     shown = {*sorted(peaks, key=lambda unit: -peaks[unit])[:ROWS]}
-    units, steps = [unit for unit in peaks if unit in shown], list(read.steps)
-    size = math.ceil(len(steps) * len(units) / CELLS)  # records in a column
-    columns = [steps[first : first + size] for first in range(0, len(steps), size)]
+    units = [unit for unit in peaks if unit in shown]
+    size = math.ceil(len(records) * len(units) / CELLS)  # records in a column
+    columns = [records[first : first + size] for first in range(0, len(records), size)]
     return {
         "units": [unit[:LONGEST] for unit in units],
         "more_units": len(peaks) - len(units),
-        "columns": [[column[0], column[-1]] for column in columns],
-        "rows": [
-            [_largest([read.steps[step] for step in column], unit) for column in columns] for unit in units
-        ],
+        "columns": [[column[0][0], column[-1][0]] for column in columns],
+        "rows": [[_largest([norms for _, norms in column], unit) for column in columns] for unit in units],
+        "left_out": [step for step, _ in read.left_out][:ROWS],
     }
 
 
@@ -143,14 +169,19 @@ def read_unit_norms(path: Path) -> UnitNorms:
             if "units" in content:
                 units = [str(each) for each in content["units"]]
                 continue
-            step = int(content["step"])
+            step = int(content["back_to"] if "back_to" in content else content["step"])
             if not 0 <= step <= LARGEST:
                 raise ValueError(step)
+            if "back_to" in content:
+                read.go_back(step)
+                continue
             by_unit = dict(zip(units, map(_finite, content["norms"]), strict=True))
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             read.damaged.append(number)
             continue
-        for repeated in [each for each in read.steps if each >= step]:
-            del read.steps[repeated]
-        read.steps[step] = by_unit
+        if content.get("left_out"):
+            read.left_out.append((step, by_unit))
+        else:
+            read.go_back(step - 1)
+            read.steps[step] = by_unit
     return read

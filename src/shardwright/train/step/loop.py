@@ -76,6 +76,8 @@ def run_steps(
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
         if fault := result.fault or (fault_of_state(trainer.state) if saving or validates else None):
+            if fault.unit_norms:
+                reporter.unit_norms(step + 1, fault.unit_norms, left_out=True)
             act_on(fault, trainer, saves, reporter)
             if agreed.save_ended:
                 saves.finish(raises=not leaving)

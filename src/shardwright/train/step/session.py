@@ -45,7 +45,7 @@ from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.loop import LoopEnd, run_steps
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.saves import Saves
-from shardwright.train.step.saving.task_evaluations import TaskEvaluations
+from shardwright.train.step.saving.task_evaluations import TaskEvaluations, await_tasks
 from shardwright.train.step.signal_answers import SignalAnswers
 from shardwright.train.step.trainer import Trainer
 
@@ -115,6 +115,8 @@ def _train(
             answers.follow(reports.reporter.say_at_once)
             ended = _run_steps(trainer, run.folder, reports, stop, saved, evaluations)
             answers.reach_end()
+            if ended.status == "finished":
+                await_tasks(trainer, evaluations, stop)
             return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
             note_steps_done(error, trainer.position.step)

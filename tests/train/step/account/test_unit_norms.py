@@ -154,8 +154,16 @@ def test_a_file_goes_on_after_a_rewind_and_a_crash(tmp_path: Path) -> None:
     assert read.steps == {1: {"a": 1.0, "b": 2.0}, 10: {"a": 1.25, "c": 3.0}} and read.damaged == [5]
     picture = heat_map(read)
     assert picture is not None and picture["rows"] == [[1.0, 1.25], [2.0, None], [None, 3.0]]
-    session(0, {1: {"a": 1.0}})
-    assert [*read_unit_norms(path).steps] == [1]
+    session(0, {1: {"a": 1.0}, 10: {"a": 2.0}})
+    file = UnitNormsFile(path, 10)
+    file.unit_norms(11, {"a": math.nan}, left_out=True)
+    file.rewind(8)
+    read = read_unit_norms(path)
+    assert [*read.steps] == [1] and read.left_out == [(11, {"a": None})]
+    picture = heat_map(read)
+    assert picture is not None and picture["rows"] == [[1.0, -1]] and picture["left_out"] == [11]
+    file.unit_norms(11, {"a": 3.0})
+    assert heat_map(read_unit_norms(path))["columns"] == [[1, 1], [11, 11], [11, 11]]  # type: ignore[index]
     assert heat_map(read_unit_norms(tmp_path / "no")) is None
 
 

@@ -13,9 +13,11 @@ import signal
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.config.load import load_config
@@ -27,7 +29,8 @@ from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
 from shardwright.train.step.saving import task_evaluations
-from shardwright.train.step.saving.task_evaluations import TaskEvaluations
+from shardwright.train.step.saving.task_evaluations import TaskEvaluations, await_tasks
+from tests.support import multirank
 from tests.train.kit.jobs import HYBRID, config_file, finish, start, tiny, train_here, wait_for
 from tests.train.kit.lm_eval import install_lm_eval
 
@@ -144,7 +147,16 @@ def test_a_checkpoint_stays_until_its_evaluation_has_ended(bench: Bench) -> None
     bench.look()
     assert saved_steps(bench.folder.checkpoints) == [4, 3]
     bench.save(6, 8)  # step 6 waits, then it is left out
-    assert bench.evaluations.unused([]) == []
+    assert bench.evaluations.unused([4, 6, 8]) == [6]
+
+
+def test_a_checkpoint_to_which_the_run_has_gone_back_stays(bench: Bench) -> None:
+    bench.save(2, 4)
+    assert bench.evaluations.unused([2]) == []  # the run has newer ones, and deletes this one later
+    bench.evaluations.forget_after(2)
+    Process.started[0].finish()
+    bench.look()
+    assert 2 in saved_steps(bench.folder.checkpoints)
 
 
 def test_an_evaluation_that_fails_is_a_warning_with_its_log(bench: Bench) -> None:
@@ -176,10 +188,36 @@ def test_the_end_of_a_run_waits_for_its_last_step(bench: Bench, monkeypatch: pyt
     def finish_all(seconds: float) -> None:
         Process.started[-1].finish()
 
+    bench.evaluations.finish(5)
+    assert bench.evaluations.wait(0.0)
     monkeypatch.setattr(task_evaluations.time, "sleep", finish_all)
+    assert not bench.evaluations.wait(60.0)
     bench.evaluations.end(RunEnd("finished", 5))
     assert [step for step, _ in bench.lines.figures] == [2, 5]
     assert any(line.startswith("waiting for the tasks of step 2 and step 5;") for line in bench.lines.lines)
+
+
+@multirank(2)
+@pytest.mark.parametrize("stopped_rank", [None, 0, 1])
+def test_all_ranks_wait_in_rounds(rank: int, world_size: int, stopped_rank: int | None) -> None:
+    class First:
+        rounds = 0
+
+        def finish(self, step: int) -> None:
+            assert step == 7
+
+        def wait(self, seconds: float) -> bool:
+            self.rounds += 1
+            assert seconds == 0.5  # a quarter of the stall's limit
+            return self.rounds < 4 or stopped_rank is not None
+
+    world = SimpleNamespace(device=torch.device("cpu"))
+    config = tiny(validation={"tasks": ["mine.yaml"]}, fault={"stall_seconds": 2.0})
+    trainer: Any = SimpleNamespace(config=config, world=world, position=SimpleNamespace(step=7))
+    stop: Any = SimpleNamespace(signal_number=15 if rank == stopped_rank else None)
+    first: Any = First() if rank == 0 else None
+    await_tasks(trainer, first, stop)
+    assert first is None or first.rounds == (4 if stopped_rank is None else 1)
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", "finished"])

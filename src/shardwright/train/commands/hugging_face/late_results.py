@@ -15,6 +15,7 @@ from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.config.catalog.sinks import RunSite, check_packages
 from shardwright.train.config.catalog.sinks import sinks as named_sinks
 from shardwright.train.errors import UserError
+from shardwright.train.launch.evaluation_process import is_beside_run
 from shardwright.train.report import sink_thread
 from shardwright.train.report.sink_thread import SinkThread
 from shardwright.train.report.sinks.service import stored_run
@@ -34,12 +35,12 @@ def send(
     get them; the results are in the run's folder all the same.
     """
     values = scalars_of(tasks)
-    uses_folder = is_in_use(folder.path)
+    uses_folder = is_beside_run() or is_in_use(folder.path)
     for name in config.log.sinks:
-        if name == "tensorboard":
-            write_scalars(folder.path / "tensorboard" / "tasks", values, step)
-            continue
         try:
+            if name == "tensorboard":
+                write_scalars(folder.path / "tensorboard" / "tasks", values, step)
+                continue
             reason = _problem(folder, name, uses_folder)
             if not reason:
                 _send_to(folder, config, name, step, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from shardwright.extend.registry import Registry
@@ -29,6 +29,7 @@ class Fault:
         advice: what may help, in one line without a full stop, for a run that ends by this fault.
         samples: of the step, [first, stop); the trainer fills them in.
         state_is_good: weights and optimizer state are those before the step, and finite; the trainer fills this in.
+        unit_norms: gradient norms of the step by unit, if the trainer knows them; it fills them in.
     """
 
     action: Action
@@ -36,6 +37,7 @@ class Fault:
     advice: str = ""
     samples: tuple[int, int] = (0, 0)
     state_is_good: bool = True
+    unit_norms: Mapping[str, float] = field(default_factory=dict)
 
 
 class Job(Protocol):

@@ -110,8 +110,8 @@ class RunSink(Sink):
     def incident(self, incident: Incident) -> None:
         """Samples were left out, and the run goes on."""
 
-    def unit_norms(self, step: int, norms: Mapping[str, float]) -> None:
-        """The gradient norms of a step, by unit."""
+    def unit_norms(self, step: int, norms: Mapping[str, float], left_out: bool = False) -> None:
+        """The gradient norms of a step, by unit. `left_out`: of a step that was not made, for a fault."""
 
     def rewind(self, step: int) -> None:
         """The run goes on after `step`, so later steps come again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -92,28 +92,29 @@ def _fault_of_values(
 ) -> Fault:
     """The fault of a loss or a gradient norm that is not finite."""
     loss, norm, action = agreed.losses[0], agreed.norm, state.config.fault.on_non_finite
-    units = _units_in_words(_unit_norms(state, agreed))  # before the gradients are lost
+    norms = _unit_norms(state, agreed)  # before the gradients are lost
     where, kinds = _where(state, loss, shares, work)
     text = (
         f"step {state.next_step}: expected a finite loss and gradient norm, found loss {loss}, norm "
-        f"{'not known' if norm is None else norm}; {where}{units}"
+        f"{'not known' if norm is None else norm}; {where}{_units_in_words(norms)}"
     )
     state_is_good = norm is not None and not kinds & {"weight", "optimizer"}
     if action == "skip" and not state_is_good:
         action, text = "stop", f"{text}; a skip does not mend that"
-    return _fault(state, action, text, state.next_samples, state_is_good)
+    return replace(_fault(state, action, text, state.next_samples, state_is_good), unit_norms=norms)
 
 
 def _fault_of_spike(state: TrainingState, agreed: Agreed) -> Fault | None:
     loss, losses, settings = agreed.losses[0], state.position.past.losses, state.config.fault
     if settings.on_spike == "ignore" or not is_spike(loss, losses, settings):
         return None
-    limit = spike_limit(losses, settings.spike_sigmas)
+    limit, norms = spike_limit(losses, settings.spike_sigmas), _unit_norms(state, agreed)
     text = (
         f"step {state.next_step}: the loss {loss:.4f} is a spike, above {limit:.4f}, the mean of {len(losses)} losses "
-        f"and {settings.spike_sigmas:g} standard deviations{_units_in_words(_unit_norms(state, agreed))}"
+        f"and {settings.spike_sigmas:g} standard deviations{_units_in_words(norms)}"
     )
-    return _fault(state, settings.on_spike, text, state.next_samples, agreed.norm is not None)
+    fault = _fault(state, settings.on_spike, text, state.next_samples, agreed.norm is not None)
+    return replace(fault, unit_norms=norms)
 
 
 def _unit_norms(state: TrainingState, agreed: Agreed) -> Mapping[str, float]:

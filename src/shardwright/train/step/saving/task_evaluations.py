@@ -1,7 +1,8 @@
 """Evaluations of tasks on checkpoints of the run, beside its steps, for `[validation] tasks`.
 
-A process of its own evaluates (`launch/evaluation_process.py`), one step after another. Only the first rank has this
-object, and no step waits for it. Nothing here imports lm_eval or computes a metric.
+A process of its own evaluates (`launch/evaluation_process.py`), one step after another. Only the first rank has the
+object, and no step waits for it; at the end of the run all ranks wait, in rounds. Nothing here imports lm_eval or
+computes a metric.
 """
 
 from __future__ import annotations
@@ -11,20 +12,29 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+import torch
+import torch.distributed as dist
+
 from shardwright import board as boards
+from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Job, TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.config.sections.validation import YAML
 from shardwright.train.errors import UserError
 from shardwright.train.launch.evaluation_process import EvaluationProcess, check_names
+from shardwright.train.launch.signals import StopRequest
+from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.evaluations import evaluated_steps, evaluation_at, unfinished_steps
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import asking_store, remove_step, saved_steps
+from shardwright.train.step.trainer import Trainer
 
 POLL_SECONDS = 0.2
 """Between looks at the process, at the end of the run."""
+ROUND_SECONDS = 5.0
+"""After which all ranks meet at the end of the run: the longest that one waits for the first."""
 
 
 class TaskEvaluations(TrainerHook):
@@ -59,8 +69,8 @@ class TaskEvaluations(TrainerHook):
             UserError: lm-eval does not know a task.
         """
         names = [task for task in self._settings.tasks if not task.endswith(YAML)]
-        if names:
-            check_names(self._folder, names)
+        if names and (warning := check_names(self._folder, names)):
+            self._reporter.say(warning)
         unfinished = [step for step in unfinished_steps(self._folder) if 0 < step <= job.steps_done]
         if not unfinished:
             return
@@ -84,18 +94,27 @@ class TaskEvaluations(TrainerHook):
     def after_step(self, record: StepRecord) -> None:
         self._look()
 
-    def end(self, end: RunEnd) -> None:
-        """Wait for the results, the last step's included. A run that stops or fails ends the process."""
+    def finish(self, step: int) -> None:
+        """Start the evaluation of the last step of a run that is finished, and say what the run waits for."""
         self._look()
-        last = end.step
-        if end.status == "finished" and last not in self._begun and last not in evaluated_steps(self._folder):
-            self._evaluate(last)
-        if end.status == "finished" and self._running is not None and not self._is_stopped():
+        if step not in self._begun and step not in evaluated_steps(self._folder):
+            self._evaluate(step)
+        if self._running is not None:
             self._reporter.say(f"waiting for the tasks of {self._in_words()}; their log: {self._running.log}")
-            while self._running is not None and not self._is_stopped():
-                boards.at(boards.END)  # the first rank goes on
-                time.sleep(POLL_SECONDS)
-                self._look()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for so long, or until all is evaluated or a signal came. Returns whether to wait on."""
+        deadline = time.monotonic() + seconds
+        while self._running is not None and not self._is_stopped():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(POLL_SECONDS)
+            self._look()
+        return False
+
+    def end(self, end: RunEnd) -> None:
+        """End the process, if a signal or a failure leaves one."""
+        self._look()
         if self._running is None:
             return
         how = f"a resume evaluates them; or call {self._command()}"
@@ -129,7 +148,7 @@ class TaskEvaluations(TrainerHook):
             self._forget(self._running.step)
             self._running = None
         self._begun = {each for each in self._begun if each <= step}
-        self._postponed = {each for each in self._postponed if each <= step}
+        self._postponed = set()  # the run may need each of them now; its next save decides again
         self._start_next()
 
     # -- the process ------------------------------------------------------------------------------------------------
@@ -210,3 +229,27 @@ class TaskEvaluations(TrainerHook):
 
     def _command(self) -> str:
         return f"shardwright evaluate {shlex.quote(str(self._folder.path))} --tasks {','.join(self._settings.tasks)}"
+
+
+def await_tasks(trainer: Trainer, evaluations: TaskEvaluations | None, stop: StopRequest) -> None:
+    """Let all ranks wait for the evaluations of a finished run, in rounds shorter than each limit of a wait.
+
+    `evaluations`: on the first rank. A signal for any rank ends the wait. Called by all ranks together.
+    """
+    config = trainer.config
+    if not config.validation.tasks:
+        return
+    if evaluations is not None:
+        evaluations.finish(trainer.position.step)
+    limits = [ROUND_SECONDS, collective_timeout().total_seconds() / 4]
+    if config.fault.stall_seconds:
+        limits.append(config.fault.stall_seconds / 4)
+    goes_on, stops = 1.0, 0.0
+    while goes_on and not stops:
+        boards.at(boards.END)
+        goes_on = float(evaluations is not None and evaluations.wait(min(limits)))
+        stops = float(stop.signal_number is not None)
+        states = torch.tensor([goes_on, stops], device=trainer.world.device)
+        with noted("all-reduce of waits for tasks", None):
+            dist.all_reduce(states, op=dist.ReduceOp.MAX)
+        goes_on, stops = states.tolist()
