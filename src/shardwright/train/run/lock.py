@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +52,7 @@ def claim(folder: Path) -> FolderLock:
     """Take the lock of a folder for a run. If another run has it, raises a UserError that names that run."""
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
@@ -71,6 +72,18 @@ def claim(folder: Path) -> FolderLock:
             "run has ended, or stop it, or set another run.dir"
         ) from None
     return FolderLock(folder, descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock for this process alone. Another one that only looks (`is_in_use`) has it for a moment."""
+    for seconds in (0.05, 0.2, 0.0):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if not seconds:
+                raise
+            time.sleep(seconds)
 
 
 def share(folder: Path) -> FolderLock:

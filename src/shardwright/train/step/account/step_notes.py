@@ -170,10 +170,14 @@ class NotesOfStep(TrainerHook):
     def _read_events(self) -> None:
         """Replace the device's times. The host waits here, once in a session, for the last event."""
         for place, event in self._events.items():
-            event.synchronize()
             assert self._first is not None
-            microseconds = round(self._first.elapsed_time(event) * 1000)
-            self._notes[place] = (*self._notes[place][:4], microseconds)
+            try:
+                event.synchronize()
+                microseconds = round(self._first.elapsed_time(event) * 1000)
+            except RuntimeError:
+                return  # of the device: a run does not end for its notes
+            # A stream may reach its mark before the computation begins the step.
+            self._notes[place] = (*self._notes[place][:4], max(0, microseconds))
 
     # -- an observer of slabs ------------------------------------------------------------------------------------
 
