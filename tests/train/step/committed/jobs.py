@@ -8,13 +8,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
+import subprocess
+import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from tests.train.kit.jobs import losses, run
+from shardwright.cli.program import main as shardwright
+from tests.train.kit.jobs import losses
 
+ROOT, MODULE = Path(__file__).parents[4], "tests.train.step.committed.jobs"
 FILE = Path(__file__).with_name("losses.json")
 VERSION = torch.__version__.partition("+")[0]
 #: Values of ATEN_CPU_CAPABILITY. With both, the losses of a processor are those of others that have these instructions.
@@ -42,26 +48,53 @@ COMMON = (
 )
 
 
-def found(name: str, capability: str, folder: Path) -> list[str]:
-    """The losses of a job on two ranks, all bits of them."""
+def found(capability: str, folder: Path) -> dict[str, list[str]]:
+    """By job, the losses on two ranks, all bits of them. The two processes of a capability run all jobs."""
     words = [f"word{n}" for n in range(50)]
     draw = random.Random(0)
     documents = [" ".join(draw.choices(words, k=draw.randint(5, 40))) for _ in range(200)]
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    folder.mkdir(exist_ok=True)
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    )
     (folder / "job.toml").write_text("")
-    options = [
-        *COMMON.split(),
-        *JOBS[name].split(),
-        "--data.source",
-        str(data),
-        "--run.dir",
-        str(folder / "run"),
-    ]
-    environment = {**os.environ, **PINNED, "ATEN_CPU_CAPABILITY": capability}
-    status, out, err = run("train", folder / "job.toml", *options, "--nproc", "2", environment=environment)
-    assert status == 0, out + err
-    return [loss.hex() for loss in losses(folder / "run")]
+    ports = ",".join(map(str, free_ports(len(JOBS))))
+    environment = {**os.environ, **PINNED, "ATEN_CPU_CAPABILITY": capability, "WORLD_SIZE": "2"}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    processes = []
+    for rank in ("0", "1"):
+        with open(folder / f"{rank}.log", "wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", MODULE, str(folder), ports],
+                    env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stdout=log, stderr=log, cwd=ROOT,
+                )
+            )  # fmt: skip
+    statuses = [process.wait(300) for process in processes]
+    logs = [(folder / f"{rank}.log").read_text(errors="replace")[-3000:] for rank in (0, 1)]
+    assert statuses == [0, 0], "\n".join(logs)
+    return {name: [loss.hex() for loss in losses(folder / name)] for name in JOBS}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nothing uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def run_as_rank(folder: Path, ports: list[str]) -> int:
+    """Run all jobs as a rank of the environment."""
+    for (name, options), port in zip(JOBS.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = port
+        keys = ["--data.source", str(folder / "data.jsonl"), "--run.dir", str(folder / name)]
+        if status := shardwright(
+            ["train", str(folder / "job.toml"), *COMMON.split(), *options.split(), *keys]
+        ):
+            return status
+    return 0
 
 
 def committed() -> dict[str, dict[str, dict[str, list[str]]]]:
@@ -69,17 +102,16 @@ def committed() -> dict[str, dict[str, dict[str, list[str]]]]:
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
-def main() -> None:
+def main() -> int:
+    if len(sys.argv) > 1:
+        return run_as_rank(Path(sys.argv[1]), sys.argv[2].split(","))
     values = committed()
     for capability in CAPABILITIES:
-        for name in JOBS:
-            with tempfile.TemporaryDirectory() as folder:
-                values.setdefault(VERSION, {}).setdefault(capability, {})[name] = found(
-                    name, capability, Path(folder)
-                )
-            print(VERSION, capability, name, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            values.setdefault(VERSION, {})[capability] = found(capability, Path(folder))
     FILE.write_text(json.dumps(values, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

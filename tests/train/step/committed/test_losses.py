@@ -18,27 +18,31 @@ def _skip_other_processors() -> None:
         pytest.skip("the losses are those of x86-64 processors with AVX2")
 
 
-@pytest.mark.extensive("a job of two ranks for each", but=("avx2-llama",))
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_losses_have_the_committed_bits(capability: str, name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    """The losses by capability and job."""
     _skip_other_processors()
+    folder = tmp_path_factory.mktemp("losses")
+    return {capability: found(capability, folder / capability) for capability in CAPABILITIES}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_losses_have_the_committed_bits(
+    capability: str, of_this_machine: dict[str, dict[str, list[str]]]
+) -> None:
     of_version = committed().get(VERSION)
     if of_version is None:
         pytest.skip(f"no losses of torch {VERSION}: python -m tests.train.step.committed.jobs adds them")
-    assert found(name, capability, tmp_path) == of_version[capability][name]
+    assert of_this_machine[capability] == of_version[capability]
 
 
-@pytest.mark.extensive("two jobs of two ranks")
-def test_the_capabilities_have_other_bits(tmp_path: Path) -> None:
+def test_the_capabilities_have_other_bits(of_this_machine: dict[str, dict[str, list[str]]]) -> None:
     """So the setting is really in use."""
-    _skip_other_processors()
-    for folder in CAPABILITIES:
-        (tmp_path / folder).mkdir()
-    default, avx2 = (found("llama", capability, tmp_path / capability) for capability in CAPABILITIES)
+    default, avx2 = (of_this_machine[capability] for capability in CAPABILITIES)
     assert default != avx2
-    pairs = zip(default, avx2, strict=True)
-    assert all(abs(float.fromhex(a) - float.fromhex(b)) < 1e-2 for a, b in pairs)
+    for name in JOBS:
+        pairs = zip(default[name], avx2[name], strict=True)
+        assert all(abs(float.fromhex(a) - float.fromhex(b)) < 1e-2 for a, b in pairs)
 
 
 HOOK = """
