@@ -104,7 +104,7 @@ def test_a_failure_of_the_profiler_does_not_end_training(
             backward(model, rank)
             profiler.step()
     assert profiler.failure == "RuntimeError: no room in the buffer" and boards.current is None
-    if profiler.torch is not None and method == "step":
+    if method in ("step", "stop"):
         profiler.torch.stop()
 
 
@@ -145,3 +145,17 @@ def test_ranges_of_a_thread_do_not_overlap() -> None:
         "all-gather of a", "all-gather of a", "wait: all-gather of b", "all-reduce of the loss"
     ]  # fmt: skip
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+
+
+@multirank(1)
+def test_a_second_profiler_of_torch_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    """It would end the process."""
+    model = shard("shardwright", build())
+    with (
+        profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.warns(UserWarning, match="another profiler of torch records already"),
+        sw.profiler(model, tmp_path),
+    ):
+        backward(model, rank)
+    with pytest.raises(RuntimeError, match=r"expected `with sw\.profiler"):
+        sw.profiler(model, tmp_path).step()

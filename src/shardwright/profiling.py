@@ -114,9 +114,16 @@ class Profiler:
         self.stop()
 
     def step(self) -> None:
-        """A step has ended. A schedule of torch's profiler goes on."""
-        if self.runs:
-            self._try(self.torch.step)
+        """A step has ended. A schedule of torch's profiler goes on.
+
+        Raises:
+            RuntimeError: the profiler was not entered.
+        """
+        if not self.runs:
+            return
+        if self.torch is None:
+            raise RuntimeError("profiler: expected `with sw.profiler(model) as p:` before p.step()")
+        self._try(self.torch.step)
 
     def stop(self) -> None:
         """End the trace and write it. A second call does nothing."""
@@ -126,6 +133,8 @@ class Profiler:
         self._stack.close()
 
     def _start(self) -> None:
+        if is_profiling():
+            raise RuntimeError("another profiler of torch records already, and two at a time end the process")
         activities = [ProfilerActivity.CPU]
         options = {**self._options}
         if self._device.type == "cuda":

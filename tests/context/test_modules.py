@@ -284,3 +284,17 @@ def test_a_checkpoint_of_a_function_that_attends_is_refused(rank: int, world_siz
         for way in ("closure", "without gradients"):
             model = sw.context_parallel(Checkpointing(way, reentrant), mesh)
             (checkpoint(model, x, use_reentrant=reentrant) + model(x)).sum().backward()
+
+
+@multirank(2)
+def test_a_deep_copy_attends_by_itself(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    tokens = sw.context.shard(samples()[0], mesh)
+    model: Any = sw.context_parallel(Model(4, 2), mesh)
+    copied = copy.deepcopy(model)
+    expected = model(tokens)
+    assert torch.equal(copied(tokens), expected)
+    for p in copied.parameters():
+        p.data.zero_()
+    assert not copied(tokens).any() and torch.equal(model(tokens), expected)
+    assert copied.forward.func.split is not model.forward.func.split

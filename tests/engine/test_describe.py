@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
@@ -56,3 +57,12 @@ def test_each_engine_is_named(rank: int, world_size: int) -> None:
         )
         with_memory(torch.ones(1, 4)).sum().backward()
     assert str(sw.describe(plain)).startswith("not sharded")
+    mixed = nn.Sequential(build(), build())
+    sw.fully_shard(mixed[0], mesh=line)
+    fsdp.fully_shard(mixed[1], mesh=line)
+    assert [each.engine for each in sw.describe(mixed).others] == ["FSDP2"]
+    assert "1 unit, layout per_parameter, memory dynamic; also sharded by torch's FSDP2: zero3 over 4" in str(
+        sw.describe(mixed)
+    )
+    with pytest.raises(TypeError, match=r"describe: expected a torch\.nn\.Module, found NoneType"):
+        sw.describe(None)  # type: ignore[arg-type]

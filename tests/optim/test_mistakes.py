@@ -57,6 +57,30 @@ def test_torchs_clipping_of_mixed_gradients_names_ours(
 
 
 @multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+@pytest.mark.parametrize("way", ["others", "order", "fewer", "none"])
+def test_ranks_clip_the_same_parameters(rank: int, world_size: int, layout: str, way: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sw.fully_shard(model, mesh=world_mesh(world_size), layout=layout)
+    model(torch.ones(2, 8)).sum().backward()
+    parameters = list(model.parameters())
+    one, two, words = {
+        "others": (parameters[:2], parameters[2:], r"parameters\. Call"),
+        "order": (parameters, parameters[::-1], r"parameters\. Call"),
+        "fewer": (parameters[1:], parameters, r"\(3 gradients on rank 0; 4 gradients on rank 1\)"),
+        "none": (parameters, parameters, r"\(4 gradients on rank 0; 0 gradients on rank 1\)"),
+    }[way]
+    gradients = [p.grad for p in parameters]
+    if way == "none" and rank:
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match=f"The ranks have diverged: they clip gradients of .*{words}"):
+        sw.clip_grad_norm_(two if rank else one, 1.0)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    assert sw.clip_grad_norm_(parameters, 1.0) > 0  # all ranks have the same error, and go on
+
+
+@multirank(2)
 def test_a_second_call_names_the_module(rank: int, world_size: int) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for module in (model[0], model):

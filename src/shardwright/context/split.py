@@ -5,6 +5,7 @@ A rank has one contiguous part; parts are equal and in rank order. Nothing here 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import threading
@@ -49,6 +50,13 @@ class Split:
                 f"({mesh.mesh_dim_names}); take one of them, such as mesh['context']"
             )
         self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Split:
+        """A split of its own over the same ranks: a process group has no copies."""
+        copied = copy.copy(self)
+        copied.name = next(Split._names)
+        memo[id(self)] = copied
+        return copied
 
     @property
     def divides(self) -> bool:

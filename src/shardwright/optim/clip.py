@@ -20,6 +20,7 @@ from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.tensor_parallel import cut_dim
+from shardwright.engine.unit.unit import Unit
 
 
 def clip_grad_norm_(
@@ -140,6 +141,10 @@ def _clip(
     kinds: dict[Any, str] = {}  # the device on which they communicate
     mesh = placements = None
     alike = plain  #: the gradients that are cut by ``mesh`` and ``placements``
+    owned: list[
+        tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
+    ] = []  #: parameters, by the groups that cut them
+    groups: tuple[dist.ProcessGroup, ...]
     for p in parameters:
         gradient = p.grad
         if gradient is None:
@@ -147,6 +152,7 @@ def _clip(
         if isinstance(gradient, RaggedTensor):
             groups = gradient.spec.groups
             (sharded.setdefault(groups, []) if groups else plain).append(local_of(gradient))
+            owned.append((p, groups))
             kinds[groups] = gradient.spec.mesh.device_type
         elif isinstance(gradient, DTensor):
             # Mostly they are those of the gradient before, and a model has thousands.
@@ -156,13 +162,15 @@ def _clip(
                 alike = sharded.setdefault(groups, []) if groups else plain
                 kinds[groups] = mesh.device_type
             alike.append(local_of(gradient))
+            owned.append((p, groups))
         else:
             plain.append(gradient)
     everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
+    if units and (root := root_of(next(iter(units)))) is not None:
+        agreement = root.agreement
+        agreement.agree_all(CLIP, 0, _fingerprints(owned, units) if agreement.compares else None)
     if not everything:
         return _Clipped(torch.tensor(0.0), torch.zeros(0), [])
-    if units and (root := root_of(next(iter(units)))) is not None:
-        root.agreement.agree_all(CLIP, 0)
     device = everything[0].device
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)
@@ -192,6 +200,20 @@ def _clip(
     scale = torch.clamp(max_norm / (divisor + 1e-6), max=1.0)
     foreach_mul_(everything, scale)
     return _Clipped(norm, norms, everything)
+
+
+def _fingerprints(
+    owned: Iterable[tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]], units: Iterable[Unit]
+) -> dict[dist.ProcessGroup, tuple[int, int]]:
+    """For each group, the number of the gradients that it cuts, and a hash of their parameters in their order."""
+    places = {
+        id(p.sharded): (unit.number, index) for unit in units for index, p in enumerate(unit.parameters)
+    }
+    by_group: dict[dist.ProcessGroup, list[tuple[int, int]]] = {}
+    for p, groups in owned:
+        for group in groups:
+            by_group.setdefault(group, []).append(places.get(id(p), (-1, p.numel())))
+    return {group: (len(each), hash(tuple(each))) for group, each in by_group.items()}
 
 
 def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright._torch import TorchFSDPModule
 from shardwright._version import __version__
+from shardwright.engine.front.module import FSDPModule
 from shardwright.engine.model.root import root_of
 from shardwright.engine.unit.owning import units_of
 from shardwright.engine.unit.unit import Unit
@@ -32,6 +33,7 @@ class Description:
         layout: how parameters are cut; None: this engine does not say.
         memory: where the memory of a step comes from.
         units: the number of modules (units) that are gathered by themselves.
+        others: other engines that have parts of the model, or wrap it.
     """
 
     engine: str
@@ -40,6 +42,7 @@ class Description:
     layout: str | None = None
     memory: str | None = None
     units: int = 0
+    others: tuple[Description, ...] = ()
 
     def __str__(self) -> str:
         if self.engine == "none":
@@ -51,7 +54,8 @@ class Description:
         parts += [
             f"{key} {value}" for key, value in (("layout", self.layout), ("memory", self.memory)) if value
         ]
-        return f"sharded by {name}: {', '.join(parts)}"
+        also = "".join(f"; also {other}" for other in self.others)
+        return f"sharded by {name}: {', '.join(parts)}{also}"
 
 
 def describe(model: nn.Module) -> Description:
@@ -61,11 +65,17 @@ def describe(model: nn.Module) -> Description:
 
     Args:
         model: any module, also one inside a wrapper of Lightning, Accelerate or torch.compile.
+
+    Raises:
+        TypeError: it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"describe: expected a torch.nn.Module, found {type(model).__name__}")
     units = [unit for unit in units_of(model) if unit.parameters]
-    if units:
-        return _describe_units(units)
-    modules = list(model.modules())
+    engines = [_describe_units(units)] if units else []
+    modules = [
+        module for module in model.modules() if not isinstance(module, FSDPModule)
+    ]  # which is torch's, too
     for kind, engine in (
         (TorchFSDPModule, "FSDP2"),
         (FullyShardedDataParallel, "FSDP1"),
@@ -73,8 +83,8 @@ def describe(model: nn.Module) -> Description:
     ):
         found = [module for module in modules if isinstance(module, kind)]
         if found:
-            return _describe_torch(engine, found)
-    return Description("none")
+            engines.append(_describe_torch(engine, found))
+    return replace(engines[0], others=tuple(engines[1:])) if engines else Description("none")
 
 
 def _describe_units(units: Sequence[Unit]) -> Description:

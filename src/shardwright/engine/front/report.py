@@ -102,14 +102,23 @@ def memory_report(
         optimizers: one or several optimizers, whose state is counted.
 
     Raises:
-        ValueError: the model is not sharded.
+        TypeError: `model` is no module.
+        ValueError: the model is not sharded, or an optimizer has none of its parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_report: expected a torch.nn.Module, found {type(model).__name__}")
     units = units_of(model)
     if not units:
         raise ValueError(f"memory_report needs a sharded model, got a plain {type(model).__name__}")
-    if isinstance(optimizers, torch.optim.Optimizer):
-        optimizers = [optimizers]
+    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     parameters = list(model.parameters())
+    own = set(map(id, parameters))
+    for optimizer in optimizers:
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"memory_report: expected an optimizer of this {type(model).__name__}, found a "
+                f"{type(optimizer).__name__} with parameters of another model"
+            )
     shards = [p for p in parameters if unit_of(p) is not None]
     others = [p for p in parameters if unit_of(p) is None]
     state = [

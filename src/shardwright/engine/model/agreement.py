@@ -8,11 +8,12 @@ one flag before the next step. Nothing here gathers or reduces weights. ``diverg
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from shardwright import board as boards
 from shardwright.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices
@@ -185,13 +186,25 @@ class Agreement:
             with boards.inside("agreement before a gather", comm.name, 0, self.model.names[number]):
                 self._agree(comm, MISSING, number, parameter)
 
-    def agree_all(self, event: int, number: int) -> None:
-        """Agree with every rank of the meshes, axis by axis."""
+    @property
+    def compares(self) -> bool:
+        """Whether ranks meet before their actions, as on gloo."""
+        return any(comm.exchanges for comm in self.model.every)
+
+    def agree_all(
+        self,
+        event: int,
+        number: int,
+        facts: Mapping[dist.ProcessGroup, tuple[int, int]] | None = None,
+    ) -> None:
+        """Agree with every rank of the meshes, axis by axis. ``facts``: two numbers for the ranks of an axis, which
+        must be equal on them, too."""
         for i, comm in enumerate(self.model.every):
             try:
                 if comm.exchanges:
                     with boards.inside(_MEETINGS[event], comm.name, 0, self.model.names[number]):
-                        self._agree(comm, event, number)
+                        own = (0, 0) if facts is None or comm.group is None else facts.get(comm.group, (0, 0))
+                        self._agree(comm, event, number, *own)
             except BaseException as error:
                 if comm.meeting is not None and not isinstance(error.__cause__, Unreached):
                     comm.meeting.agreed(_limit_of(event))  # if it was interrupted, it may still run

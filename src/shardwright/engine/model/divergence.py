@@ -143,6 +143,14 @@ class Model:
                 f"The ranks have diverged: they gather {self.name_of(first.number)} with fsdp_pre_all_gather on "
                 f"different parameters ({groups}). Attach it to the local tensors of the same parameters on every rank."
             )
+        if same_place and one_age and first.event == CLIP:
+            counts = _grouped({rank: r.nbytes for rank, r in records.items()})
+            which = "; ".join(f"{count} gradients on {ranks_in_words(ranks)}" for count, ranks in counts)
+            raise RuntimeError(
+                "The ranks have diverged: they clip gradients of different parameters"
+                f"{f' ({which})' if len(counts) > 1 else ''}. Call clip_grad_norm_ with the same parameters in the "
+                "same order on every rank."
+            )
         if same_place and same_size and one_age and first.event not in ENDS:
             raise RuntimeError(
                 f"The ranks have diverged: they reduce gradients of different parameters of "

@@ -119,7 +119,9 @@ def check_names(folder: RunFolder, tasks: Sequence[str]) -> str:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         named = ", ".join(tasks)
-        return f"warning: lm-eval did not say within {SECONDS_TO_CHECK:.0f} s whether it knows the tasks {named}"
+        return (
+            f"warning: lm-eval did not say within {SECONDS_TO_CHECK:.0f} s whether it knows the tasks {named}"
+        )
     if found.returncode:
         reason = _error_in(found.stderr).removeprefix("--tasks: ") or found.stderr[-1000:]
         raise UserError(f"validation.tasks: {reason}")
