@@ -32,6 +32,12 @@ def test_signature_and_defaults_are_those_of_torch() -> None:
     assert set(ours) - set(theirs) - own <= {"dp_mesh_dims"}  # which torch has from 2.12 on
 
 
+def test_a_program_without_a_launcher_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match=r"found no RANK in the environment\. Start it with `torchrun"):
+        sw.fully_shard(nn.Linear(2, 2))
+
+
 def test_every_public_method_of_torch_is_there() -> None:
     methods = {n for n, f in vars(TorchModule).items() if inspect.isfunction(f) and not n.startswith("_")}
     assert methods <= set(dir(sw.FSDPModule))

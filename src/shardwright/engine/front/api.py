@@ -7,6 +7,7 @@ raise an error here.
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -342,8 +343,18 @@ def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
                 )
 
 
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a launcher, which a process group needs."""
+
+
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
+        if missing := [name for name in _OF_A_RANK if name not in os.environ]:
+            raise RuntimeError(
+                f"fully_shard: expected a program that is started as ranks, found no {missing[0]} in the environment. "
+                "Start it with `torchrun --standalone --nproc-per-node 2 PROGRAM.py`, or call "
+                "torch.distributed.init_process_group before"
+            )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
