@@ -204,6 +204,30 @@ def test_norms_of_units_are_read_with_keys_and_by_pointing(
     check(browser)
 
 
+def test_sessions_begin_at_lines_in_charts_and_in_norms_of_units(
+    browser: chromium.Browser, tmp_path: Path
+) -> None:
+    file = tmp_path / "norms.html"
+    first, *_ = a_run("one")["sessions"]
+    sessions = [first, first | {"from_step": 10}, first | {"from_step": 24}]
+    runs = [a_run("one", norms=NORMS, sessions=sessions)]
+    file.write_text(document("one", {"kind": "runs", "runs": runs, "differences": [], "thinned": 0}))
+    browser.open(file, WIDTHS[0])
+    assert browser.evaluate("document.querySelector('.charts .plot').querySelectorAll('.begin').length") == 2
+    edges = browser.evaluate(
+        "[...document.querySelectorAll('#unit-norms .begin')].map((each) => +each.getAttribute('x1'))"
+    )
+    left, across = browser.evaluate(
+        "(({ x, width }) => [x, width])(document.querySelector('#unit-norms rect').getBBox())"
+    )
+    assert [(x - left) / across * 3 for x in edges] == pytest.approx([2, 2 + 5 / 11])
+    browser.evaluate("document.querySelector('#unit-norms').focus()")
+    browser.press("End")
+    browser.press("End")
+    assert text_of(browser, "#unit-norms + .readout").endswith("; a session begins here")
+    check(browser)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_hostile_names_are_shown_as_text(browser: chromium.Browser, tmp_path: Path, width: int) -> None:
     for file in (plan_file(tmp_path, HOSTILE), runs_file(tmp_path, HOSTILE, "two")):

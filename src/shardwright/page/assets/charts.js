@@ -119,13 +119,20 @@ const lineChart = (options) => {
 const HEAT = ["#46105f", "#472d7b", "#3b518b", "#2c718e", "#21908d", "#27ad81", "#5cc863", "#aadc32", "#fde725"];
 
 // Values of rows by steps, with colours on a logarithmic scale. options: title, rows (names), columns ([first, last]),
-// values of each row: null is no value, and -1 one that is not finite.
+// values of each row: null is no value, and -1 one that is not finite. begins: as of a line chart.
 const heatMap = (options) => {
   const { rows, columns, values } = options;
   const positive = values.flat().filter((value) => value > 0);
   const [low, high] = positive.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
   const levelOf = (value) => (value <= 0 || high === low ? 0 : Math.min(HEAT.length - 1, Math.floor((Math.log(value / low) / Math.log(high / low)) * HEAT.length)));
   const words = (value) => (value === null || value === undefined ? "no gradient" : value < 0 ? "not finite" : digits(value));
+  const begins = (options.begins || []).filter((step) => step >= columns[0][0] && step < columns[columns.length - 1][1]);
+  // The place between a step and the next one, in columns. A column of several steps is divided.
+  const placeAfter = (step) => {
+    const c = columns.findIndex(([, last]) => last > step);
+    const [first, last] = columns[c];
+    return c + Math.max(0, step + 1 - first) / (last + 1 - first);
+  };
   const stepsOf = ([first, last]) => (first === last ? `Step ${whole(first)}` : `Steps ${whole(first)} to ${whole(last)}`);
   const readout = el("div", { class: "readout" }, "Point at a cell, or use the arrow keys, to read values.");
   const plot = el("div", { class: "plot", id: options.id, tabindex: 0, role: "slider", "aria-label": `${options.title}: cursor over steps; arrow up and down choose the unit`, "aria-valuemin": columns[0][0], "aria-valuemax": columns[columns.length - 1][1], "aria-valuenow": columns[0][0], "aria-valuetext": "no cell chosen" });
@@ -140,7 +147,8 @@ const heatMap = (options) => {
   const choose = (r, c) => {
     row = Math.max(0, Math.min(rows.length - 1, r));
     column = Math.max(0, Math.min(columns.length - 1, c));
-    readout.textContent = `${stepsOf(columns[column])}, ${rows[row]}: ${words(values[row][column])}`;
+    const starts = begins.some((step) => Math.floor(placeAfter(step)) === column) ? "; a session begins here" : "";
+    readout.textContent = `${stepsOf(columns[column])}, ${rows[row]}: ${words(values[row][column])}${starts}`;
     plot.setAttribute("aria-valuenow", columns[column][0]);
     plot.setAttribute("aria-valuetext", readout.textContent);
     show();
@@ -162,6 +170,11 @@ const heatMap = (options) => {
     picture.append(svg("rect", { x: box.left, y: box.top, width: box.width, height: box.height, fill: "var(--panel)" }));
     for (const [color, path] of paths) picture.append(svg("path", { d: path, fill: color, "shape-rendering": "crispEdges" }));
     picture.append(svg("rect", { x: box.left, y: box.top, width: box.width, height: box.height, fill: "none", stroke: "var(--soft)" }));
+    for (const step of begins) {
+      const x = box.left + placeAfter(step) * cell;
+      picture.append(svg("line", { x1: x, x2: x, y1: box.top, y2: bottom, stroke: "var(--ground)", "stroke-width": 3 }));
+      picture.append(svg("line", { class: "begin", x1: x, x2: x, y1: box.top, y2: bottom }));
+    }
     const letters = Math.floor((left - 8) / 7);
     for (let r = 0; r < rows.length; r += Math.ceil(14 / size)) {
       const name = rows[r].length > letters ? `…${rows[r].slice(1 - letters)}` : rows[r];

@@ -10,6 +10,7 @@ const moment = (time) => (time ? String(time).replace("T", " ").replace("+00:00"
 
 // Steps after which sessions of a run went on, if the page has one run.
 const beginsOf = (data) => (data.runs.length > 1 ? [] : data.runs[0].sessions.slice(1).map((each) => each.from_step).filter(isNumber));
+const beginsNote = (data) => (beginsOf(data).length ? soft(`At a dotted vertical line a later session begins: after step ${beginsOf(data).map(whole).join(", ")}.`) : "");
 
 const chart = (data, title, keys, options) => {
   const series = [];
@@ -134,7 +135,9 @@ const normsSection = (data) => {
   const stepAt = (column) => (column < 0 ? "-" : columns[column][0] === columns[column][1] ? whole(columns[column][0]) : `${whole(columns[column][0])} to ${whole(columns[column][1])}`);
   return section("Gradient norms by unit",
     el("p", {}, "Norms over all ranks, before clipping. The square root of the sum of their squares is the gradient norm of the step. A unit that turns bright, or is not finite, before the others is the first to look at."),
-    heatMap({ id: "unit-norms", title: "Gradient norm of each unit", rows: units, columns, values: rows }),
+    el("p", {}, "A unit of several modules has the name of its first module. The last norm and the head are often one unit, which has the name of the norm. The root holds all other parameters, and has the name of the model's class."),
+    heatMap({ id: "unit-norms", title: "Gradient norm of each unit", rows: units, columns, values: rows, begins: beginsOf(data) }),
+    beginsNote(data),
     norms.more_units ? soft(`The ${whole(units.length)} units with the largest norms; ${whole(norms.more_units)} more are in unit_norms.jsonl.`) : "",
     norms.left_out && norms.left_out.length ? soft(`Also those of steps that were left out for a fault, before the column with which the step was made: ${norms.left_out.slice(0, 20).map(whole).join(", ")}${norms.left_out.length > 20 ? ", …" : ""}.`) : "",
     columns.some(([first, last]) => first !== last) ? soft("A column has several records, and shows the largest norm of each unit among them.") : "",
@@ -191,7 +194,7 @@ const runsPage = (data) => {
     ]) : "",
     attempt(() => section("Results", resultsSection(data))),
     attempt(() => section("Figures over steps", data.runs.some((each) => Object.keys(each.curves).length) ? chartsOf(data) : el("p", {}, "No step is recorded."),
-      beginsOf(data).length ? soft(`At a dotted vertical line a later session begins: after step ${beginsOf(data).map(whole).join(", ")}.`) : "",
+      beginsNote(data),
       data.thinned ? soft(`Curves are thinned to at most ${whole(data.thinned)} points. Each part of a curve keeps its least and its largest value.`) : "",
       data.runs.map((each, i) => (each.table.length ? details(`${nameOf(data, i)}: figures as a table, ${whole(each.table.length)} of ${whole(each.steps)} steps`,
         table(`${nameOf(data, i)}: figures of steps`, [["step"], ["loss", true], ["validation", true], ["norm", true], ["tokens/s", true], ["time", true], ["memory", true]],
