@@ -68,8 +68,7 @@ def test_help_of_a_section(capsys: pytest.CaptureFixture[str], section: str) -> 
         (("train", "twice.toml"), "twice.toml: expected each key once, found steps again in line 3; remove one"),
         (
             ("train", "own.toml", "--resume"),
-            "expected a run named tiny in runs, found none; pass the folder of a run that was started with run.dir; runs "
-            "in runs: runs/a",
+            "found none; pass the folder of a run that was started with run.dir; runs in runs: runs/a",
         ),
         (("train", "--resume", "runs/b"), "found no such folder at runs/b; runs in runs: runs/a"),
         (("report", "b"), "found no such folder; runs in runs: runs/a"),

@@ -69,7 +69,7 @@ class ModelConfig(Section):
         default=None,
         description=(
             "Only for hf. pretrained: begin with the safetensors in path. random: train from scratch; path needs only "
-            "a config.json."
+            "a config.json. Unset: pretrained."
         ),
     )
     target: str | None = Field(
