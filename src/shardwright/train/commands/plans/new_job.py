@@ -24,6 +24,7 @@ from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.tokens.tokenizers import FILE as TOKENIZER_FILE
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError, counted
+from shardwright.train.report.progress import START
 
 TASKS = ("pretrain", "finetune", "lora")
 #: By parameters up to which they are used, peak learning rates for training from scratch.
@@ -282,7 +283,11 @@ def with_plan(
     keys = READ_ALONE if "path" in sections["model"] else ()
     say(f"Planning settings for {wanted.ranks} x {device.name}: this takes one to three minutes.")
     job = PlannedJob(str(path), keys, wanted.ranks)
-    found = search(job, device, Rules.of(os.environ), True, processes)
+    START.begin("planning")
+    try:
+        found = search(job, device, Rules.of(os.environ), True, processes)
+    finally:
+        START.end()
     best = fastest(found.plans)
     if best is None:
         least = min(found.plans, key=lambda each: each.nbytes)
