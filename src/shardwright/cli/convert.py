@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -65,10 +66,12 @@ def _run(call: Call) -> int:
 
 
 def _failure(error: OSError, source: str, destination: str) -> str:
+    from shardwright.train.run.folder import checkpoints_near
     from shardwright.train.run.writing import unwritable
 
     if error.errno is None:  # of our own
-        return str(error)
+        is_missing = "://" not in source and not os.path.lexists(source)
+        return f"{error}{checkpoints_near(Path(source))}" if is_missing else str(error)
     if error.filename and Path(source) in (Path(error.filename), *Path(error.filename).parents):
         return f"{error.filename}: cannot read: {error.strerror}"
     return unwritable(Path(destination), error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -97,6 +98,13 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str
             if position + 1 == len(arguments) or arguments[position + 1].startswith("--"):
                 raise UserError(f"{name}: expected a value after it, found none; write {name} VALUE")
             value = next(rest)[1]
+            following = itertools.takewhile(lambda each: not each.startswith("--"), arguments[position + 2 :])
+            words = [value, *following]
+            if value.startswith("[") and not value.endswith("]") and words[-1].endswith("]"):
+                raise UserError(
+                    f"{name}: expected one word, found a list with spaces in {len(words)} words; put it into single "
+                    f"quotes: {name} '{' '.join(words)}'"
+                )
         overrides.append((name[2:], value))
     return others, overrides
 

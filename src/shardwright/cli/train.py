@@ -73,7 +73,11 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         path = Path(resume, "config.toml")
         if not path.is_file():
             found = "no config.toml in" if os.path.isdir(resume) else "no such folder at"
-            raise UserError(f"--resume: expected the folder of a run, found {found} {resume}")
+            from shardwright.train.run.folder import runs_near
+
+            raise UserError(
+                f"--resume: expected the folder of a run, found {found} {resume}{runs_near(Path(resume))}"
+            )
         for key, value in overrides:
             if key == "run.dir" and os.path.abspath(value) != os.path.abspath(resume):
                 raise UserError(

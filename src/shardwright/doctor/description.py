@@ -115,7 +115,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
     """The packages of each extra, and the version that is installed."""
     extras: dict[str, dict[str, str | None]] = {}
     for line in _requirements():
-        match = re.match(r"([\w.-]+)(?!.*\[).*extra == [\"'](\w+)[\"']", line)
+        match = re.match(r"([\w.-]+).*extra == [\"'](\w+)[\"']", line)
         if match and match[1] != "shardwright":
             extras.setdefault(match[2], {})[match[1]] = _version(match[1])
     return extras

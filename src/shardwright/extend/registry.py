@@ -190,7 +190,8 @@ class Registry(Generic[T]):
 
     def expected(self) -> str:
         """In words, what :meth:`get` takes."""
-        return f"one of {', '.join(self.names())}, or an import path (package.module:NAME)"
+        path = "an import path (package.module:NAME)"
+        return f"one of {', '.join(names)}, or {path}" if (names := self.names()) else path
 
     def _offered(self) -> dict[str, EntryPoint]:
         return _entry_points(self.group, tuple(sys.path))

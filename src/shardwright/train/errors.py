@@ -5,7 +5,8 @@ They are printed as one line without a traceback. Errors of the program itself m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from shardwright.errors import SharedError
@@ -54,6 +55,22 @@ def steps_done(error: BaseException) -> int | None:
 def counted(number: int, one: str, more: str = "") -> str:
     """ "1 token", "2,000 tokens". `more`: the plural, if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
+
+
+def listed(names: Iterable[object], most: int = 5) -> str:
+    """ "a, b", and for more than `most` names "a, b and 7 more"."""
+    first, rest = (names := [str(name) for name in names])[:most], names[most:]
+    return ", ".join(first) + (f" and {len(rest):,} more" if rest else "")
+
+
+def did_you_mean(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
+    """ "; did you mean a or b?" with at most `most` of the names that are nearly `name`. Empty: none of them is.
+
+    `names`: a mapping has the words for each name.
+    """
+    words = names if isinstance(names, Mapping) else {each: each for each in names}
+    near = difflib.get_close_matches(name, words, most, cutoff=cutoff)
+    return f"; did you mean {' or '.join(str(words[each]) for each in near)}?" if near else ""
 
 
 def printable(text: str, keeps: str = "") -> str:

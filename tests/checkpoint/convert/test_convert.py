@@ -266,7 +266,7 @@ def test_wrong_arguments_are_errors_that_leave_nothing(saved: Path, tmp_path: Pa
         (saved, tmp_path / "there", {}, FileExistsError, "there exists"),
         (saved, tmp_path / "no" / "x", {}, FileNotFoundError, "no such folder"),
         (saved, saved / "x", {}, ValueError, "inside"),
-        (tmp_path / "none", tmp_path / "x", {}, FileNotFoundError, "found neither"),
+        (tmp_path / "none", tmp_path / "x", {}, FileNotFoundError, "found nothing there"),
         (tmp_path / "bare.pt", tmp_path / "x", {}, ValueError, "holds a Tensor"),
         (tmp_path / "nested.pt", tmp_path / "x", {"to": "safetensors"}, ValueError, "keys: a, c"),
         (tmp_path / "set.pt", tmp_path / "x", {}, ValueError, "c is a builtins.set"),

@@ -90,7 +90,7 @@ def test_wrong_uses_are_one_line(plain_run: Path, tmp_path: Path, capsys: pytest
         ([source, out, "--to", "safetensors", "--key-map", "nowhere=x"], "the rule nowhere=x fits no tensor"),
         ([source, str(tmp_path), "--to", "dcp"], "exists. Choose another name"),
         ([source, str(tmp_path / "no" / "out"), "--to", "dcp"], "no such folder"),
-        ([str(tmp_path / "nothing"), out, "--to", "dcp"], "expected a file or a folder of weights, found neither"),
+        ([str(tmp_path / "nothing"), out, "--to", "dcp"], "a file or a folder of weights, found nothing there"),
         ([str(plain_run), out, "--to", "dcp"], "is a run. Give one of its checkpoints, such as .*step-"),
         ([source], "required: DESTINATION"),
     ]  # fmt: skip

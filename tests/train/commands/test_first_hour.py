@@ -64,7 +64,22 @@ def test_help_of_a_section(capsys: pytest.CaptureFixture[str], section: str) -> 
     [
         (("train", "--help", "chekpoint"), "expected a section, found 'chekpoint'; did you mean checkpoint?"),
         (("train", "--help", "xyz"), "the sections are run, model, data"),
-        (("train", "on.toml"), "found nothing there; did you mean own.toml?"),
+        (("train", "on.toml"), "found nothing there; did you mean own.toml or a.toml?"),
+        (("train", "twice.toml"), "twice.toml: expected each key once, found steps again in line 3; remove one"),
+        (
+            ("train", "own.toml", "--resume"),
+            "found none; pass the folder of a run that was started with run.dir; runs in runs: runs/a",
+        ),
+        (("train", "--resume", "runs/b"), "found no such folder at runs/b; runs in runs: runs/a"),
+        (("report", "b"), "found no such folder; runs in runs: runs/a"),
+        (("inspect", "runs/a/checkpoints/step-9"), "checkpoints in runs/a/checkpoints: step-20, step-3"),
+        (("convert", "runs/a/checkpoints/step-9", "x.pt"), "checkpoints in runs/a/checkpoints: step-20, step-3"),
+        (("train", "own.toml", "--data.source", "raws.jsonl"), "did you mean rows.jsonl?"),
+        (("train", "own.toml", "--data.source", "mi.txt"), "did you mean my.txt?"),
+        (("train", "own.toml", "--profile.steps", "[1,", "2]"), "quotes: --profile.steps '[1, 2]'"),
+        (("train", "own.toml", "--run.hooks", "X:Y"), "each an import path (package.module:NAME), found"),
+        (("train", "own.toml", "--optimizer.schedule", "Cosine"), "did you mean cosine?"),
+        (("train", "own.toml", "--train.compile", "false"), "did you mean none?"),
         (("train", "sub/own.tml"), "sub/own.tml: expected a configuration file, found nothing there"),
         (("train", "own.toml", "--model.preset", "8b"), "found '8b'; did you mean '8B'?"),
         (("train", "own.toml", "--model.preset", "150m"), "found '150m'; did you mean '150M'?"),
@@ -85,6 +100,12 @@ def test_a_mistake_is_one_line_with_the_way_out(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     config_file(tmp_path).rename("own.toml")
+    (tmp_path / "a.toml").touch()
+    (tmp_path / "twice.toml").write_text("[train]\nsteps = 2\nsteps = 3\n")
+    (tmp_path / "my.txt").write_text("a b c")
+    for step in (3, 20):
+        (tmp_path / "runs" / "a" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "run.json").touch()
     write_jsonl(tmp_path / "rows.jsonl", [{"content": "a b c", "id": 3}] * 9)
     write_jsonl(tmp_path / "near.jsonl", [{"texts": "a b c", "id": 3}] * 9)
     status, _, err = said(capsys, *arguments)

@@ -169,11 +169,13 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ("[data]\nsource = []", "data.source: expected a value that is not empty, found [] (a list)"),
         (
             "[parallel]\nengine = 'fsdp3'",
-            'parallel.engine: expected one of shardwright, fsdp2, fsdp1, ddp, none, found "fsdp3" (a string)',
+            "parallel.engine: expected one of shardwright, fsdp2, fsdp1, ddp, none, "
+            'found "fsdp3" (a string); did you mean fsdp2?',
         ),
         (
             "[parallel]\nreduce_dtype = 'float16'",
-            'parallel.reduce_dtype: expected one of float32, bfloat16, found "float16" (a string)',
+            "parallel.reduce_dtype: expected one of float32, bfloat16, "
+            'found "float16" (a string); did you mean bfloat16?',
         ),
         ("train = 3", "train: expected a table ([train]), found 3 (an integer)"),
         ("[model]\nrope_scaling = 3", "model.rope_scaling: expected a table, found 3 (an integer)"),

@@ -88,6 +88,13 @@ def test_conversations_without_a_template_and_a_short_run(
     assert (
         load_config(tmp_path / "job.toml", [("model.weights", "random")], ranks=2).optimizer.warmup_steps == 1
     )
+    data.write_text('{"messages": []}\n' * 500)
+    assert init(tmp_path, *words, "--force") == 0
+    small = load_config(tmp_path / "job.toml", [("model.weights", "random")], ranks=2)
+    assert (small.train.global_batch, small.train.micro_batch) == (
+        4,
+        2,
+    )  # 8 steps; 16 samples at a time would make 2
 
 
 def test_the_planner_chooses(

@@ -15,6 +15,7 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.config.shapes.presets import PRESETS, RopeScaling
+from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
 from tests.train.kit.damage import what_is_missing
@@ -25,6 +26,7 @@ from tests.train.kit.jobs import (
     ranks,
     records,
     start,
+    tiny,
     train_here,
     wait_for_steps,
 )
@@ -178,6 +180,13 @@ def test_resume_without_a_name_takes_the_newest(tmp_path: Path, monkeypatch: pyt
     older, newer = sorted(Path("runs").iterdir(), key=lambda path: (len(path.name), path.name))
     assert train_here(config, "--resume", "--train.steps", "3") == 0
     assert (len(records(older)), len(records(newer))) == (2, 3)
+
+
+@pytest.mark.parametrize(("schedule", "lines"), [("cosine", 1), ("constant", 0)])
+def test_a_new_last_step_changes_the_schedule(schedule: str, lines: int) -> None:
+    before, after = (tiny(train={"steps": n}, optimizer={"schedule": schedule}) for n in (400, 150))
+    words = changes_in_words(before, after)
+    assert words is not None and words.count("schedule of the learning rate now ends with") == lines
 
 
 def test_changed_settings_are_printed_and_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

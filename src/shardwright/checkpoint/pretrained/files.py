@@ -83,7 +83,7 @@ def open_stored(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: expected a file or a folder of weights, found neither")
+        raise FileNotFoundError(f"{path}: expected a file or a folder of weights, found nothing there")
     if path.name.endswith(".index.json"):
         return _open_index(path)
     return _open_file(path)

@@ -104,6 +104,8 @@ class ComparedRun:
         return compute if compute == reduce else f"{compute}/{reduce}"
 
 
+ANY_RUNS = "shardwright report draws runs of different jobs"
+"""The way out for runs that cannot be compared."""
 MAIN = ("engine", "ranks", "dtypes", "strategy", "layout", "memory")
 """Settings that every comparison shows. It shows other settings only if runs differ in them."""
 
@@ -157,13 +159,13 @@ def check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         if key != "data.source":
             raise UserError(
                 f"compare: expected runs of the same job, found {key} = {value_in_words(before)} in "
-                f"{first.folder.path} and {value_in_words(after)} in {other.folder.path}"
+                f"{first.folder.path} and {value_in_words(after)} in {other.folder.path}; {ANY_RUNS}"
             )
     texts = [run.record["corpus"]["sha256"] for run in (first, other)]
     if texts[0] != texts[1]:
         raise UserError(
             f"compare: expected runs on the same data, found sha256 {texts[0][:12]} in {first.folder.path} and "
-            f"{texts[1][:12]} in {other.folder.path}"
+            f"{texts[1][:12]} in {other.folder.path}; {ANY_RUNS}"
         )
 
 

@@ -19,7 +19,7 @@ from shardwright.checkpoint import (
 )
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
 from shardwright.train.report.progress import patience_about_bytes
-from shardwright.train.run.folder import RunFolder, checkpoints_of
+from shardwright.train.run.folder import RunFolder, checkpoints_near, checkpoints_of
 from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import RunCheckpoint, position_in
 
@@ -52,7 +52,10 @@ def inspect(
                 return _inspect_run(path, path, quick, tensors, show, say)
             return _inspect_one(path, quick, tensors, show, say)
     if not os.path.lexists(path):
-        raise UserError(f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}")
+        raise UserError(
+            f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}"
+            f"{checkpoints_near(path)}"
+        )
     if not path.is_dir():
         raise UserError(
             f"inspect: expected the folder of a checkpoint or of a run, found a file at {path}; give the folder that "

@@ -55,6 +55,8 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         raise
     with run.lock, ExitStack() as stack:
         try:
+            if run.resumes and run.attempt == 1:
+                check_steps(config, run.folder)
             _stay_local()
             planned = forecast(config, run.folder, ranks, choose_device(config)) if run.attempt == 1 else None
             if planned is not None:
@@ -64,8 +66,6 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
                 return alone(config, run)
             # The ranks would find these, after the seconds that they need to start.
             _check_files(config)
-            if run.resumes and run.attempt == 1:
-                check_steps(config, run.folder)
             arguments = [each for each in without_nproc(argv) if each != CONTINUE]
             if resume == CONTINUE and run.resumes:
                 arguments += ["--resume", str(run.folder.path)]

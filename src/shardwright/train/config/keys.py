@@ -64,9 +64,9 @@ def _keys_of_added_kinds() -> Iterator[ConfigKey]:
 
 
 def section_summary(name: str) -> str:
-    """A line about the section of that name."""
+    """The first paragraph about the section of that name, in one line."""
     table = table_of(Config.model_fields[name].annotation)
-    return (table.__doc__ or "").splitlines()[0] if table else ""
+    return " ".join((table.__doc__ or "").partition("\n\n")[0].split()) if table else ""
 
 
 def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[ConfigKey]:
@@ -81,13 +81,20 @@ def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[ConfigKey]:
                 yield replace(key, default=f"from the preset ({key.default} if the table is present)")
         else:
             value = None if info.is_required() else info.get_default(call_default_factory=True)
-            default = "the preset's" if value is None else toml_value(value)
+            default = _of_none(path) if value is None else toml_value(value)
             yield ConfigKey(
                 path,
                 expected_of(info),
                 "none, required" if info.is_required() else default,
                 info.description or "",
             )
+
+
+def _of_none(path: str) -> str:
+    """The default, in words, of a key without one: a preset has the numbers of a model alone."""
+    section, _, name = path.partition(".")
+    in_presets = section == "model" and any(kind.presets and name in kind.numbers for kind in kinds.known())
+    return "the preset's" if in_presets else "none"
 
 
 def table_of(annotation: Any) -> type[Section] | None:

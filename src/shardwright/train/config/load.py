@@ -6,7 +6,6 @@ are answered at once.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from shardwright.train.config.mistakes import (
     unknown_key,
 )
 from shardwright.train.config.schema import Config, value_of
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, did_you_mean
 
 
 def load_config(
@@ -140,12 +139,12 @@ def _problem(registry: Registry[Any], name: str) -> str | None:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
     except FileNotFoundError:
-        near = _near(path)
-        hint = f"; did you mean {near}?" if near else ""
-        raise UserError(f"{path}: expected a configuration file, found nothing there{hint}") from None
+        raise UserError(f"{path}: expected a configuration file, found nothing there{_near(path)}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: expected a configuration file, found a folder") from None
     except OSError as error:
@@ -153,7 +152,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: expected UTF-8 text, found other bytes at offset {error.start}") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: expected TOML: {_lower_first(str(error))}") from None
+        raise UserError(f"{path}: expected {_toml_mistake(error, text)}") from None
     except ValueError:  # Python reads no integers of more than 4,300 digits
         raise UserError(
             f"{path}: expected integers of usual size, found one of thousands of digits"
@@ -162,14 +161,26 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: found lists or tables that are too deep inside one another") from None
 
 
-def _near(path: Path) -> Path | None:
-    """The file of TOML with nearly that name, in the same folder."""
+def _toml_mistake(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """The error of TOML in words, with the key if the file has it twice."""
+    place = re.fullmatch(
+        r"Cannot overwrite a value \(at (?:line (\d+), column \d+|end of document)\)", str(error)
+    )
+    if place is not None:
+        before = text.splitlines()[: int(place[1]) if place[1] else None]
+        for number, line in reversed(list(enumerate(before, 1))):  # a value may end some lines after its key
+            if key := re.match(r"\s*([\w.'\"-]+)\s*=", line):
+                return f"each key once, found {key[1]} again in line {number}; remove one of the two"
+    return f"TOML: {_lower_first(str(error))}"
+
+
+def _near(path: Path) -> str:
+    """ "; did you mean a.toml or job.toml?": files of TOML with nearly that name, in the same folder."""
     try:
-        names = [each.name for each in path.parent.iterdir() if each.suffix == ".toml"]
+        files = {each.name: str(each) for each in sorted(path.parent.iterdir()) if each.suffix == ".toml"}
     except OSError:
-        return None
-    near = difflib.get_close_matches(path.name, names, 1, cutoff=0.75)
-    return path.with_name(near[0]) if near else None
+        return ""
+    return did_you_mean(path.name, files, 2, 0.75)
 
 
 def _override(values: dict[str, Any], key: str, text: str) -> None:

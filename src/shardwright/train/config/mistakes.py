@@ -28,6 +28,7 @@ from shardwright.train.config.keys import (
     section_of,
 )
 from shardwright.train.config.schema import Config, toml_value, value_of
+from shardwright.train.errors import did_you_mean
 
 
 def in_one_line(error: ValidationError, path: Path | str, overridden: Collection[str] = ()) -> str:
@@ -148,7 +149,13 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
             return f'; write ["{names[0]}"]' if names else f"; there is no {registry.what} {value!r}"
         return f"; write [{toml_value(value)}]" if len(value) < 200 else "; put it into brackets"
     if kind == "tuple_type":
-        return f"; write {example}" if (example := list_example(info)) else ""
+        example = list_example(info)
+        if type(value) is int:
+            numbers = value_of(example, takes_text=False)
+            example = toml_value([value] * len(numbers)) if {int} == set(map(type, numbers)) else example
+        return f"; write {example}" if example else ""
+    if kind == "literal_error":
+        return _meant(key, value, info.annotation)
     plain = kind in ("int_type", "float_type", "bool_type") and str not in get_args(info.annotation)
     if isinstance(value, str) and plain:
         parsed = value_of(value, takes_text=False)
@@ -156,6 +163,20 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     return ""
+
+
+_MEANT = {("run.device", "gpu"): "cuda", ("train.compile", True): "inductor"}
+"""Values that a key does not take, and the value that their author meant."""
+
+
+def _meant(key: str, value: object, annotation: Any) -> str:
+    """ "; did you mean cuda?", where one of the names that a key takes is meant."""
+    if isinstance(value, bool | str) and (meant := _MEANT.get((key, value))):
+        return f"; did you mean {meant}?"
+    names = [str(each) for arm in (annotation, *get_args(annotation)) for each in get_args(arm)]
+    if value is False and "none" in names:
+        return "; did you mean none?"
+    return did_you_mean(value.lower(), names) if isinstance(value, str) else ""
 
 
 def list_example(info: FieldInfo) -> str:

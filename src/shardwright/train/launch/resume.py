@@ -82,6 +82,12 @@ def changes_in_words(saved: Config, current: Config) -> str | None:
         return None
     width = max(len(key) for key, _, _ in changes)
     lines = [f"  {key:<{width}}  {_shown(before)} -> {_shown(after)}" for key, before, after in changes]
+    changed = {key for key, _, _ in changes}
+    if not changed.isdisjoint(("train.steps", "train.epochs")) and current.optimizer.schedule != "constant":
+        lines.append(
+            f"  the {current.optimizer.schedule} schedule of the learning rate now ends with the new last step, so the "
+            "rates of the next steps change"
+        )
     return "\n".join(
         ["settings that differ from the saved run (saved -> now); the new ones are used:", *lines]
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwright.checkpoint import check_writable
 from shardwright.train.config import Config, with_special_tokens
 from shardwright.train.errors import UserError, as_user_errors
-from shardwright.train.run.folder import RUNS, RunFolder, checkpoints_of, open_for_writing
+from shardwright.train.run.folder import RUNS, RunFolder, checkpoints_of, open_for_writing, runs_near
 from shardwright.train.run.lock import FolderLock, claim
 from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.same_job import check_same_job
@@ -71,7 +71,9 @@ def find_run(config: Config, resume: str) -> RunFolder:
     if resume or config.run.dir:
         folder = RunFolder(Path(resume or config.run.dir))
         if not folder.exists():
-            raise UserError(f"--resume: expected the folder of a run, found none in {folder.path}")
+            raise UserError(
+                f"--resume: expected the folder of a run, found none in {folder.path}{runs_near(folder.path)}"
+            )
         return folder
     pattern = re.compile(re.escape(config.run.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     runs = []
@@ -81,7 +83,8 @@ def find_run(config: Config, resume: str) -> RunFolder:
             runs.append((match[1], int(match[2] or 1), path))
     if not runs:
         raise UserError(
-            f"--resume: expected a run named {config.run.name} in {RUNS}, found none; pass its folder"
+            f"--resume: expected a run named {config.run.name} in {RUNS}, found none; pass the folder of a run that "
+            f"was started with run.dir{runs_near(RUNS)}"
         )
     return RunFolder(max(runs)[2])
 

@@ -19,7 +19,7 @@ import torch
 import shardwright
 from shardwright.checkpoint import folder_or_url
 from shardwright.train.config import Config, stored_config
-from shardwright.train.errors import UserError, as_user_errors
+from shardwright.train.errors import UserError, as_user_errors, listed
 from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.writing import writing
 
@@ -97,7 +97,9 @@ class RunFolder:
             record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             found = "no run.json in it" if os.path.isdir(self.path) else "no such folder"
-            raise UserError(f"{self.path}: expected the folder of a run, found {found}") from None
+            raise UserError(
+                f"{self.path}: expected the folder of a run, found {found}{runs_near(self.path)}"
+            ) from None
         except NotADirectoryError:
             raise UserError(
                 f"{self.path}: expected the folder of a run, found a file; give the folder, such as {RUNS}/NAME-TIME"
@@ -126,6 +128,28 @@ class RunFolder:
         Raises UserError where it cannot be read, or names values whose files are not there.
         """
         return stored_config(self.path)
+
+
+def runs_near(path: Path) -> str:
+    """ "; runs in runs: runs/a, runs/b": the runs in a path without one, else beside it, else in `RUNS`. The one
+    that was started last is the first. Empty: there are none."""
+    for parent in (path, path.parent, RUNS):
+        try:
+            runs = [folder for folder in map(RunFolder, parent.iterdir()) if folder.exists()]
+            runs.sort(key=lambda folder: folder.record_file.stat().st_mtime, reverse=True)
+        except OSError:
+            continue
+        if runs:
+            return f"; runs in {parent}: {listed(folder.path for folder in runs)}"
+    return ""
+
+
+def checkpoints_near(path: Path) -> str:
+    """ "; checkpoints in runs/a/checkpoints: step-20, step-10": those beside a path without one, else the runs near it.
+    Empty: there are none."""
+    steps = saved_steps(path.parent)
+    names = listed(f"step-{step}" for step in steps)
+    return f"; checkpoints in {path.parent}: {names}" if steps else runs_near(path)
 
 
 def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import kind_named
+from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 
@@ -31,6 +34,8 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
 
 def value_in_words(value: object) -> str:
     """A value of a configuration in a message; "none" for an empty one."""
+    if isinstance(value, tuple) and value and all(isinstance(each, BaseModel) for each in value):
+        return toml_value([each.model_dump(exclude_defaults=True, exclude_none=True) for each in value])
     return "none" if value in ("", None, (), {}) else str(value)
 
 

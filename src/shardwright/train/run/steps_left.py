@@ -1,11 +1,15 @@
-"""Whether a resume has steps left to do, by the run's folder and checkpoints. Nothing here reads a checkpoint."""
+"""Whether a resume has steps left to do, by the run's folder and checkpoints. Nothing here loads a checkpoint."""
 
 from __future__ import annotations
 
+from shardwright.checkpoint import open_checkpoint
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import saved_steps
+from shardwright.train.run.position import FolderOrUrl, saved_steps, step_folder
+
+MOST_BYTES = 2 << 30
+"""The largest checkpoint that is compared with its digests before the ranks start: in about two seconds."""
 
 
 def check_steps(config: Config, folder: RunFolder) -> None:
@@ -13,9 +17,28 @@ def check_steps(config: Config, folder: RunFolder) -> None:
     if config.train.epochs:
         return  # the data says how many steps there are
     with as_user_errors(OSError, prefix="checkpoint.folder: "):
-        steps = saved_steps(checkpoints_of(folder, config))
-    if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
+        checkpoints = checkpoints_of(folder, config)
+        steps = saved_steps(checkpoints)
+    if not steps or max(steps) < config.train.steps or only_end_is_missing(config, folder, max(steps)):
+        return
+    # A resume goes back to an earlier checkpoint if the newest one is damaged.
+    if min(steps) >= config.train.steps or _is_whole(step_folder(checkpoints, max(steps))):
         raise UserError(no_more_steps(config, folder, max(steps)))
+
+
+def _is_whole(checkpoint: FolderOrUrl) -> bool:
+    """Whether a checkpoint here is known to be whole. A large one is not read: the ranks find out."""
+    if isinstance(checkpoint, str):
+        return False
+    try:
+        stored = open_checkpoint(checkpoint)
+        if not stored.has_digests or sum(stored.files.values()) > MOST_BYTES:
+            return False
+        stored.check_lengths()
+        stored.verify(lambda done: None)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from shardwright.train.commands.export import write_tokenizer
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import load_dataset
 from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.models.generation_settings import generation_settings, with_ids
 from shardwright.train.step.account.notices import before_steps
-from tests.train.data.samples import CHATML, chat, save_tokenizer
+from tests.train.data.samples import CHATML, chat, save_tokenizer, write_jsonl
 from tests.train.kit.jobs import config_file, tiny, train_here
 from tests.train.models.kit.architectures import folder_with
 from tests.train.models.kit.foreign import JOB, NATIVE
@@ -49,6 +50,30 @@ def job(base: Path, **sections: dict[str, Any]) -> Config:
 
 def said(config: Config, resumes: bool = False) -> list[str]:
     return list(before_steps(config, load_dataset(config), resumes))
+
+
+def test_bytes_are_the_tokenizer_beside_a_model_that_we_exported(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "export")
+    write_tokenizer(tmp_path / "export", Bytes(), 64)
+    assert said(job(tmp_path / "export", data={"tokenizer": "bytes"})) == []
+    assert len(said(job(base, data={"tokenizer": "bytes"}))) == 1
+
+
+@pytest.mark.parametrize(("talks", "cut"), [(1, True), (40, False)])
+def test_a_conversation_that_validation_cuts(tmp_path: Path, talks: int, cut: bool) -> None:
+    """The first one is cut: there is nothing before it."""
+    write_jsonl(tmp_path / "talks.jsonl", [{"messages": chat("a question " * 40, "an answer " * 40)}] * talks)
+    (tmp_path / "template").write_text(CHATML)
+    config = tiny(
+        data={
+            "source": str(tmp_path / "talks.jsonl"),
+            "kind": "conversations",
+            "chat_template": str(tmp_path / "template"),
+            "cache": str(tmp_path / "cache"),
+            "validation_fraction": 0.3,
+        }
+    )
+    assert [line.count("cuts one of the conversations of") for line in said(config)] == [1] * cut
 
 
 def other_tokenizer(folder: Path) -> Path:

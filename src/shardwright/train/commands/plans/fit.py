@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,6 +223,7 @@ def _pool(processes: int) -> Iterator[Executor | None]:
     if processes == 1:
         yield None
         return
+    _start_tracker_quietly()
     others = set(multiprocessing.active_children())
     quietly = functools.partial(warnings.simplefilter, "ignore")
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), quietly) as pool:
@@ -235,6 +238,20 @@ def _pool(processes: int) -> Iterator[Executor | None]:
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             raise
+
+
+def _start_tracker_quietly() -> None:
+    """Start Python's tracker of semaphores. It would print a warning about those of processes that an interrupt
+    kills, which it removes."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker"]))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.tokens.tokenizers import FILE as TOKENIZER_FILE
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError, counted
+from shardwright.train.report.progress import START
 
 TASKS = ("pretrain", "finetune", "lora")
 #: By parameters up to which they are used, peak learning rates for training from scratch.
@@ -31,6 +32,7 @@ RATES = ((2e7, 3e-3), (5e8, 6e-4), (2e10, 3e-4), (1e12, 1.5e-4))
 FINE_TUNING_RATES = {"finetune": 1e-5, "lora": 2e-4}
 TOKENS = {"pretrain": 1 << 19, "finetune": 1 << 17, "lora": 1 << 16}  #: of a step, about
 EPOCHS = 2.0  #: of fine-tuning
+FEWEST = 10  #: steps of fine-tuning, about: less data has smaller batches
 WARMUP = 10  #: steps of the warm-up, at most a tenth of the run
 BYTES_OF_A_TOKEN = 4  #: about, of text in files
 SEQ_LEN = 4096  #: or the longest of the model
@@ -159,6 +161,12 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
         train |= {key: (value, "") for key, value in ON_CPU.items()}
     seq_len = wanted.seq_len or min(longest, SEQ_LEN if wanted.device else ON_CPU["seq_len"])
     batch = ON_CPU["global_batch"] if wanted.device is None else TOKENS[wanted.task] // seq_len
+    if (
+        "epochs" in train
+        and (steps := _steps_of(wanted.data, batch * seq_len)) is not None
+        and steps < FEWEST
+    ):
+        batch = batch * steps // FEWEST
     batch = max(1, round(batch / wanted.ranks)) * wanted.ranks
     train["seq_len"] = (seq_len, "tokens of a sequence")
     train["global_batch"] = (batch, f"sequences of a step: {batch * seq_len:,} tokens")
@@ -273,9 +281,13 @@ def with_plan(
     path = folder / "job.toml"
     path.write_text(text_of(sections))
     keys = READ_ALONE if "path" in sections["model"] else ()
-    say(f"Planning settings for {wanted.ranks} x {device.name}: this takes a minute or two.")
+    say(f"Planning settings for {wanted.ranks} x {device.name}: this takes one to three minutes.")
     job = PlannedJob(str(path), keys, wanted.ranks)
-    found = search(job, device, Rules.of(os.environ), True, processes)
+    START.begin("planning")
+    try:
+        found = search(job, device, Rules.of(os.environ), True, processes)
+    finally:
+        START.end()
     best = fastest(found.plans)
     if best is None:
         least = min(found.plans, key=lambda each: each.nbytes)

@@ -117,6 +117,10 @@ class RunSink(Sink):
         """The run goes on after `step`, so later steps come again."""
 
 
+LOSSES = ("loss", "validation_loss")
+"""The figures of losses that every run has."""
+
+
 def of_sets(losses: Mapping[str, Any]) -> dict[str, Any]:
     """Losses on sets for validation, by the names of these figures."""
     return {f"{SET_PREFIX}{name}": loss for name, loss in losses.items()}

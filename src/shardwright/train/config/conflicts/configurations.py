@@ -5,10 +5,12 @@ from __future__ import annotations
 from shardwright.extend import strategies
 from shardwright.train.config.catalog.engines import OWN_KEYS, engines_that
 from shardwright.train.config.catalog.kinds import kind_of
+from shardwright.train.config.catalog.records import LOSSES, of_sets
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.config.sections.validation import ValidationConfig
+from shardwright.train.errors import did_you_mean
 
 
 def _beside_sources(key: str) -> Conflict[Sections]:
@@ -53,6 +55,11 @@ def _of_muon(key: str) -> Conflict[Sections]:
             f"{c.value_at(key)}. Only muon has it"
         ),
     )
+
+
+def _losses(config: Sections) -> list[str]:
+    """The figures of a run without hooks of which one can be the best."""
+    return [*LOSSES, *of_sets(config.data.validation_sets)]
 
 
 def _of_tasks(name: str) -> Conflict[Sections]:
@@ -263,6 +270,19 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
     ),
     *_rewinds("fault.on_non_finite"),
     *_rewinds("fault.on_spike"),
+    Conflict(
+        ("checkpoint.keep_best", "run.hooks"),
+        lambda c: (
+            bool(c.checkpoint.keep_best) and not c.run.hooks and c.checkpoint.keep_best not in _losses(c)
+        ),
+        lambda c: (
+            f"expected one of {', '.join(_losses(c))}, found {c.checkpoint.keep_best!r}"
+            + (
+                did_you_mean(c.checkpoint.keep_best, _losses(c), 1, 0.8)
+                or "; metrics of your own come from run.hooks"
+            )
+        ),
+    ),
     Conflict(
         ("checkpoint.keep_best", "validation.every", "checkpoint.every"),
         lambda c: (

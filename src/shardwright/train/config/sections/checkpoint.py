@@ -33,8 +33,8 @@ class CheckpointConfig(Section):
     keep_best: str = Field(
         default="",
         description=(
-            "Keep the checkpoint with the best value of this figure, too: loss, validation_loss, a metric of a hook, "
-            "or validation_METRIC. Empty: none."
+            "Keep the checkpoint with the best value of this figure, too: loss, validation_loss, validation_loss/NAME "
+            "of a set, a metric of a hook, or validation_METRIC. Empty: none."
         ),
     )
     asynchronous: bool = Field(

@@ -46,6 +46,13 @@ class SourceConfig(Section):
 class ValidationSourceConfig(SourceConfig):
     """One of several sources for validation, maybe part of a set with a name."""
 
+    weight: float = Field(
+        gt=0,
+        description=(
+            "Share of the tokens of a validation that come from this source, in proportion to the others: of those of "
+            "its set, too."
+        ),
+    )
     name: str = Field(
         default="",
         pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$",

@@ -69,7 +69,7 @@ class ModelConfig(Section):
         default=None,
         description=(
             "Only for hf. pretrained: begin with the safetensors in path. random: train from scratch; path needs only "
-            "a config.json."
+            "a config.json. Unset: pretrained."
         ),
     )
     target: str | None = Field(
@@ -203,7 +203,8 @@ class ModelConfig(Section):
         for name in sorted(values.keys() - kind.numbers):
             owners = " or ".join(repr(its.name) for its in kinds if name in its.numbers)
             raise ValueError(
-                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {values[name]!r}"
+                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {values[name]!r}; "
+                "remove it"
             )
         scaling = self.rope_scaling
         if scaling is not None:

@@ -29,6 +29,18 @@ def training_and_validation(tokens: Tokens, fraction: float) -> tuple[Tokens, To
     They share no document either: the document in which the cut falls goes to validation, which has less than twice
     `fraction` then. A document longer than the validation part, or the first one, is cut itself, as one text must be.
     """
+    cut = _cut_of(tokens, fraction)
+    return part_of(tokens, 0, cut), part_of(tokens, cut, len(tokens.ids))
+
+
+def cuts_document(tokens: Tokens, fraction: float) -> bool:
+    """Whether :func:`training_and_validation` cuts a document in two."""
+    cut = _cut_of(tokens, fraction)
+    return cut < len(tokens.ids) and cut not in (0, *tokens.ends[np.searchsorted(tokens.ends, cut) :][:1])
+
+
+def _cut_of(tokens: Tokens, fraction: float) -> int:
+    """The first token of validation."""
     total = len(tokens.ids)
     wanted = int(total * fraction)
     cut = total - wanted
@@ -37,4 +49,4 @@ def training_and_validation(tokens: Tokens, fraction: float) -> tuple[Tokens, To
         begin = int(tokens.ends[document - 1]) if document else 0
         if begin > 0 and int(tokens.ends[document]) - begin <= wanted:
             cut = begin
-    return part_of(tokens, 0, cut), part_of(tokens, cut, total)
+    return cut

@@ -5,7 +5,6 @@ Nothing here reads what a file holds. fsspec is imported only for a URL.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 import io
@@ -18,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, did_you_mean
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".arrow", ".npy")
 PYDOC = "pydoc"  #: the source that is part of every CPython
@@ -164,9 +163,11 @@ def _absent(path: str, full: str) -> str:
         there = os.listdir(folder)
     except OSError:
         there = []
-    stems = {os.path.splitext(each)[0]: each for each in there}
-    if near := difflib.get_close_matches(os.path.splitext(name)[0], stems, 1, cutoff=0.75):
-        return f"nothing at {full}; did you mean {stems[near[0]]}?"
+    stems = {os.path.splitext(each)[0]: each for each in sorted(there)}
+    hint = did_you_mean(os.path.splitext(name)[0], stems, 2, 0.75)
+    # The ending makes short names similar: my.txt and mi.txt.
+    if hint := hint or did_you_mean(name, [each for each in stems.values() if "." in each], 2, 0.75):
+        return f"nothing at {full}{hint}"
     if not os.path.splitext(path)[1]:
         return f"nothing at {full}; expected {PYDOC} or the path of {_NAMED}"
     return f"nothing at {full}; correct the path"

@@ -16,7 +16,7 @@ from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.figures import gib
-from shardwright.train.config.catalog.records import RunEnd
+from shardwright.train.config.catalog.records import SET_PREFIX, RunEnd
 from shardwright.train.errors import printable
 from shardwright.train.launch.forecast import note_reserved
 from shardwright.train.launch.resume import resume_command
@@ -210,7 +210,10 @@ def summary(
         *validation_lines(validation, results["train_loss"], trainer.config),
         *([f"  perplexity      {results['perplexity']:,.2f}"] if "perplexity" in results else []),
         *best_lines(results, checkpoints_of(folder, trainer.config)),
-        *(f"  {name:<14}  {value:.4f}" for name, value in results.get("metrics", {}).items()),
+        *(
+            f"  {name:<14}  {value:.4f}{_perplexity(name, value) if 'perplexity' in results else ''}"
+            for name, value in results.get("metrics", {}).items()
+        ),
         *([f"  ended early     {results['ended_early']}"] if "ended_early" in results else []),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median{of_speed})",
         f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
@@ -226,6 +229,11 @@ def summary(
         "",
     ]
     return "\n".join(lines)
+
+
+def _perplexity(name: str, loss: float) -> str:
+    """The perplexity of a loss on a set for validation, in words; empty for other metrics."""
+    return f" (perplexity {math.exp(loss):,.2f})" if name.startswith(SET_PREFIX) and loss < 700 else ""
 
 
 def in_shares(shares: Mapping[str, float]) -> str:

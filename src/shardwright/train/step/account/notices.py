@@ -5,6 +5,7 @@ Each notice names what was found, what it changes and what to do. Errors are els
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.samples.validation import cuts_document
 from shardwright.train.data.statement import escaped
-from shardwright.train.data.tokens.tokenizers import Tokenizer
+from shardwright.train.data.tokens import byte_tokenizer
+from shardwright.train.data.tokens.tokenizers import Bytes, FromFile, Tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.finetune.peft_files import base_in
@@ -39,6 +42,7 @@ LOW = 0.1
 def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[str]:
     """The notices of a run before its first step. The process of the first rank calls it."""
     notices = [_other_tokenizer(config, dataset.tokenizer), _unknown_end_of_turns(config, dataset)]
+    notices.append(_cut_conversation(config, dataset))
     if not resumes:
         notices.append(_other_base(config))
     yield from filter(None, notices)
@@ -117,6 +121,19 @@ def _pretrained_base(shape: Any) -> HuggingFaceShape | None:
     return base if base is not None and base.weights == "pretrained" else None
 
 
+def _cut_conversation(config: Config, dataset: Dataset) -> str | None:
+    """A conversation or a completion whose end alone is in validation."""
+    fraction = config.data.split_fraction
+    for source, material in zip(config.data.training, dataset.materials, strict=False):
+        if fraction and source.kind != "documents" and cuts_document(material.parts()[0], fraction):
+            return (
+                f"data.validation_fraction = {fraction:g} cuts one of the {source.kind} of {material.name} in two: its "
+                "begin is trained and its end is validated, because validation would take more than it alone. Use more "
+                f"{source.kind}, raise data.validation_fraction, or name another file with data.validation_source"
+            )
+    return None
+
+
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
@@ -126,11 +143,18 @@ def _other_tokenizer(config: Config, tokenizer: Tokenizer) -> str | None:
     beside = None if base is None else tokenizer_beside(base)
     if beside is None or beside.fingerprint == tokenizer.fingerprint:
         return None
+    if isinstance(tokenizer, Bytes) and _is_of_bytes(beside):
+        return None
     return (
         f"data.tokenizer = {config.data.tokenizer} ({tokenizer.vocab_size:,} ids) is not the tokenizer beside the "
         f"model, {beside.file} ({beside.vocab_size:,} ids), with whose ids the weights were trained. If you did not "
         f"change the tokenizer on purpose, set data.tokenizer to {config.model.path}"
     )
+
+
+def _is_of_bytes(tokenizer: FromFile) -> bool:
+    """Whether a tokenizer is the one that an export of ours has written for bytes."""
+    return bool(json.loads(tokenizer.file.read_bytes()) == byte_tokenizer.tokenizer_json())
 
 
 def _unknown_end_of_turns(config: Config, dataset: Dataset) -> str | None:

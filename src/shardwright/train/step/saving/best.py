@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.records import SET_PREFIX, StepRecord, of_sets
+from shardwright.train.config.catalog.records import LOSSES, SET_PREFIX, StepRecord, of_sets
 from shardwright.train.errors import UserError
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.hooks import Hooks
 
-LOSSES = ("loss", "validation_loss")
 PREFIX = "validation_"
 
 
