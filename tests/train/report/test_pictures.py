@@ -319,7 +319,7 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     written = texts(figure)
     assert "Same in all runs: 2 ranks, dtypes fp32" in written and "equal at every step: same" in written
     assert (
-        "GiB on the rank with the highest peak (on the CPU: its whole process)" in written
+        "GiB, rank with the highest peak (CPU: its process)" in written
         and "tokens per second (median of the steps)" in written
     )
     colors = [line.get_color() for line in figure.axes[0].get_lines()]

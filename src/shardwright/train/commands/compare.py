@@ -413,7 +413,7 @@ BY_ENGINE = plots.MemoryPanel(
     "Memory of the engine: held, and leased in a step", "MiB on the rank with most, without activations"
 )
 BY_DEVICE = plots.MemoryPanel(
-    "Most memory held by a rank", "GiB on the rank with the highest peak (on the CPU: its whole process)"
+    "Most memory held by a rank", "GiB, rank with the highest peak (CPU: its process)"
 )
 
 
