@@ -125,8 +125,10 @@ def _difference(config: Any, separates: bool) -> str:
     small, model, plain = trials.small_model(config, getattr(config, "_attn_implementation", None))
     if way is not None and way.window:
         way = replace(way, window=small.sliding_window)
-    tokens, documents = trials.TOKENS, trials.DOCUMENTS if way else None
-    wanted = plain if way is None else trials.logits_of(model, tokens, way.arguments(trials.DOCUMENTS))
+    tokens, documents = trials.trial_tokens(), trials.trial_documents() if way else None
+    wanted = (
+        plain if way is None else trials.logits_of(model, tokens, way.arguments(trials.trial_documents()))
+    )
     if not model._can_set_attn_implementation():  # type: ignore[operator]
         return "its class does not take attention from transformers' AttentionInterface"
     divided = Divided(Split(None))

@@ -7,6 +7,7 @@ models are in `packed`.
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -119,7 +120,7 @@ _found: dict[tuple[str, str | None], Separation] = {}  #: by the values of a con
 def small_model(
     config: Any, attention: str | None, build: Callable[[Any], nn.Module] | None = None
 ) -> tuple[Any, nn.Module, Tensor]:
-    """A small model of the class and settings of a config, with its own config and its logits for `TOKENS`.
+    """A small model of the class and settings of a config, with its own config and its logits for `trial_tokens`.
 
     Call it inside `unnoticed`. The arguments are those of `separation_of`, and the attention implementation.
 
@@ -133,7 +134,7 @@ def small_model(
             small._attn_implementation = attention
             _check_small(small, build)
             model = _randomised(build(small))
-            return small, model, logits_of(model, TOKENS, {"use_cache": False})
+            return small, model, logits_of(model, trial_tokens(), {"use_cache": False})
         except Exception as error:  # of code that is not ours: this size does not exist
             failure = described(error)
     raise LookupError(failure)
@@ -165,8 +166,18 @@ _EXAMINED = ((0, 1), (0, 2), (1, 1))
 #: five orders larger than the first, in layers with weights of this size.
 _ROUNDING, _ANOTHER_LENGTH, _LEAK = 1e-5, 1e-3, 1e-3
 
-DOCUMENTS = torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in _LENGTHS])
-TOKENS = torch.randint(2, _VOCABULARY, DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
+
+@functools.cache  # not at import, which may be inside a trace or with another default device
+def trial_documents() -> Tensor:
+    """The number of its document for each token of a trial, int64 [samples, tokens]."""
+    return torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in _LENGTHS])
+
+
+@functools.cache
+def trial_tokens() -> Tensor:
+    """The tokens of a trial, int64 [samples, tokens]."""
+    shape = trial_documents().shape
+    return torch.randint(2, _VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
 
 
 def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tensor) -> Separation:
@@ -200,8 +211,8 @@ def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tens
 
 def _leak(model: nn.Module, way: Separation) -> str | None:
     """The fault of a way to separate documents, in words; None: it works."""
-    arguments = way.arguments(DOCUMENTS)
-    together = logits_of(model, TOKENS, arguments)
+    arguments = way.arguments(trial_documents())
+    together = logits_of(model, trial_tokens(), arguments)
     if not together.isfinite().all():
         return "logits are not finite"
     for place in _EXAMINED:
@@ -209,21 +220,21 @@ def _leak(model: nn.Module, way: Separation) -> str | None:
             return "the tokens of one document change the logits of another"
     for place in _EXAMINED:
         own = _own(place)
-        alone = logits_of(model, TOKENS[own].unsqueeze(0), {"use_cache": False})
+        alone = logits_of(model, trial_tokens()[own].unsqueeze(0), {"use_cache": False})
         if (together[own] - alone[0]).abs().max() > _ANOTHER_LENGTH * alone.abs().max():
             return "a document among others has other logits than alone"
     return None
 
 
 def _own(place: tuple[int, int]) -> Tensor:
-    own = torch.zeros(DOCUMENTS.shape, dtype=torch.bool)
-    own[place[0]] = DOCUMENTS[place[0]] == place[1]
+    own = torch.zeros(trial_documents().shape, dtype=torch.bool)
+    own[place[0]] = trial_documents()[place[0]] == place[1]
     return own
 
 
 def _others(place: tuple[int, int]) -> Tensor:
     """Another token for every token of every other document."""
-    return torch.where(_own(place), TOKENS, 2 + (TOKENS + 7) % (_VOCABULARY - 2))
+    return torch.where(_own(place), trial_tokens(), 2 + (trial_tokens() + 7) % (_VOCABULARY - 2))
 
 
 def _differ(one: Tensor, other: Tensor, place: tuple[int, int], part: float) -> bool:
