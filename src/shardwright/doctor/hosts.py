@@ -1,8 +1,8 @@
-"""Links between the hosts of a job: the first rank of each host beside that of the next host, with gloo and NCCL.
+"""Links between the hosts of a job, with gloo and NCCL: first ranks of two hosts send data to each other.
 
 The hosts of a job are a row, and each measures with its neighbours: first every other pair, then the rest. So a job of
 many hosts takes as long as one of three. The ranks meet in the store of their launcher, and each measures in a process
-of its own (`links.measure_pair`). Nothing here names a host: a host is that of a rank.
+of its own (`links.measure_pair`). The report names ranks, not hosts.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 
 
 def note_inputs(error: BaseException, unit: str, kind: str, args: Any, kwargs: Any) -> None:
-    """Add the note, unless the error has one: that of a unit further inside. None for the exception with which a
-    checkpoint ends a forward that it computes again."""
+    """Add the note, unless a unit further inside has added one. The exception with which a checkpoint ends a forward
+    that it computes again gets no note."""
     of_checkpoint = type(error).__module__ == "torch.utils.checkpoint"
     if isinstance(error, Exception) and not of_checkpoint and not getattr(error, "__notes__", None):
         inputs = [*map(_text, args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]

@@ -111,7 +111,8 @@ class _WrapperWatch:
 
     @classmethod
     def begin(cls) -> _WrapperWatch | None:
-        """A new watch; None: that of an earlier replacement goes on, and forgets the models sharded until now."""
+        """A new watch, or None if an earlier replacement has one. The earlier watch goes on, and forgets the models
+        that were sharded until now."""
         if cls.active is None:
             return cls()
         cls.active._serial = newest_serial()

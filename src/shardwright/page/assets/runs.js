@@ -94,7 +94,7 @@ const resultsSection = (data) => {
   if (data.runs.length > 1) rows.push([`largest difference of the loss from ${nameOf(data, 0)}`, (run, i) => (i ? (isNumber(run.largest_difference) ? (run.largest_difference ? `${digits(100 * run.largest_difference)}%, at step ${whole(run.largest_at)}` : "equal at every step") : "no step in common") : "-")]);
   const made = table("Figures of the whole run", [["figure"], ...columnsOf(data, true)], rows.map(([name, value]) => [name, ...data.runs.map(value)]), { id: "results" });
   if (data.runs.every((run) => run.sessions.length < 2)) return made;
-  return el("div", {}, made, soft("Of a run with several sessions, times are those of the sessions that ran as the last one: same engine, ranks, device and dtypes. Memory is that of the last session."));
+  return el("div", {}, made, soft("If a run has several sessions, times are medians over the sessions with the engine, ranks, device and dtypes of the last one. Memory is of the last session alone."));
 };
 
 const planRows = (run) => {
