@@ -9,9 +9,11 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from types import ModuleType
 
 # Before torch is imported, and inherited by every worker: ranks that share the cores must not each claim all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +47,17 @@ def worker_pools() -> Iterator[WorkerPools]:
 def sim_library() -> None:
     """The simulated device is compiled before a case begins that needs it: a case has not the time."""
     library()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_second_modules() -> Iterator[None]:
+    """A file leaves no second copy of one of our modules, which would fail another file of the same worker."""
+    yield
+    for name, module in list(sys.modules.items()):
+        parent, _, own = name.rpartition(".")
+        if name.startswith("shardwright.") and module is not None:
+            known = getattr(sys.modules[parent], own, module)
+            assert known is module or not isinstance(known, ModuleType), f"{name} was imported twice"
 
 
 #: Files that start programs or compile. A worker takes a file at a time, and such a one must not be the last.
