@@ -168,7 +168,6 @@ def test_without_lm_eval(
     )
 
 
-@pytest.mark.extensive("lm_eval imports for half a minute")
 def test_lm_eval_finds_the_choices_that_the_model_prefers(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
