@@ -1,13 +1,16 @@
-"""Modules that are called outside their unit, or put into another unit after ``fully_shard``."""
+"""Modules and parameters that are used outside their unit, or put into another unit after ``fully_shard``."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
@@ -77,3 +80,27 @@ def test_modules_that_change_their_unit_train_on(rank: int, world_size: int) -> 
                 torch.testing.assert_close(full(p.detach()), q.detach(), msg=lambda m, n=name: f"{n}: {m}")
             state = {name: full(value) for name, value in model.state_dict().items()}
             torch.testing.assert_close(state, dict(plain.state_dict()))
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": lambda p: dist.all_reduce(p),
+    "broadcast": lambda p: dist.broadcast(p.data, 0),
+    "all_gather": lambda p: dist.all_gather([torch.zeros(4, 4) for _ in range(2)], p.data),
+    "functional": lambda p: functional_all_reduce(p.detach(), "sum", dist.group.WORLD),
+}
+
+
+@pytest.mark.skipif(not subclasses_dispatch, reason="DTensors reach no operator here")
+@multirank(2)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_of_a_sharded_parameter_is_refused(rank: int, world_size: int, name: str) -> None:
+    model: Any = sw.fully_shard(Pair())
+    with pytest.raises(RuntimeError, match=r"'a.weight' of unit 'Pair' is sharded.* takes plain tensors"):
+        COLLECTIVES[name](model.a.weight)
+
+
+@pytest.mark.skipif(not subclasses_dispatch, reason="DTensors reach no operator here")
+@multirank(2)
+def test_ddp_around_a_sharded_model_is_named(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="needs no DistributedDataParallel around it"):
+        nn.parallel.DistributedDataParallel(sw.fully_shard(Pair()))

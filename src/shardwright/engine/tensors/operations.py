@@ -226,8 +226,19 @@ def label(arguments: Iterable[Any]) -> str:
     return f"Parameter {name}" if name else "A sharded parameter"
 
 
+def is_collective(func: Any) -> bool:
+    """Whether the operator is a function of torch.distributed, such as broadcast."""
+    return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
+
+
 def refuse_operation(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
     """Raise for an operator that neither DTensor nor this engine can compute."""
+    if is_collective(func):
+        raise RuntimeError(
+            f"{label(arguments)} is sharded, and the collective {func} takes plain tensors. Pass .to_local(), this "
+            "rank's part, or .full_tensor(), called on every rank. A sharded model needs no DistributedDataParallel "
+            "around it: fully_shard averages the gradients over the ranks of its mesh."
+        ) from error
     raise RuntimeError(
         f"{label(arguments)} is sharded, and {func} cannot be computed from it ({type(error).__name__}: {error}). "
         "Pass .full_tensor(), called on every rank, or use the full parameters inside `with "

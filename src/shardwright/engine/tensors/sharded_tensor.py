@@ -48,6 +48,7 @@ from shardwright.engine.tensors.operations import (
     OF_OPTIMIZERS,
     by_parts,
     can_use_wholes,
+    is_collective,
     label,
     on_wholes,
     refuse_operation,
@@ -770,6 +771,8 @@ def _filled(tensor: Any, value: float) -> Any:
 
 def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
+    if is_collective(func):
+        refuse_operation(func, arguments, error)
     raise RuntimeError(
         f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}), and the weights of "
         "its unit are not gathered now. Move this use into the forward of a sharded module, or into a method that you "
