@@ -6,8 +6,11 @@ The examples of pages run in the tests of their rooms; those of the tutorial and
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import itertools
 import re
+import shlex
 import string
 import textwrap
 import tomllib
@@ -17,6 +20,8 @@ from pathlib import Path
 import pytest
 
 import shardwright
+from shardwright.cli import program
+from shardwright.cli.command import Call
 from tools import docs_site
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,3 +164,53 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_source() -> None:
 def is_said(text: str) -> bool:
     """Whether the source has the text, or each of its clauses: some messages are put together from these."""
     return text in sources() or all(clause in sources() for clause in re.split(r"[,:;] ", text))
+
+
+#: Words after which another command begins.
+ENDS = ("&&", "||", "|", ";", ">", ">>", "<", "&", "2>&1")
+
+
+def commands(name: str, tool: str) -> list[list[str]]:
+    """The words after the name of a tool, in the shell blocks and the inline code of a page."""
+    shell = "\n".join(code for language in ("sh", "bash") for code in blocks(name, language))
+    spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", without_code(PAGES[name]))
+    inline = [" ".join(span.split()) for span in spans]
+    lines = [
+        *re.sub(r"\\\n", "", shell).splitlines(),
+        *(each for each in inline if "--" in each or tool == "make"),
+    ]
+    found = []
+    for line in lines:
+        if match := re.match(rf"(?:\$ |srun |\w+ -m )*{tool}(?: (.*)|$)", line.strip()):
+            words = shlex.split(match[1] or "", comments=True)
+            found.append(list(itertools.takewhile(lambda word: word not in ENDS, words)))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in OWN_KEYS])
+def test_commands_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their options exist and get the values that they need; the files of this repository that they name are there."""
+    seen: list[Call] = []
+
+    def run(call: Call) -> int:
+        seen.append(call)
+        return 0
+
+    stubs = {each: dataclasses.replace(command, run=run) for each, command in program.COMMANDS.items()}
+    monkeypatch.setattr(program, "COMMANDS", stubs)
+    monkeypatch.chdir(ROOT)
+    for words in commands(name, "shardwright"):
+        if "--help" not in words:
+            program._run(words)
+            missing = [each for each in words if each.startswith("examples/") and not Path(each).exists()]
+            assert missing == [], words
+    assert len(seen) == len([words for words in commands(name, "shardwright") if "--help" not in words])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PAGES if "make " in PAGES[name] and name != "CHANGELOG.md"]
+)
+def test_targets_of_make_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {next((word for word in words if "=" not in word), "") for words in commands(name, "make")}
+    assert used <= targets | {""}
