@@ -9,7 +9,7 @@ from shardwright._torch import alone, annotate
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.model.root import Root
 from shardwright.engine.unit.unit import Unit
-from shardwright.engine.unit.uses import issue, reduce
+from shardwright.engine.unit.uses import follow_requires_grad, issue, reduce
 
 
 class Backward:
@@ -81,7 +81,9 @@ def _enter(unit: Unit, visit: Visit) -> None:
         host.before_backward()
     root.visits.close_later(visit)
     if unit.weights.parameters:
-        unit.activity.entered = True
+        if not unit.activity.entered:
+            unit.activity.entered = True
+            follow_requires_grad(unit)
         if not visit.lasting and not visit.reads_none:
             _show(unit, visit)
     for guest in visit.guests:

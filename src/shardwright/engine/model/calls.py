@@ -173,6 +173,8 @@ def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[
         follow_requires_grad(unit)
         if len(unit.watch.references) > 1:
             activity.to_run = {id(m()) for m in unit.watch.references}
+    elif recomputing and not activity.calls and not activity.entered:
+        follow_requires_grad(unit)
     activity.calls += 1
     weights = unit.weights
     if weights.forms.lasting is not None:
