@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import types
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -126,7 +128,14 @@ def _clip(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
+    is_generator = isinstance(parameters, types.GeneratorType)
     parameters = list(parameters)
+    if is_generator and not parameters:
+        warnings.warn(
+            "clip_grad_norm_ got an empty generator, so it clips nothing. A generator is used up after one loop over "
+            "it: call model.parameters() for each clipping.",
+            stacklevel=3,
+        )
     units = dict.fromkeys(unit for p in parameters if (unit := unit_of(p)) is not None)
     for unit in units:
         if unit.stepping is not None:
@@ -141,9 +150,6 @@ def _clip(
     kinds: dict[Any, str] = {}  # the device on which they communicate
     mesh = placements = None
     alike = plain  #: the gradients that are cut by ``mesh`` and ``placements``
-    owned: list[
-        tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
-    ] = []  #: parameters, by the groups that cut them
     groups: tuple[dist.ProcessGroup, ...]
     for p in parameters:
         gradient = p.grad
@@ -152,7 +158,6 @@ def _clip(
         if isinstance(gradient, RaggedTensor):
             groups = gradient.spec.groups
             (sharded.setdefault(groups, []) if groups else plain).append(local_of(gradient))
-            owned.append((p, groups))
             kinds[groups] = gradient.spec.mesh.device_type
         elif isinstance(gradient, DTensor):
             # Mostly they are those of the gradient before, and a model has thousands.
@@ -162,13 +167,12 @@ def _clip(
                 alike = sharded.setdefault(groups, []) if groups else plain
                 kinds[groups] = mesh.device_type
             alike.append(local_of(gradient))
-            owned.append((p, groups))
         else:
             plain.append(gradient)
     everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
     if units and (root := root_of(next(iter(units)))) is not None:
         agreement = root.agreement
-        agreement.agree_all(CLIP, 0, _fingerprints(owned, units) if agreement.compares else None)
+        agreement.agree_all(CLIP, 0, _fingerprints(parameters, units) if agreement.compares else None)
     if not everything:
         return _Clipped(torch.tensor(0.0), torch.zeros(0), [])
     device = everything[0].device
@@ -203,16 +207,23 @@ def _clip(
 
 
 def _fingerprints(
-    owned: Iterable[tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]], units: Iterable[Unit]
+    parameters: Iterable[torch.Tensor], units: Iterable[Unit]
 ) -> dict[dist.ProcessGroup, tuple[int, int]]:
-    """For each group, the number of the gradients that it cuts, and a hash of their parameters in their order."""
-    places = {
-        id(p.sharded): (unit.number, index) for unit in units for index, p in enumerate(unit.parameters)
-    }
+    """For each axis, the number of the gradients on it, cut or replicated, and a hash of their places in the order."""
+    groups_of: dict[int, tuple[dist.ProcessGroup | None, ...]] = {}
+    places: dict[int, tuple[int, int]] = {}
+    for unit in units:
+        axes = tuple(comm.group for comm in unit.ranks.every)
+        for index, managed in enumerate(unit.parameters):
+            parallel = managed.cut.parallel
+            groups_of[id(managed.sharded)] = axes if parallel is None else (*axes, *parallel.axes)
+            places[id(managed.sharded)] = unit.number, index
     by_group: dict[dist.ProcessGroup, list[tuple[int, int]]] = {}
-    for p, groups in owned:
-        for group in groups:
-            by_group.setdefault(group, []).append(places.get(id(p), (-1, p.numel())))
+    for p in parameters:
+        if p.grad is not None:
+            for group in groups_of.get(id(p), ()):
+                assert group is not None
+                by_group.setdefault(group, []).append(places[id(p)])
     return {group: (len(each), hash(tuple(each))) for group, each in by_group.items()}
 
 

@@ -32,6 +32,9 @@ from shardwright.engine.unit.unit import Unit
 
 Install = Callable[[Unit, list[nn.Module]], None]
 
+_NOT_COPIED = (UNIT, "_compiled_call_impl")
+"""Attributes of a module that belong to it alone. ``nn.Module.compile`` sets a function that calls the original, and
+torch's own copies are not compiled."""
 _UNITS = "shardwright units"  #: in a deepcopy's memo: the units whose modules are being copied
 
 
@@ -47,7 +50,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     units[id(unit)] = unit
     result: nn.Module = object.__new__(original)
     memo[id(module)] = result
-    state = {key: _without(unit, value) for key, value in module.__dict__.items() if key != UNIT}
+    state = {key: _without(unit, value) for key, value in module.__dict__.items() if key not in _NOT_COPIED}
     result.__dict__.update(copy.deepcopy(state, memo))
     unmark_fully_sharded(result)
     if in_use:

@@ -188,8 +188,8 @@ class Agreement:
 
     @property
     def compares(self) -> bool:
-        """Whether ranks meet before their actions, as on gloo."""
-        return any(comm.exchanges for comm in self.model.every)
+        """Whether ranks meet before they clip, as on gloo."""
+        return any(comm.exchanges for comm in self._axes(CLIP))
 
     def agree_all(
         self,
@@ -199,7 +199,12 @@ class Agreement:
     ) -> None:
         """Agree with every rank of the meshes, axis by axis. ``facts``: two numbers for the ranks of an axis, which
         must be equal on them, too."""
-        for i, comm in enumerate(self.model.every):
+        axes = self._axes(event)
+        meetings = [comm.meeting for comm in axes if comm.meeting is not None]
+        if event not in ENDS:  # no forward has begun since the last one, which may have failed
+            for meeting in meetings:
+                meeting.enter()
+        for i, comm in enumerate(axes):
             try:
                 if comm.exchanges:
                     with boards.inside(_MEETINGS[event], comm.name, 0, self.model.names[number]):
@@ -209,12 +214,16 @@ class Agreement:
                 if comm.meeting is not None and not isinstance(error.__cause__, Unreached):
                     comm.meeting.agreed(_limit_of(event))  # if it was interrupted, it may still run
                 # The others also meet on the remaining axes, or leave the step and report that in all groups.
-                over = {c.meeting for c in self.model.every[: i + 1]}
-                rest = [meeting for meeting in self._meetings() if meeting not in over]
-                self._leave(event, error, rest, _failure([c.meeting for c in self.model.every if c.meeting]))
+                over = {c.meeting for c in axes[: i + 1]}
+                rest = [each for each in dict.fromkeys((*meetings, *self._meetings())) if each not in over]
+                self._leave(event, error, rest, _failure(meetings))
                 raise
         if event in ENDS and self._differs is None:
             self._forget_edits()
+
+    def _axes(self, event: int) -> list[Communicator]:
+        """The axes over which the ranks agree on an event. The norm of clipping has sums over all axes."""
+        return [*self.model.every, *self.model.beside] if event == CLIP else self.model.every
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if the next action of another rank differs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Collection
@@ -77,11 +78,20 @@ class Model:
         self.names = names
         self._ranks = ranks
         self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
+        self._device = ranks.device
         self.number = -1
         #: Units and names of parameters of which this rank has changed the full form since the last agreement.
         self.edited: dict[tuple[int, str], None] = {}
         first = (*self.every, ranks.local)[0].group
         self._group = first.group_name if first is not None else ""
+
+    @functools.cached_property
+    def beside(self) -> list[Communicator]:
+        """One communicator for each other axis with several ranks on which parameters are, as of tensor parallelism."""
+        parallel = (p.cut.parallel for unit in self.units() for p in unit.parameters)
+        groups = dict.fromkeys(group for each in parallel if each is not None for group in each.axes)
+        known = {comm.group for comm in self.every}
+        return [Communicator(group, self._device) for group in groups if group not in known]
 
     def begin(self) -> None:
         """Count the model, because it is complete."""

@@ -49,6 +49,13 @@ _RESHAPES = {_aten.view, _aten._unsafe_view}
 OF_OPTIMIZERS = ("_foreach_", "_fused_", "_amp_")
 #: Reads whose plain arguments are positions.
 _BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
+#: With them torch's clip_grad_norm_ gets all gradients at once.
+_OF_CLIPPING = {
+    _aten._foreach_norm.Scalar,
+    _aten.stack.default,
+    _aten._foreach_mul_.Tensor,
+    _aten.mul_.Tensor,
+}
 _TORCHS = {"aten", "prims"}
 
 
@@ -231,6 +238,16 @@ def is_collective(func: Any) -> bool:
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
 
 
+def way_out_of_clipping(func: Any) -> str:
+    """A sentence for operators with which torch's clip_grad_norm_ gets all gradients at once."""
+    if func not in _OF_CLIPPING:
+        return ""
+    return (
+        " If this is torch's clip_grad_norm_, clip with sw.clip_grad_norm_, which takes plain gradients beside sharded "
+        "ones, and gradients on several meshes."
+    )
+
+
 def refuse_operation(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
     """Raise for an operator that neither DTensor nor this engine can compute."""
     if is_collective(func):
@@ -244,4 +261,5 @@ def refuse_operation(func: Any, arguments: Iterable[Any], error: Exception) -> N
         "Pass .full_tensor(), called on every rank, or use the full parameters inside `with "
         "shardwright.unsharded(model):` or inside the forward of the module of its unit. For an operator of your own, "
         "register a rule with torch.distributed.tensor.experimental.register_sharding."
+        + (way_out_of_clipping(func) if "same mesh" in str(error) else "")
     ) from error

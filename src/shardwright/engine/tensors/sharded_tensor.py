@@ -52,6 +52,7 @@ from shardwright.engine.tensors.operations import (
     label,
     on_wholes,
     refuse_operation,
+    way_out_of_clipping,
     written_arguments,
 )
 from shardwright.engine.tensors.operations import real as is_real
@@ -92,14 +93,6 @@ _STARTS = {_aten.add.Tensor, _aten.sub.Tensor}
 _SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
 #: torch would add the ranks' parts of norms and extremes that are not reduced yet, which is wrong.
 _LINEAR_BY_TORCH = _SUMMED | {_aten.nansum.default}
-#: Operators with which torch's clip_grad_norm_ gets all gradients at once.
-_OF_CLIPPING = {
-    _aten._foreach_norm.Scalar,
-    _aten.stack.default,
-    _aten._foreach_mul_.Tensor,
-    _aten.mul_.Tensor,
-}
-_CLIP = " If this is torch's clip_grad_norm_, clip with sw.clip_grad_norm_, which takes plain and sharded gradients."
 _JOINS = {_aten.stack.default, _aten.cat.default}
 #: They compute with a rank's own data. torch would treat a plain tensor of one element as equal on every rank.
 _ON_DATA = {
@@ -779,8 +772,7 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoRe
         "register with sw.register_fsdp_forward_method(module, name). To use a weight after forward, in a loss for "
         "example, call unshard() on the module of its unit before each such use. If a module was called outside the "
         "forward of its unit, apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or "
-        "edit full parameters inside `with shardwright.unsharded(model):`."
-        + (_CLIP if func in _OF_CLIPPING else "")
+        "edit full parameters inside `with shardwright.unsharded(model):`." + way_out_of_clipping(func)
     ) from error
 
 

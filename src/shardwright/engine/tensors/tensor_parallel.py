@@ -76,6 +76,12 @@ class TensorParallel:
         )
 
     @functools.cached_property
+    def axes(self) -> tuple[dist.ProcessGroup, ...]:
+        """The group of each axis with several ranks that is not data-parallel, whether it cuts or replicates."""
+        axes = (a for a in range(self.mesh.ndim) if a not in self.data and self.mesh.shape[a] > 1)
+        return tuple(map(self.mesh.get_group, axes))
+
+    @functools.cached_property
     def is_first_copy(self) -> bool:
         """Whether this rank is the first of the ranks with the same part."""
         here = self.mesh.get_coordinate()

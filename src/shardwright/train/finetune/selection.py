@@ -28,7 +28,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     A model without either is one block.
     """
-    if callable(method := getattr(model, "blocks", None)):
+    method = getattr(model, "blocks", None)
+    if callable(method) and not isinstance(method, nn.Module):  # a list of modules is callable, too
         return list(method())
     blocks: list[nn.Module] = []
     pending: list[nn.Module] = [model]

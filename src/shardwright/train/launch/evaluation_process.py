@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwright.train.config.sections.validation import ValidationConfig
 from shardwright.train.errors import UserError
@@ -69,6 +69,7 @@ class EvaluationProcess:
         with writing(self.log):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             stream = self.log.open("ab")
+        self._begin = stream.tell()  # behind the errors of earlier evaluations of the step
         with stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "shardwright", *command],
@@ -82,24 +83,33 @@ class EvaluationProcess:
 
     def ask_to_end(self) -> None:
         """Let the process end, and those that it has started. It ends at the latest some seconds after this one."""
-        self._signal(signal.SIGTERM)
+        _signal(self._process, signal.SIGTERM)
 
     def stop(self) -> None:
         """End the process and those that it has started."""
-        self.ask_to_end()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(SECONDS_TO_END)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        _end(self._process)
 
     def error(self) -> str:
         """The error that the process has printed; its exit status if it has printed none."""
-        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
-        return _error_in(text) or f"shardwright evaluate ended with status {self._process.returncode}"
+        text = self.log.read_bytes()[self._begin :] if self.log.is_file() else b""
+        return (
+            _error_in(text.decode(errors="replace"))
+            or f"shardwright evaluate ended with status {self._process.returncode}"
+        )
 
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # of a group that has gone
-            os.killpg(self._process.pid, number)
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End a process and those that it has started. It has some seconds to remove its temporary folder."""
+    _signal(process, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_END)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[Any], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # of a group that has gone
+        os.killpg(process.pid, number)
 
 
 def check_names(folder: RunFolder, tasks: Sequence[str]) -> str:
@@ -112,18 +122,22 @@ def check_names(folder: RunFolder, tasks: Sequence[str]) -> str:
         UserError: it does not know one, or cannot be asked.
     """
     command = [sys.executable, "-P", "-m", "shardwright", "evaluate", str(folder.path), "--check"]
-    try:
-        found = subprocess.run(
-            [*command, "--tasks", ",".join(tasks)], timeout=SECONDS_TO_CHECK,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, env=_environment("cpu"),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        named = ", ".join(tasks)
-        return (
-            f"warning: lm-eval did not say within {SECONDS_TO_CHECK:.0f} s whether it knows the tasks {named}"
-        )
-    if found.returncode:
-        reason = _error_in(found.stderr).removeprefix("--tasks: ") or found.stderr[-1000:]
+    process = subprocess.Popen(
+        [*command, "--tasks", ",".join(tasks)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, env=_environment("cpu"),
+    )  # fmt: skip
+    with process:
+        try:
+            _, text = process.communicate(timeout=SECONDS_TO_CHECK)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            named = ", ".join(tasks)
+            return f"warning: lm-eval did not say within {SECONDS_TO_CHECK:.0f} s whether it knows the tasks {named}"
+        except BaseException:
+            _end(process)
+            raise
+    if process.returncode:
+        reason = _error_in(text).removeprefix("--tasks: ") or text[-1000:]
         raise UserError(f"validation.tasks: {reason}")
     return ""
 

@@ -48,6 +48,28 @@ def unfinished_steps(folder: RunFolder) -> list[int]:
     return sorted(begun - {*evaluated_steps(folder)})
 
 
+def failures_of(folder: RunFolder, step: int) -> int:
+    """How often the evaluation of a step has failed since its checkpoint was written."""
+    try:
+        return int(_failures(folder, step).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def note_failures(folder: RunFolder, step: int, failures: int) -> None:
+    """Write the number that :func:`failures_of` returns. Raises OSError."""
+    file = _failures(folder, step)
+    if failures:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(failures))
+    else:
+        file.unlink(missing_ok=True)
+
+
+def _failures(folder: RunFolder, step: int) -> Path:
+    return folder.evaluation_log(step).with_suffix(".failures")
+
+
 def evaluation_at(folder: RunFolder, step: int) -> Evaluation:
     """The results of a step. Raises UserError for a missing or damaged file."""
     return Evaluation(step, _tasks(folder.evaluation_file(step)))

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import tomllib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +23,12 @@ import torch
 
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.config.load import load_config
+from shardwright.train.errors import UserError
 from shardwright.train.launch import evaluation_process
 from shardwright.train.launch.evaluation_process import EvaluationProcess
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread
-from shardwright.train.run.evaluations import add_tasks
+from shardwright.train.run.evaluations import add_tasks, evaluated_steps, evaluations_of, failures_of
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps
 from shardwright.train.step.saving import task_evaluations
@@ -171,6 +174,122 @@ def test_an_evaluation_that_fails_is_a_warning_with_its_log(bench: Bench) -> Non
     assert bench.lines.lines.count(warning) == 2  # of the terminal and of the added sink: once each
 
 
+def test_a_failed_evaluation_is_repeated_once_and_then_named_with_its_command(bench: Bench) -> None:
+    bench.save(2)
+    Process.started[0].status = 1
+    bench.look()
+    bench.evaluations.end(RunEnd("interrupted", 2))
+    for session in range(3):
+        again = Bench(bench.folder.path)
+        again.evaluations.setup(SimpleNamespace(steps_done=2))  # type: ignore[arg-type]
+        assert len(Process.started) == (session == 0)
+        for process in Process.started:
+            process.status = -9
+        again.look()
+        named = [line for line in again.lines.lines if line.startswith("warning: ")]
+        assert len(named) == 2 * (session == 0)  # of the terminal and of the added sink
+        command = f"shardwright evaluate {bench.folder.path} --step 2 --tasks mine.yaml repeats it; log: "
+        assert all(
+            "again; no resume tries it once more. The run goes on; " + command in each for each in named
+        )
+    again.evaluations.saved(2)  # the run has gone back: these are other weights
+    Process.started[0].finish()
+    again.look()
+    assert evaluated_steps(bench.folder) == [2] and not failures_of(bench.folder, 2)
+
+
+def test_the_last_step_that_fails_is_named_with_its_command(bench: Bench) -> None:
+    bench.save(STEPS)
+    Process.started[0].status = 1
+    bench.look()
+    assert f"--step {STEPS} --tasks mine.yaml repeats it; log: " in bench.lines.lines[-1]
+
+
+STEPS = tiny().train.steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_generated_runs_have_the_results_of_their_own_weights(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves, rewinds, restarts, kills and failures in a drawn order. Each save of a step has weights of its own."""
+    monkeypatch.setattr(task_evaluations, "EvaluationProcess", Process)
+    draw = random.Random(seed)
+    weights: dict[int, float] = {}  #: of the checkpoint of each step
+    failed: Counter[tuple[int, float]] = Counter()
+    lines: list[str] = []
+    kills = 0  #: of the run, which may not have seen a failure
+    bench, done = Bench(tmp_path), 0
+
+    def end_one() -> None:
+        """End a process, or start none for a moment."""
+        for process in Process.started:
+            if process.status is None and not process.is_stopped:
+                if draw.random() < 0.5:
+                    process.finish(weights[process.step])
+                else:
+                    process.status = draw.choice([1, -9])
+                    failed[process.step, weights[process.step]] += 1
+
+    while done < STEPS:
+        event = draw.choice(
+            ["step", "step", "step", "end one", "look", "rewind", "resume", "killed", "delete"]
+        )
+        if event == "step":
+            done += 1
+            checkpoint = bench.folder.checkpoints / f"step-{done}"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / "index.json").write_text("{}")
+            weights[done] = draw.random()
+            bench.evaluations.saved(done)
+        elif event == "end one":
+            end_one()
+        elif event == "look":
+            bench.look()
+        elif event == "delete":
+            for step in bench.evaluations.unused(range(1, done)):
+                shutil.rmtree(bench.folder.checkpoints / f"step-{step}", ignore_errors=True)
+        else:
+            saved = [step for step in saved_steps(bench.folder.checkpoints) if step <= done]
+            back = draw.choice(saved) if event == "rewind" and saved else max(saved, default=0)
+            for step in saved_steps(bench.folder.checkpoints):
+                if step > back:
+                    shutil.rmtree(bench.folder.checkpoints / f"step-{step}")
+            if event == "rewind":
+                bench.evaluations.forget_after(back)
+            else:
+                if event == "resume":
+                    bench.evaluations.end(RunEnd(draw.choice(["interrupted", "failed"]), done))
+                    assert all(each.is_stopped or each.status is not None for each in Process.started)
+                kills += event == "killed"
+                lines += bench.lines.lines
+                bench = Bench(tmp_path)
+                bench.evaluations.setup(SimpleNamespace(steps_done=back))  # type: ignore[arg-type]
+            done = back
+    bench.evaluations.finish(STEPS)
+    while not all(each.status is not None or each.is_stopped for each in Process.started):
+        end_one()
+        bench.look()
+    bench.evaluations.end(RunEnd("finished", STEPS))
+    lines += bench.lines.lines
+    found = {
+        each.step: each.tasks["colours"]["metrics"]["acc"]["value"]
+        for each in evaluations_of(bench.folder, STEPS)
+    }
+    assert {step: value for step, value in found.items() if value != weights[step]} == {}
+    assert max(failed.values(), default=0) <= 2 + kills
+    assert STEPS in found or failed[STEPS, weights[STEPS]]
+    reasons = ("are left out", "is gone", "not evaluated")
+    for step in range(2, STEPS + 1, 2):
+        assert step in found or any(
+            f"of step {step} " in line and line_has(line, reasons) for line in lines
+        ), step
+
+
+def line_has(line: str, words: Collection[str]) -> bool:
+    return any(word in line for word in words)
+
+
 def test_a_process_that_cannot_start_is_a_warning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError("no room")
@@ -307,6 +426,39 @@ def test_the_process_is_no_rank_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     process = EvaluationProcess(RunFolder(tmp_path), 4, endless)
     wait_for(lambda: pids.exists() and bool(pids.read_text()))
     process.stop()
+    wait_for(gone(pids), 5)
+
+
+def test_an_error_of_an_earlier_evaluation_is_not_that_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(evaluation_process.sys, "executable", str(script))
+    log = RunFolder(tmp_path).evaluation_log(4)
+    log.parent.mkdir()
+    log.write_text("error: no such task\n")
+    process = EvaluationProcess(RunFolder(tmp_path), 4, tiny().validation)
+    wait_for(lambda: process.poll() is not None)
+    assert process.error() == "shardwright evaluate ended with status -9"
+
+
+@pytest.mark.parametrize("task", ["endless", "colours"])
+def test_a_look_at_names_has_a_limit(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it the run begins with a warning, and nothing is left of the process and of those that it has started."""
+    script, pids = tmp_path / "python", tmp_path / "pids"
+    script.write_text(SCRIPT)
+    script.chmod(0o755)
+    monkeypatch.setattr(evaluation_process.sys, "executable", str(script))
+    monkeypatch.setattr(evaluation_process, "SECONDS_TO_CHECK", 1.0)
+    monkeypatch.setenv("PIDS", str(pids))
+    if task == "endless":
+        warning = evaluation_process.check_names(RunFolder(tmp_path), [task])
+        assert warning == "warning: lm-eval did not say within 1 s whether it knows the tasks endless"
+    else:
+        with pytest.raises(UserError, match=r"validation\.tasks: no such task"):
+            evaluation_process.check_names(RunFolder(tmp_path), [task])
     wait_for(gone(pids), 5)
 
 

@@ -26,13 +26,21 @@ from shardwright.train.launch.evaluation_process import EvaluationProcess, check
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.evaluations import evaluated_steps, evaluation_at, unfinished_steps
+from shardwright.train.run.evaluations import (
+    evaluated_steps,
+    evaluation_at,
+    failures_of,
+    note_failures,
+    unfinished_steps,
+)
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import asking_store, remove_step, saved_steps
 from shardwright.train.step.trainer import Trainer
 
 POLL_SECONDS = 0.2
 """Between looks at the process, at the end of the run."""
+ATTEMPTS = 2
+"""Evaluations of a step that may fail: a resume repeats the first one alone."""
 ROUND_SECONDS = 5.0
 """After which all ranks meet at the end of the run: the longest that one waits for the first."""
 
@@ -71,7 +79,11 @@ class TaskEvaluations(TrainerHook):
         names = [task for task in self._settings.tasks if not task.endswith(YAML)]
         if names and (warning := check_names(self._folder, names)):
             self._reporter.say(warning)
-        unfinished = [step for step in unfinished_steps(self._folder) if 0 < step <= job.steps_done]
+        unfinished = [
+            step
+            for step in unfinished_steps(self._folder)
+            if 0 < step <= job.steps_done and failures_of(self._folder, step) < ATTEMPTS
+        ]
         if not unfinished:
             return
         with asking_store():
@@ -89,6 +101,9 @@ class TaskEvaluations(TrainerHook):
     def saved(self, step: int) -> None:
         every = self._settings.tasks_every
         if (every and step % every == 0) or step == self._steps:
+            with suppress(OSError):  # of a step that the run has done again
+                self._folder.evaluation_file(step).unlink(missing_ok=True)
+            self._note_failures(step, 0)
             self._evaluate(step)
 
     def after_step(self, record: StepRecord) -> None:
@@ -170,9 +185,6 @@ class TaskEvaluations(TrainerHook):
             # A resume finds by its log that the evaluation is not done.
             self._folder.evaluations.mkdir(parents=True, exist_ok=True)
             self._folder.evaluation_log(step).touch()
-            self._folder.evaluation_file(step).unlink(
-                missing_ok=True
-            )  # of a step that the run has done again
         self._start_next()
 
     def _start_next(self) -> None:
@@ -182,6 +194,7 @@ class TaskEvaluations(TrainerHook):
                 self._running = EvaluationProcess(self._folder, step, self._settings)
             except (OSError, UserError) as error:
                 self._warn(step, str(error))
+                self._delete_postponed(step)
 
     def _look(self) -> None:
         """If the process has ended, report its results, and start the evaluation that waits."""
@@ -201,14 +214,24 @@ class TaskEvaluations(TrainerHook):
 
     def _warn(self, step: int, reason: str) -> None:
         log = self._folder.evaluation_log(step)
+        failures = failures_of(self._folder, step) + 1
+        self._note_failures(step, failures)
+        again = "" if failures == 1 else ", again; no resume tries it once more"
+        # After the last step nothing resumes the run.
+        by_hand = f"{self._command(step)} repeats it; " if failures > 1 or step == self._steps else ""
         self._reporter.say(
-            f"warning: tasks of step {step} are not evaluated: {reason}. The run goes on; log: {log}"
+            f"warning: tasks of step {step} are not evaluated: {reason}{again}. The run goes on; {by_hand}log: {log}"
         )
+
+    def _note_failures(self, step: int, failures: int) -> None:
+        with suppress(OSError):  # then a resume tries once more
+            note_failures(self._folder, step, failures)
 
     def _forget(self, step: int) -> None:
         """Let no resume evaluate a step."""
         with suppress(OSError):
             self._folder.evaluation_log(step).unlink(missing_ok=True)
+        self._note_failures(step, 0)
 
     def _delete_postponed(self, step: int) -> None:
         if step not in self._postponed:
@@ -227,8 +250,10 @@ class TaskEvaluations(TrainerHook):
     def _in_words(self) -> str:
         return " and ".join(f"step {step}" for step in self._used())
 
-    def _command(self) -> str:
-        return f"shardwright evaluate {shlex.quote(str(self._folder.path))} --tasks {','.join(self._settings.tasks)}"
+    def _command(self, step: int | None = None) -> str:
+        at = "" if step is None else f" --step {step}"
+        tasks = shlex.quote(",".join(self._settings.tasks))
+        return f"shardwright evaluate {shlex.quote(str(self._folder.path))}{at} --tasks {tasks}"
 
 
 def await_tasks(trainer: Trainer, evaluations: TaskEvaluations | None, stop: StopRequest) -> None:
