@@ -7,8 +7,9 @@ the plain model does.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,18 +67,47 @@ def _compile_modules(model: Model) -> None:
         block.compile(backend="eager")
 
 
+def _wrap(model: Model) -> None:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = cast(nn.Module, torch.compile(block, backend="eager"))
+
+
+class Locked(Block):
+    """A block that cannot be copied with all its attributes."""
+
+    lock: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return super().forward(x)
+
+
+def _lock(model: Model) -> None:
+    for block in model.blocks:
+        block.__class__, block.lock = Locked, threading.Lock()
+
+
 #: What is done to a model before or after it is sharded.
 FEATURES: dict[str, Callable[[Model], Any]] = {
     "context": lambda m: sw.context_parallel(m, world_mesh(torch.distributed.get_world_size())),
     "tensor": _tensor_parallel,
     "compiled module": lambda m: m.compile(backend="eager"),
     "compiled blocks": _compile_modules,
+    "wrapped blocks": _wrap,
+    "own state": _lock,
     "checkpoints": lambda m: checkpoint_blocks(m.blocks, "full"),
     "offload": lambda m: sw.offload_activations(m.blocks, min_bytes=0),
     "lora": _adapters,
     "dora": lambda m: _adapters(m, "dora"),
 }
-BEFORE_ONLY = ("tensor", "lora", "dora")
+BEFORE_ONLY = ("tensor", "wrapped blocks", "own state", "lora", "dora")
 
 
 def _shard(model: Model, feature: str) -> None:
@@ -111,13 +141,20 @@ def _equal(found: Any, wanted: Any) -> None:
 
 #: The feature, whether it is before `fully_shard`, and the copy: of a model that nobody shards, before, or after it.
 CASES = [
-    *((feature, "feature first", copied) for feature in FEATURES for copied in ("alone", "before", "after")),
+    *(
+        (feature, "feature first", copied)
+        for feature in FEATURES
+        for copied in ("alone", "before", "after")
+        if feature != "wrapped blocks" or copied == "after"  # a copy of torch's wrapper has no hooks
+    ),
     *((feature, "sharded first", "after") for feature in FEATURES if feature not in BEFORE_ONLY),
 ]
 STAY = (
     "context*before*",
     "tensor*after*",
     "compiled module-sharded*",
+    "wrapped blocks*after*",
+    "own state*after*",
     "checkpoints*alone*",
     "lora*after*",
 )

@@ -50,8 +50,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     units[id(unit)] = unit
     result: nn.Module = object.__new__(original)
     memo[id(module)] = result
-    state = {key: _without(unit, value) for key, value in module.__dict__.items() if key not in _NOT_COPIED}
-    result.__dict__.update(copy.deepcopy(state, memo))
+    result.__setstate__(copy.deepcopy(_state_of(module, unit), memo))
     unmark_fully_sharded(result)
     if in_use:
         unit.weights.forms.show_full()
@@ -67,6 +66,14 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
         if not memo.get(_UNITS, True):
             del memo[_UNITS]
     return result
+
+
+def _state_of(module: nn.Module, unit: Unit) -> Any:
+    """What a copy gets of the module: its ``__getstate__``, as for a plain module, without what belongs to the unit."""
+    state: Any = module.__getstate__()
+    if not isinstance(state, dict):
+        return state
+    return {key: _without(unit, value) for key, value in state.items() if key not in _NOT_COPIED}
 
 
 def _without(unit: Unit, value: Any) -> Any:
