@@ -139,6 +139,22 @@ def _equal(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+class Copied(Block):
+    def __deepcopy__(self, memo: Any) -> Copied:
+        raise NotImplementedError
+
+
+@multirank(2)
+def test_a_deepcopy_of_its_own_is_not_called_and_that_is_said(rank: int, world_size: int) -> None:
+    model = Model()
+    model.blocks[0].__class__ = Copied
+    _shard(model, "")
+    with pytest.warns(UserWarning, match="sharded Copied does not call the __deepcopy__ of its class"):
+        other = copy.deepcopy(model)
+    x = _input("", rank, 0)
+    _equal(_step(other, x), _step(model, x))
+
+
 #: The feature, whether it is before `fully_shard`, and the copy: of a model that nobody shards, before, or after it.
 CASES = [
     *(

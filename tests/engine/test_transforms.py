@@ -204,6 +204,30 @@ class Energy(nn.Module):
 
 
 @multirank(2)
+def test_gradient_penalties(rank: int, world_size: int) -> None:
+    """The way that the error for ``create_graph=True`` names."""
+    for options in SETTINGS:
+        torch.manual_seed(5)
+        plain = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+        model: Any = copy.deepcopy(plain)
+        sw.fully_shard(model, mesh=world_mesh(2), **options)
+        for step in range(3):
+            for each, ranks in ((model, [rank]), (plain, range(2))):
+                for r in ranks:
+                    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + r))
+                    slopes = vmap(grad(lambda x, each=each: each(x[None]).sum()))(x)
+                    loss = (slopes.norm(dim=1) - 1).square().mean() + each(x).mean()
+                    (loss / len(ranks)).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad), q.grad)
+            with torch.no_grad():
+                for p in (*model.parameters(), *plain.parameters()):
+                    p.sub_(0.1 * p.grad)  # type: ignore[operator]
+            model.zero_grad()
+            plain.zero_grad()
+
+
+@multirank(2)
 def test_transforms_inside_a_forward(rank: int, world_size: int) -> None:
     for options in SETTINGS:
         torch.manual_seed(5)

@@ -69,7 +69,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
 
 
 def _state_of(module: nn.Module, unit: Unit) -> Any:
-    """What a copy gets of the module: its ``__getstate__``, as for a plain module, without what belongs to the unit."""
+    """The module's ``__getstate__``, which a copy of a plain module gets, too, without the parts of this unit."""
     state: Any = module.__getstate__()
     if not isinstance(state, dict):
         return state

@@ -147,7 +147,15 @@ class FSDPModule(TorchFSDPModule):
             raise
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        return deepcopy_module(cast(nn.Module, self), memo, original_class(type(self)), install)
+        original = original_class(type(self))
+        own: Any = getattr(original, "__deepcopy__", None)
+        if own is not None and not own.__module__.startswith("torch."):  # torch.fx has one, too
+            warnings.warn(
+                f"A deepcopy of a sharded {original.__name__} does not call the __deepcopy__ of its class: all its "
+                "attributes are copied. A __getstate__ can leave some out.",
+                stacklevel=3,
+            )
+        return deepcopy_module(cast(nn.Module, self), memo, original, install)
 
     def __copy__(self) -> nn.Module:
         """A module with the same parts and the same unit, as ``copy.copy`` of a plain module."""

@@ -66,7 +66,8 @@ def _enter(unit: Unit, visit: Visit) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"Backward with create_graph=True reached unit {unit.name!r}: sharded parameters do not support double "
-            "backward, because their memory is released after each use. Use first-order gradients only."
+            "backward, because their memory is released after each use. A gradient of a gradient, as of a gradient "
+            "penalty, is possible with torch.func.grad, which gets copies of the weights."
         )
     if visit.generation != unit.weights.generation:
         raise RuntimeError(

@@ -37,7 +37,11 @@ LEFT_BY = {
     UNSHARD: "the gathering of full parameters of",
 }
 
-_WAY_OUT = "Every rank must run the same units, of the same sizes, in the same order in each step."
+_WAY_OUT = (
+    "Every rank must run the same units, of the same sizes, in the same order in each step. Reasons why ranks differ: "
+    "a branch that depends on a rank's data, a loss that leaves out a unit, requires_grad, or "
+    "set_requires_gradient_sync."
+)
 _WAY_OUT_OF_LEAVING = (
     "The other ranks cannot continue without it. If one rank leaves a step, all ranks must leave it."
 )

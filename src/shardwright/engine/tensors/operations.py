@@ -228,9 +228,16 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def label(arguments: Iterable[Any]) -> str:
-    names = (parameter_behind(t) for t in arguments if isinstance(t, DTensor))
-    name = next(filter(None, names), "")
-    return f"Parameter {name}" if name else "A sharded parameter"
+    """The subject of an error: the parameter among the arguments, or the sharded tensor."""
+    sharded = [t for t in arguments if isinstance(t, DTensor)]
+    name = next(filter(None, map(parameter_behind, sharded)), "")
+    return (
+        f"Parameter {name}"
+        if name
+        else f"A tensor of shape {tuple(sharded[0].shape)}"
+        if sharded
+        else "A tensor"
+    )
 
 
 def is_collective(func: Any) -> bool:
