@@ -49,7 +49,7 @@ def unfinished_steps(folder: RunFolder) -> list[int]:
 
 
 def failures_of(folder: RunFolder, step: int) -> int:
-    """How often the evaluation of a step has failed since its checkpoint was written."""
+    """The number of failed evaluations of a step since its checkpoint was written."""
     try:
         return int(_failures(folder, step).read_text())
     except (OSError, ValueError):
