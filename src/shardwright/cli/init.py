@@ -40,6 +40,10 @@ def _run(call: Call) -> int:
         if options.data
         else ask(None, "--data", question, "pydoc", lambda text: new_job.checked_data(_words(text)))
     )
+    tokenizer = options.tokenizer and new_job.checked_tokenizer(options.tokenizer)
+    if tokenizer is None and ask.asks and not model.startswith("hf:"):
+        question = "Tokenizer: a folder or name of Hugging Face, or bytes"
+        tokenizer = ask(None, "--tokenizer", question, "bytes", new_job.checked_tokenizer)
     known = f"NxDEVICE with a device of {', '.join(known_devices())}, local, or 2xcpu"
     ranks, device = ask(options.on, "--on", f"Devices: {known}", _here(), _devices)
     default = "finetune" if model.startswith("hf:") else "pretrain"
@@ -50,7 +54,7 @@ def _run(call: Call) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    wanted = new_job.Wanted(model, data, task, ranks, device, options.seq_len or 0)
+    wanted = new_job.Wanted(model, data, task, ranks, device, options.seq_len or 0, tokenizer or "")
     processes = min(8, os.cpu_count() or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,8 +135,9 @@ def _local_device() -> Any:
 
 def _add_options(parser: Parser) -> None:
     parser.usage = (
-        "shardwright init [FILE.toml] [--model MODEL] [--data FILE ...] [--on NxDEVICE]\n"
-        "                        [--task pretrain|finetune|lora] [--seq-len N] [--no-plan] [--force] [--debug]"
+        "shardwright init [FILE.toml] [--model MODEL] [--data FILE ...] [--tokenizer NAME]\n"
+        "                        [--on NxDEVICE] [--task pretrain|finetune|lora] [--seq-len N] [--no-plan] [--force]\n"
+        "                        [--debug]"
     )
     add: Callable[..., Any] = parser.add_argument
     add(
@@ -147,7 +152,14 @@ def _add_options(parser: Parser) -> None:
         "--data",
         metavar="FILE",
         nargs="+",
-        help="files or folders with text, conversations or completions, or pydoc",
+        help="files, patterns or folders with text, conversations or completions, or pydoc; of a folder the files of "
+        "one kind",
+    )
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="a folder or name of Hugging Face, or bytes (default: the model's own of transformers, bytes for a "
+        "preset)",
     )
     add("--on", metavar="NxDEVICE", help="the devices, as for plan, such as 8xh100; or 2xcpu")
     add(

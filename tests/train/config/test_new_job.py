@@ -14,6 +14,8 @@ from shardwright.planner.search import Found
 from shardwright.train.commands.plans import new_job
 from shardwright.train.commands.plans.fit import Search
 from shardwright.train.config.load import load_config
+from shardwright.train.config.sections.data import DataConfig
+from shardwright.train.data.sources.places import locate
 from shardwright.train.data.tokens.byte_tokenizer import tokenizer_json
 from tests.train.kit.jobs import losses, run
 from tests.train.kit.qwen3 import SMALL_QWEN3, folder_of_model
@@ -125,7 +127,9 @@ def test_the_planner_chooses(
 def test_questions_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    asked, answers = [], iter(["7B", "150M", "none.txt", "'a", "", "debug", "2xcpu", "dpo", "lora", ""])
+    answers = iter(["7B", "150M", "none.txt", "'a", "", "none/none", "", "debug", "2xcpu", "dpo", "lora", ""])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked: list[str] = []
 
     def answer(question: str) -> str:
         asked.append(question.partition(":")[0])
@@ -134,7 +138,7 @@ def test_questions_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("builtins.input", answer)
     assert init(tmp_path) == 0
     # A wrong answer is asked for again at once.
-    assert asked == ["Model"] * 2 + ["Data"] * 3 + ["Devices"] * 2 + ["Task"] * 3
+    assert asked == ["Model"] * 2 + ["Data"] * 3 + ["Tokenizer"] * 2 + ["Devices"] * 2 + ["Task"] * 3
     config = load_config(tmp_path / "job.toml", (), ranks=2)
     assert config.model.preset == "150M" and config.data.source == "pydoc"
 
@@ -171,9 +175,72 @@ def test_names_with_spaces_and_folders_with_endings(tmp_path: Path) -> None:
     (tmp_path / "d d").mkdir()
     (tmp_path / "d d" / "my file.txt").write_text("text")
     (tmp_path / "rows.jsonl").mkdir()
+    (tmp_path / "rows.jsonl" / "1.jsonl").write_text('{"text": "a"}\n')
     sources = [str(tmp_path / "d d" / "my file.txt"), str(tmp_path / "rows.jsonl")]
     assert init(tmp_path, "--model", "debug", "--on", "2xcpu", "--data", *sources) == 0
-    assert list(load_config(tmp_path / "job.toml", (), ranks=2).data.source) == sources
+    written = list(load_config(tmp_path / "job.toml", (), ranks=2).data.source)
+    assert written == [sources[0], f"{sources[1]}/*.jsonl"]
+
+
+def test_a_folder_becomes_the_pattern_that_training_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def data_of(folder: Path) -> DataConfig:
+        assert init(tmp_path, "--model", "debug", "--on", "2xcpu", "--force", "--data", str(folder)) == 0
+        config = load_config(tmp_path / "job.toml", (), ranks=2)
+        assert isinstance(config.data.source, str) and locate(config.data.source)
+        return config.data
+
+    (deep := tmp_path / "texts [1]" / "deep").mkdir(parents=True)
+    (deep / "a.jsonl").write_text('{"messages": []}\n')
+    (deep.parent / "README.md").write_text("no data")
+    data = data_of(deep.parent)
+    assert [each.path for each in locate(str(data.source))] == [str(deep / "a.jsonl")]
+    assert data.kind == "conversations"
+    (deep.parent / "a.txt").write_text("text")
+    assert str(data_of(deep.parent).source).endswith("/*.txt")
+    (deep.parent / "b.parquet").write_text("rows")
+    for words in ("expected a folder with files of one kind, found .parquet and .txt", "found none in"):
+        assert init(tmp_path, "--model", "debug", "--on", "2xcpu", "--force", "--data", str(deep.parent)) == 2
+        assert words in capsys.readouterr().err
+        for file in (*deep.parent.glob("*.*"), deep / "a.jsonl"):
+            file.unlink(missing_ok=True)
+
+
+def test_a_preset_trains_on_bytes_or_on_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "8B", "--data", "pydoc", "--on", "8xh100", "--no-plan", "--force"]
+    assert init(tmp_path, *words) == 0
+    assert "The model trains on bytes" in capsys.readouterr().err
+    config = load_config(tmp_path / "job.toml", (), ranks=8)
+    assert (config.data.tokenizer, config.model.vocab_size) == ("bytes", 256)
+    assert (config.optimizer.warmup_steps, config.checkpoint.every) == (100, 100)  # of 1,000 steps
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    assert init(tmp_path, *words, "--tokenizer", str(tmp_path)) == 0
+    assert "bytes" not in capsys.readouterr().err
+    config = load_config(tmp_path / "job.toml", (), ranks=8)
+    assert (config.data.tokenizer, config.model.vocab_size) == (str(tmp_path), None)
+    assert init(tmp_path, *words, "--tokenizer", str(tmp_path / "none.json")) == 2
+    assert "error: --tokenizer: expected bytes, the path of" in capsys.readouterr().err
+
+
+def test_a_short_run_saves_and_a_tiny_set_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    assert init(tmp_path, "--model", "debug", "--data", "pydoc", "--on", "2xcpu") == 0
+    config = load_config(tmp_path / "job.toml", (), ranks=2)
+    assert (config.train.steps, config.checkpoint.every, config.validation.every) == (100, 10, 20)
+    folder = folder_of_model(SMALL_QWEN3, tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
+    capsys.readouterr()
+    words = ["--model", f"hf:{folder}", "--data", str(tmp_path / "data.jsonl"), "--on", "8xcpu", "--force"]
+    assert init(tmp_path, *words) == 0
+    notice = "he data are about 1 step in 2 epochs, with one sequence for each rank in a step"
+    assert f"warning: t{notice}" in capsys.readouterr().err
+    assert f"# passes over the data. T{notice}" in (tmp_path / "job.toml").read_text()
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

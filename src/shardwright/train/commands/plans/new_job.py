@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +23,30 @@ from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
 from shardwright.train.config.schema import Config, toml_value
 from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.config.shapes.presets import Shape
+from shardwright.train.data.sources.places import PYDOC, SUFFIXES, locate, size_of
 from shardwright.train.data.tokens.tokenizers import FILE as TOKENIZER_FILE
+from shardwright.train.data.tokens.tokenizers import KEY as TOKENIZER_KEY
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError, counted
+from shardwright.train.models.vocabulary import with_vocabulary
 from shardwright.train.report.progress import START
 
 TASKS = ("pretrain", "finetune", "lora")
+OTHER_TOKENIZER = (
+    "set data.tokenizer to a folder or name of Hugging Face for its tokenizer, or pass --tokenizer"
+)
 #: By parameters up to which they are used, peak learning rates for training from scratch.
 RATES = ((2e7, 3e-3), (5e8, 6e-4), (2e10, 3e-4), (1e12, 1.5e-4))
 FINE_TUNING_RATES = {"finetune": 1e-5, "lora": 2e-4}
 TOKENS = {"pretrain": 1 << 19, "finetune": 1 << 17, "lora": 1 << 16}  #: of a step, about
 EPOCHS = 2.0  #: of fine-tuning
+STEPS = (100, 1000)  #: of pretraining on a CPU, and on GPUs
 FEWEST = 10  #: steps of fine-tuning, about: less data has smaller batches
-WARMUP = 10  #: steps of the warm-up, at most a tenth of the run
+FEW = 6  #: steps of fine-tuning below which there is a notice
+WARMUP = 10  #: steps of the warm-up of fine-tuning, at most a tenth of the run, or else `WARMUP_PART` of it
+WARMUP_PART = 0.03
+SAVES, LONGEST = 10, 200  #: checkpoints in a run, or more: there are at most so many steps between two
+BYTES = "bytes"
 BYTES_OF_A_TOKEN = 4  #: about, of text in files
 SEQ_LEN = 4096  #: or the longest of the model
 ON_CPU: Mapping[str, int] = {"seq_len": 256, "global_batch": 16, "micro_batch": 8}
@@ -57,6 +70,7 @@ class Wanted:
         ranks: of the job.
         device: of each rank; None: the CPU.
         seq_len: tokens of a sequence; 0: `SEQ_LEN`.
+        tokenizer: as `data.tokenizer`. Empty: the model's own, or bytes for a preset.
     """
 
     model: str
@@ -65,6 +79,17 @@ class Wanted:
     ranks: int
     device: Device | None
     seq_len: int = 0
+    tokenizer: str = ""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the model is one of transformers."""
+        return self.model.startswith(MODEL_PREFIX)
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a preset is trained on bytes."""
+        return not self.is_foreign and self.tokenizer in ("", BYTES)
 
 
 def presets() -> list[str]:
@@ -94,18 +119,56 @@ def checked_model(model: str) -> str:
 
 
 def checked_data(sources: Sequence[str]) -> tuple[str, ...]:
-    """Files, folders or patterns of data, unless one is missing.
+    """Files or patterns of data, as training takes them: a folder of files becomes the pattern of their kind.
 
     Raises:
-        UserError: one is.
+        UserError: one is missing, empty or of a kind that training does not read, or a folder has several kinds.
     """
-    missing = [source for source in sources if source != "pydoc" and not _exists(source)]
+    missing = [source for source in sources if source != PYDOC and not _exists(source)]
     if missing or not sources:
         found = missing[0] if missing else ""
         raise UserError(
             f"--data: expected files, folders, patterns or pydoc, found {found!r}, which is not there"
         )
-    return tuple(sources)
+    checked = tuple(pattern for source in sources for pattern in _patterns_of(source))
+    for source in checked:
+        for place in locate(source, "--data") if source != PYDOC and "://" not in source else ():
+            size_of(place)
+    return checked
+
+
+def _patterns_of(source: str) -> list[str]:
+    """The source; of a folder with files the pattern of these."""
+    folder = Path(source).expanduser()
+    saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
+    if "://" in source or not folder.is_dir() or saved:
+        return [source]
+    root = glob.escape(source.rstrip(os.sep) or os.sep)
+    for inside in ("*", os.path.join("**", "*")):  # files in folders of the folder, if it has none itself
+        pattern = os.path.join(root, inside)
+        files = glob.glob(os.path.expanduser(pattern), recursive=True)
+        endings = sorted({each.suffix for each in map(Path, files) if each.suffix.lower() in SUFFIXES})
+        if len({each.lower() for each in endings}) > 1:
+            raise UserError(
+                f"--data: expected a folder with files of one kind, found {' and '.join(endings)} in {folder}; choose "
+                f"one: --data {shlex.quote(f'{pattern}{endings[0]}')}"
+            )
+        if endings:
+            return [f"{pattern}{each}" for each in endings]
+    raise UserError(f"--data: expected a folder with {', '.join(SUFFIXES)} files, found none in {folder}")
+
+
+def checked_tokenizer(name: str) -> str:
+    """The name of a tokenizer, unless there is none that can be read.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        open_tokenizer(name)
+    except UserError as error:
+        raise UserError(f"--tokenizer: {str(error).removeprefix(f'{TOKENIZER_KEY}: ')}") from error
+    return name
 
 
 def checked_task(task: str, model: str) -> str:
@@ -130,7 +193,7 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     Raises:
         UserError: an answer is wrong.
     """
-    foreign = wanted.model.startswith(MODEL_PREFIX)
+    foreign = wanted.is_foreign
     name = wanted.model.removeprefix(MODEL_PREFIX)
     kind, _, preset = name.rpartition(":")
     model: Section = {"kind": ("hf", ""), "path": (name, "")} if foreign else {"preset": (preset, "")}
@@ -138,18 +201,20 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
         model = {"kind": (kind, ""), **model}
     if foreign and wanted.task == "pretrain":
         model["weights"] = ("random", "from scratch: only the shape of the model is read")
-    train: Section = {"steps": (1000 if wanted.device else 100, "")}
+    if wanted.is_bytes and not _has_ids(wanted.data):
+        model["vocab_size"] = (256, "bytes; without this line it is the size of data.tokenizer")
+    train: Section = {"steps": (STEPS[wanted.device is not None], "")}
     if wanted.task != "pretrain":
         train = {"epochs": (EPOCHS, "passes over the data")}
     sections: dict[str, Section] = {
         "run": {"name": (_plain(name), ""), "device": ("cuda" if wanted.device else "cpu", "")},
         "model": model,
-        "data": _data(wanted.data, name if foreign else None),
+        "data": _data(wanted, name),
         "train": train,
         "optimizer": {},
         "parallel": {"param_dtype": ("bfloat16", "gradients are summed in float32")} if wanted.device else {},
-        "validation": {"every": (100, "steps")},
-        "checkpoint": {"every": (200, "steps")},
+        "validation": {},
+        "checkpoint": {},
     }
     if wanted.task == "lora":
         sections["finetune"] = {"method": ("lora", ""), "rank": (16, ""), "alpha": (32, "")}
@@ -161,38 +226,69 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
         train |= {key: (value, "") for key, value in ON_CPU.items()}
     seq_len = wanted.seq_len or min(longest, SEQ_LEN if wanted.device else ON_CPU["seq_len"])
     batch = ON_CPU["global_batch"] if wanted.device is None else TOKENS[wanted.task] // seq_len
-    if (
-        "epochs" in train
-        and (steps := _steps_of(wanted.data, batch * seq_len)) is not None
-        and steps < FEWEST
-    ):
-        batch = batch * steps // FEWEST
+    epochs = "epochs" in train
+    if epochs and (tokens := EPOCHS * _tokens_of(wanted.data)) and tokens < FEWEST * batch * seq_len:
+        batch = int(tokens / (FEWEST * seq_len))
     batch = max(1, round(batch / wanted.ranks)) * wanted.ranks
+    steps = _epoch_steps(wanted, batch * seq_len) if epochs else STEPS[wanted.device is not None]
     train["seq_len"] = (seq_len, "tokens of a sequence")
     train["global_batch"] = (batch, f"sequences of a step: {batch * seq_len:,} tokens")
     train["micro_batch"] = (1 if wanted.device else batch // wanted.ranks, "sequences of a rank at a time")
     rate = FINE_TUNING_RATES.get(wanted.task) or next(
         rate for most, rate in RATES if sizes_of(shape).parameters <= most or most == RATES[-1][0]
     )
-    warmup: tuple[object, str] = (WARMUP, "")
-    if "epochs" in train and (steps := _steps_of(wanted.data, batch * seq_len)) is not None:
-        fitting = min(WARMUP, max(1, steps // 10))
-        warmup = (fitting, f"of about {counted(steps, 'step')}, by the size of the data")
-    sections["optimizer"] = {"lr": (rate, "peak learning rate"), "warmup_steps": warmup}
+    warmup = max(1, steps // 10) if steps else WARMUP
+    about = ""
+    if epochs and steps:
+        warmup = min(warmup, max(WARMUP, round(WARMUP_PART * steps)))
+        about = f"of about {counted(steps, 'step')}, by the size of the data"
+    if epochs and (notice := _few_steps(steps)):
+        train["epochs"] = (EPOCHS, f"passes over the data. {notice[0].upper()}{notice[1:]}")
+    sections["optimizer"] = {"lr": (rate, "peak learning rate"), "warmup_steps": (warmup, about)}
+    sections["validation"] = {"every": (_interval(steps, 100, SAVES // 2), "steps")}
+    unknown = "" if steps else "; a smaller number for a short run: train prints its steps"
+    sections["checkpoint"] = {"every": (_interval(steps, LONGEST, SAVES), f"steps{unknown}")}
     return sections
 
 
-def _steps_of(sources: Sequence[str], tokens: int) -> int | None:
-    """About the number of steps of so many tokens in `EPOCHS` of text files. None: there are other sources."""
-    files = [file for source in sources for file in ([] if "://" in source else sorted(_files_of(source)))]
-    if not files or any(file.suffix not in (".txt", ".jsonl") for file in files):
-        return None
-    return max(1, round(EPOCHS * sum(file.stat().st_size for file in files) / BYTES_OF_A_TOKEN / tokens))
+def _interval(steps: int, most: int, times: int) -> int:
+    """Steps after which a run of so many steps does a thing. 0 steps: their number is not known."""
+    return min(most, max(1, steps // times)) if steps else most
+
+
+def _epoch_steps(wanted: Wanted, tokens: int) -> int:
+    """About the number of steps of so many tokens in `EPOCHS`. 0: it is not known."""
+    whole = EPOCHS * _tokens_of(wanted.data)
+    return max(1, round(whole / tokens)) if whole else 0
+
+
+def _few_steps(steps: int) -> str:
+    """A notice if fine-tuning has few steps; else empty."""
+    if not 0 < steps < FEW:
+        return ""
+    return (
+        f"the data are about {counted(steps, 'step')} in {EPOCHS:g} epochs, with one sequence for each rank in a step: "
+        "add data, raise train.epochs, or take fewer ranks or a smaller train.seq_len"
+    )
+
+
+def _tokens_of(sources: Sequence[str]) -> float:
+    """About the number of tokens of text files. 0: there are other sources."""
+    files = [_files_of(source) for source in sources]
+    if not all(files) or any(file.suffix.lower() not in (".txt", ".jsonl") for own in files for file in own):
+        return 0.0
+    return sum(float(file.stat().st_size) for own in files for file in own) / BYTES_OF_A_TOKEN
+
+
+def _has_ids(sources: Sequence[str]) -> bool:
+    return any(file.suffix.lower() == ".npy" for source in sources for file in _files_of(source))
 
 
 def _files_of(source: str) -> list[Path]:
-    path = Path(source)
-    return [path] if path.is_file() else [each for each in path.parent.glob(path.name) if each.is_file()]
+    """The files here of a source; none of pydoc and of a URL."""
+    if source == PYDOC or "://" in source:
+        return []
+    return [Path(place.path) for place in locate(source, "--data")]
 
 
 def _without_template(config: Config) -> str:
@@ -229,31 +325,41 @@ def _shape(model: Section, folder: Path, name: str) -> Shape:
         raise UserError(f"--model {name}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def _data(sources: Sequence[str], tokenizer: str | None) -> Section:
+def _data(wanted: Wanted, model: str) -> Section:
+    sources = wanted.data
     section: Section = {"source": (sources[0] if len(sources) == 1 else list(sources), "")}
-    keys = _keys_of_first_row(sources[0])
+    first = next(iter(_files_of(sources[0])), None)
+    keys = set() if first is None else _keys_of_first_row(first)
     for kind, key in (("conversations", "messages"), ("completions", "completion")):
-        if key in keys:
-            section["kind"] = (kind, f"rows of {Path(sources[0]).name} have {key}")
-    if tokenizer is not None:
-        template = "it needs a chat template, or set chat_template" if "messages" in keys else ""
-        section["tokenizer"] = (tokenizer, template)
+        if first is not None and key in keys:
+            section["kind"] = (kind, f"rows of {first.name} have {key}")
+    if wanted.is_bytes:
+        section["tokenizer"] = (
+            BYTES,
+            "each byte is a token; or a folder or name of Hugging Face, without vocab_size",
+        )
+        return section
+    template = "it needs a chat template, or set chat_template" if "messages" in keys else ""
+    section["tokenizer"] = (wanted.tokenizer or model, template)
+    if wanted.is_foreign:
         section["packing"] = ("best_fit", "whole documents, as many as fit into a sample")
     return section
 
 
 def _exists(source: str) -> bool:
-    path = Path(source)
-    return "://" in source or (bool(path.name) and (path.exists() or any(path.parent.glob(path.name))))
+    path = Path(source).expanduser()
+    if "://" in source or (path.name and path.exists()):
+        return True
+    return glob.has_magic(source) and bool(glob.glob(str(path), recursive=True))
 
 
-def _keys_of_first_row(source: str) -> set[str]:
+def _keys_of_first_row(file: Path) -> set[str]:
     """The keys of the first row of a file in JSON lines; none of another file."""
-    if not source.endswith(".jsonl") or "://" in source or not Path(source).is_file():
+    if file.suffix.lower() != ".jsonl":
         return set()
-    with Path(source).open(encoding="utf-8", errors="replace") as file:
+    with file.open(encoding="utf-8", errors="replace") as lines:
         try:
-            row = json.loads(file.readline())
+            row = json.loads(lines.readline())
         except ValueError:
             return set()
     return set(row) if isinstance(row, dict) else set()
@@ -354,9 +460,15 @@ def new_job(
             config = load_config(
                 checked, READ_ALONE if "path" in sections["model"] else (), ranks=wanted.ranks
             )
+            if wanted.tokenizer:
+                with_vocabulary(config)
             file.write_text(text)
         except OSError as error:
             raise UserError(f"init: cannot write {file}: {error.strerror}") from error
-        if notice := _without_template(config):
+        tokens = config.train.global_batch * config.train.seq_len
+        few = _few_steps(_epoch_steps(wanted, tokens)) if config.train.epochs else ""
+        for notice in filter(None, (_without_template(config), few)):
             say(f"warning: {notice}")
+        if wanted.is_bytes:
+            say(f"The model trains on bytes: {file} sets data.tokenizer to bytes; {OTHER_TOKENIZER}.")
     return verdict
