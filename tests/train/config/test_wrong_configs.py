@@ -651,6 +651,10 @@ COMMANDS: list[tuple[str, str]] = [
         "train tiny.toml --run.dir done",
         "run.dir: ... found one in done; continue it with --resume done, or set another folder",
     ),
+    (
+        "train tiny.toml --run.dir unsaved",
+        "found one in unsaved, which has saved nothing; add --continue to start it again there, or set another fol",
+    ),
     ("train --resume nowhere", "--resume: expected the folder of a run, found no such folder at nowhere"),
     (
         "train --resume done --train.steps 4 --run.dir other",
@@ -688,7 +692,7 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     (
         "train --resume unsaved --train.steps 4",
-        "unsaved/checkpoints: expected a whole checkpoint, found none; the run has saved",
+        "found none; the run has saved nothing; start it again with: ... CONFIG.toml --run.dir unsaved --continue",
     ),
     ("export unsaved out", "unsaved/checkpoints: expected a whole checkpoint, found none; the run has saved nothing"),
     ("export done texts", "export: expected a new folder, found that texts exists; choose another name"),

@@ -19,7 +19,7 @@ from shardwright.checkpoint import (
 )
 from shardwright.train.errors import UserError, as_user_errors, counted, printable
 from shardwright.train.report.progress import patience_about_bytes
-from shardwright.train.run.folder import RunFolder, checkpoints_near, checkpoints_of
+from shardwright.train.run.folder import RunFolder, checkpoints_near, checkpoints_of, to_begin_again
 from shardwright.train.run.position import FolderOrUrl, Position, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import RunCheckpoint, position_in
 
@@ -83,7 +83,8 @@ def _inspect_run(
         steps = saved_steps(checkpoints)
     if not steps:
         raise UserError(
-            f"inspect: expected a checkpoint in {checkpoints}, found none; the run has saved nothing"
+            f"inspect: expected a checkpoint in {checkpoints}, found none; the run has saved nothing; "
+            f"{to_begin_again(checkpoints)}"
         )
     show(f"{printable(str(path))}: {counted(len(steps), 'checkpoint')}")
     damaged: list[str] = []

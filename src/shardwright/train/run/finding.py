@@ -10,7 +10,14 @@ from pathlib import Path
 from shardwright.checkpoint import check_writable
 from shardwright.train.config import Config, with_special_tokens
 from shardwright.train.errors import UserError, as_user_errors
-from shardwright.train.run.folder import RUNS, RunFolder, checkpoints_of, open_for_writing, runs_near
+from shardwright.train.run.folder import (
+    RUNS,
+    RunFolder,
+    checkpoints_of,
+    newest_saved,
+    open_for_writing,
+    runs_near,
+)
 from shardwright.train.run.lock import FolderLock, claim
 from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.same_job import check_same_job
@@ -45,10 +52,15 @@ def _check_name(path: str) -> None:
 
 
 def holds_a_run(folder: RunFolder) -> str:
-    return (
-        f"run.dir: expected a folder without a run, found one in {folder.path}; continue it with --resume "
-        f"{shlex.quote(str(folder.path))}, or set another folder"
-    )
+    path = shlex.quote(str(folder.path))
+    found = f"run.dir: expected a folder without a run, found one in {folder.path}"
+    try:
+        saved = newest_saved(folder) is not None
+    except OSError:  # of a store
+        saved = True
+    if saved:
+        return f"{found}; continue it with --resume {path}, or set another folder"
+    return f"{found}, which has saved nothing; add --continue to start it again there, or set another folder"
 
 
 def _unique_folder(name: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
@@ -169,6 +170,13 @@ def newest_saved(folder: RunFolder) -> int | None:
     except UserError:  # nothing has begun here
         place = folder.checkpoints
     return next(iter(saved_steps(place)), None)
+
+
+def to_begin_again(checkpoints: FolderOrUrl) -> str:
+    """What to do with a run that has saved nothing, for a message. `checkpoints`: their place."""
+    own = isinstance(checkpoints, Path) and checkpoints.name == "checkpoints"
+    run = shlex.quote(str(checkpoints.parent)) if own and isinstance(checkpoints, Path) else "RUN"
+    return f"start it again with: shardwright train CONFIG.toml --run.dir {run} --continue"
 
 
 def _damaged_key(record: Mapping[str, Any]) -> str | None:

@@ -26,6 +26,7 @@ from shardwright.collective import RankGroup
 from shardwright.errors import OtherOptimizer
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.report.progress import patience_about_bytes
+from shardwright.train.run.folder import to_begin_again
 from shardwright.train.run.position import FolderOrUrl, Position, asking_store, saved_steps, step_folder
 from shardwright.train.run.stored_checkpoint import HOOK, RunCheckpoint, examine
 
@@ -139,9 +140,10 @@ def _newest(checkpoints: FolderOrUrl, steps: list[int], read: Callable[[FolderOr
             next_one = f"; falling back to step-{older}" if older is not None else ""
             say(f"{folder} is damaged ({problem}){next_one}")
     problems = (
-        f"found only damaged ones ({'; '.join(damaged)}); restore one of them"
+        f"found only damaged ones ({'; '.join(damaged)}); restore one of them from a copy of it, or begin a new run in "
+        "another run.dir"
         if damaged
-        else "found none; the run has saved nothing"
+        else f"found none; the run has saved nothing; {to_begin_again(checkpoints)}"
     )
     raise UserError(f"{checkpoints}: expected a whole checkpoint, {problems}")
 
