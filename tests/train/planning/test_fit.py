@@ -151,7 +151,11 @@ def test_a_terminal_shows_progress_while_plans_are_made(
     assert lines[0] == f"edit 1 of {len(lines) - 1}: --activations.checkpoint ops\033[K"
     _, out, err = run(capsys, *job, "--fit", "--processes", "1")
     lines = err.split("\r")[1:]
-    assert "\r" not in out and lines[-1] == "\033[K" and lines[0].startswith("1 plans, the last one ")
+    assert (
+        "\r" not in out
+        and lines[-1] == "\033[K"
+        and lines[0].startswith("planning: 1 of about 20 plans, 0 s; the last one ")
+    )
 
 
 def test_heads_name_another_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,3 +387,14 @@ def test_what_makes_the_difference(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "memory   no difference of 1% or more\ntime     no difference of 1% or more" in out
     values = json.loads(run(capsys, *jobs, "--on", "8xh100", "--json")[1])
     assert values["memory"] == [{"owner": "activations, mm, model.py:3", "bytes": -6 * GIB}]
+
+
+def test_progress_is_also_lines_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fitting, "SECONDS", 0.0)
+    for number in (1, 2):
+        fitting._Shown()(f"plan {number}")
+    assert capsys.readouterr().err == "plan 1\nplan 2\n"
+    plans = fitting._Plans(lambda keys: None)
+    assert plans.plan(())() is None and plans.words() == "planning: 1 of about 20 plans, 0 s"

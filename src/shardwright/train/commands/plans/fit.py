@@ -37,9 +37,12 @@ from shardwright.train.commands.plans.plan import assumptions, head, program_of,
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError, counted
+from shardwright.train.report.progress import patience, to_stderr
 
 _Result = tuple[Found, Speed] | str | None
 SHOWN = 5  #: plans beside the best one
+USUAL = 20  #: plans of a search, about
+SECONDS = 7.0  #: between two lines about a search, where stderr is no terminal
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
@@ -147,8 +150,8 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
         return frozenset(changed(config, keys))
 
     further, smaller, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
-    with _pool(processes) as pool:
-        made = _Plans(functools.partial(planned, job, device, rules, caches), pool)
+    made = _Plans(functools.partial(planned, job, device, rules, caches))
+    with _pool(processes) as made.pool, patience(_Shown(), made.words):
         grids = functools.partial(
             grids_of, job, config, device.figures.node, divides_loss(job, config, made.plan)
         )
@@ -168,37 +171,62 @@ class _Plans:
     """The plans of a search.
 
     Attributes:
+        pool: processes that make them.
         speeds: by the keys of a plan.
         failed: errors of plans that should not fail, by their keys.
     """
 
-    def __init__(self, planned: Callable[[Keys], _Result], pool: Executor | None) -> None:
-        self._planned, self._pool = planned, pool
+    def __init__(self, planned: Callable[[Keys], _Result]) -> None:
+        self._planned = planned
+        self.pool: Executor | None = None
+        self._started, self._begun, self._done, self._last = time.monotonic(), 0, 0, ""
         self.speeds: dict[Keys, Speed] = {}
         self.failed: dict[Keys, str] = {}
 
     def plan(self, keys: Keys) -> Later:
         """Begin a plan. Without other processes it is made when it is asked for."""
-        if self._pool is None:
+        self._begun += 1
+        if self.pool is None:
             return functools.partial(self._noted, keys, functools.partial(self._planned, keys))
         with _interrupts_held():
-            future = self._pool.submit(self._planned, keys)
+            future = self.pool.submit(self._planned, keys)
         return functools.partial(self._noted, keys, future.result)
 
     def _noted(self, keys: Keys, made: Callable[[], _Result]) -> Found | None:
         result = made()
+        self._done += 1
         if isinstance(result, str):
             self.failed[keys] = result
         elif result is not None:
             self.speeds[keys] = result[1]
             words = f"{in_gib(result[0].nbytes)} GiB, {in_time(result[0].seconds)} a step"
-            say(f"{len(self.speeds)} plans, the last one {words}")
+            self._last = f"; the last one {words}{'' if result[0].fits else ', which does not fit'}"
+            say(self.words())
         return result[0] if isinstance(result, tuple) else None
+
+    def words(self) -> str:
+        """The progress of the search. The number of plans depends on their results, so it is an estimate."""
+        seconds = time.monotonic() - self._started
+        return f"planning: {self._done} of about {max(USUAL, self._begun)} plans, {seconds:.0f} s{self._last}"
 
     def waits_long(self, found: Found) -> bool:
         """Whether the device waits for collectives for a large part of a step."""
         losses = {loss.name: loss.seconds for loss in self.speeds[found.keys].losses()}
         return losses["waits"] > EXPOSED * found.seconds
+
+
+class _Shown:
+    """Shows texts on stderr: on a terminal in place of the one before, elsewhere as lines, fewer of them."""
+
+    def __init__(self) -> None:
+        self._latest = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            say(text)
+        elif time.monotonic() - self._latest >= SECONDS:
+            self._latest = time.monotonic()
+            to_stderr(text)
 
 
 def planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys) -> _Result:

@@ -16,6 +16,7 @@ from shardwright.planner.devices import Device
 from shardwright.planner.search import Found, fastest
 from shardwright.planner.verdict import in_gib
 from shardwright.train.commands.plans.fit import search
+from shardwright.train.commands.plans.plan import say as say_in_place
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config.catalog.kinds import kinds, sizes_of
 from shardwright.train.config.load import load_config
@@ -29,7 +30,6 @@ from shardwright.train.data.tokens.tokenizers import KEY as TOKENIZER_KEY
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError, counted
 from shardwright.train.models.vocabulary import with_vocabulary
-from shardwright.train.report.progress import START
 
 TASKS = ("pretrain", "finetune", "lora")
 OTHER_TOKENIZER = (
@@ -387,13 +387,12 @@ def with_plan(
     path = folder / "job.toml"
     path.write_text(text_of(sections))
     keys = READ_ALONE if "path" in sections["model"] else ()
-    say(f"Planning settings for {wanted.ranks} x {device.name}: this takes one to three minutes.")
+    say(f"Planning settings for {wanted.ranks} x {device.name}: this takes minutes.")
     job = PlannedJob(str(path), keys, wanted.ranks)
-    START.begin("planning")
     try:
         found = search(job, device, Rules.of(os.environ), True, processes)
     finally:
-        START.end()
+        say_in_place("")
     best = fastest(found.plans)
     if best is None:
         least = min(found.plans, key=lambda each: each.nbytes)
