@@ -26,6 +26,8 @@ def _run(call: Call) -> int:
             check_tasks(tasks)
             print("lm-eval knows these tasks")
             return 0
+        if options.run is None:
+            raise UserError("evaluate: expected RUN, found none; see shardwright evaluate --help")
         evaluated = evaluate(
             Path(options.run),
             tasks,
@@ -34,6 +36,7 @@ def _run(call: Call) -> int:
             limit=options.limit,
             device=options.device,
             batch_size=options.batch_size,
+            chat=options.apply_chat_template,
             say=to_stderr,
         )
     Console().print(of_tasks(evaluated.step, evaluated.tasks))
@@ -42,8 +45,16 @@ def _run(call: Call) -> int:
 
 
 def _add_options(parser: Parser) -> None:
+    parser.usage = (
+        "shardwright evaluate RUN --tasks TASKS [--apply-chat-template] [--limit N] [--step N] [--dtype DTYPE]\n"
+        "                            [--device DEVICE] [--batch-size N] [--debug]\n"
+        "       shardwright evaluate --tasks TASKS --check"
+    )
     parser.add_argument(
-        "run", metavar="RUN", help="run folder with a checkpoint, or a folder of `shardwright export`"
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="run folder with a checkpoint, or a folder of `shardwright export`; not with --check",
     )
     parser.add_argument(
         "--tasks", metavar="TASKS", required=True,
@@ -52,6 +63,10 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="only check that lm-evaluation-harness knows the tasks"
     )
+    parser.add_argument(
+        "--apply-chat-template", action="store_true",
+        help="put the texts of the tasks into the chat template of the run or the folder, as messages of a user",
+    )  # fmt: skip
     parser.add_argument("--limit", metavar="N", type=integer(1), help="samples of each task (default: all)")
     parser.add_argument(
         "--step", metavar="N", type=integer(0), help="step of the checkpoint (default: the newest whole one)"

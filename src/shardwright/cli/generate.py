@@ -19,6 +19,7 @@ def _run(call: Call) -> int:
         top_k=call.options.top_k,
         seed=call.options.seed,
         chat=call.options.chat,
+        step=call.options.step,
     )
     print(text)
     return 0
@@ -39,6 +40,9 @@ def _add_options(parser: Parser) -> None:
         metavar="TEXT",
         required=True,
         help='the text that the model continues; "": a document from its beginning, if the tokenizer marks it',
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=integer(0), help="step of the checkpoint (default: the newest whole one)"
     )
     parser.add_argument(
         "--chat", action="store_true",

@@ -15,8 +15,12 @@ import torch
 
 from shardwright import cli
 from shardwright.train.commands.export import export
+from shardwright.train.commands.hugging_face.evaluate import check_job
+from shardwright.train.commands.hugging_face.tables import other_conditions
 from shardwright.train.commands.pages.report import page_of
 from shardwright.train.commands.pages.shown_run import read_shown_run
+from shardwright.train.errors import UserError
+from shardwright.train.run.evaluations import Evaluation
 from tests.support.strict_json import strict
 from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
 from tests.train.kit.lm_eval import TASK, install_lm_eval
@@ -107,6 +111,37 @@ def test_a_folder_of_an_export_has_its_results(
     assert strict((folder / "evaluation.json").read_text())["step"] is None
     assert evaluate(folder, "--tasks", "colours", "--step", 3) == 2
     assert "expected no --step and no --dtype" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_tasks_in_a_chat_template(
+    run: Path, plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--tasks", "colours", "--apply-chat-template"
+    assert evaluate(run, *words) == 2
+    assert "--apply-chat-template: expected a tokenizer with a chat template" in capsys.readouterr().err
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = (run / "config.toml").read_text()
+    template = f'chat_template = "{tmp_path / "chat.jinja"}"'
+    (run / "config.toml").write_text(config.replace('chat_template = ""', template))
+    assert evaluate(run, *words) == 0
+    task = strict((run / "evaluations" / "8.json").read_text())["tasks"]["colours"]
+    assert (task["shots"], task["chat_template"]) == (6, True)  # the package counts one more
+    old = {key: value for key, value in task.items() if key != "chat_template"}
+    pair = [Evaluation(8, {"colours": each}) for each in (task, old)]
+    lines = other_conditions(["a", "b"], pair)
+    assert lines == ["colours does not compare: chat_template True in a, False in b"]
+    settings = tiny(validation={"tasks": ["colours"], "tasks_apply_chat_template": True})
+    with pytest.raises(UserError, match=r"validation\.tasks_apply_chat_template: expected a tokenizer with"):
+        check_job(settings)
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_a_check_of_names_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "--check", "--tasks", "colours"]) == 0
+    assert cli.main(["evaluate", "--check", "--tasks", "colors"]) == 2
+    assert cli.main(["evaluate", "--tasks", "colours"]) == 2
+    assert "evaluate: expected RUN, found none" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("lm_eval")

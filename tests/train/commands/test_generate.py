@@ -31,6 +31,18 @@ def test_without_temperature_the_likeliest_token_is_taken(plain_run: Path) -> No
     assert text == "The class" + Bytes().decode(tokens[9:])
 
 
+def test_the_step_of_a_checkpoint_is_chosen(plain_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(plain_run), "--prompt", "def", "--tokens", "30", "--temperature", "0"]
+    texts = {}
+    for step in ("6", "8"):
+        assert cli.main([*words, "--step", step]) == 0
+        texts[step] = capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == texts["8"] != texts["6"]
+    assert cli.main([*words, "--step", "7"]) == 2
+    assert "--step: expected a step with a checkpoint in " in capsys.readouterr().err
+
+
 def test_draws_repeat_with_the_seed_and_differ_without(plain_run: Path) -> None:
     texts = [
         generate(plain_run, "def", tokens=40, temperature=1.0, top_k=50, seed=seed) for seed in (1, 1, 2)

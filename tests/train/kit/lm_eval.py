@@ -12,7 +12,7 @@ import json, os
 __version__ = "9.9"
 
 
-def simple_evaluate(*, model, model_args, tasks, device, batch_size, limit, task_manager, log_samples):
+def simple_evaluate(*, model, model_args, tasks, device, batch_size, limit, task_manager, log_samples, **other):
     assert (model, device, log_samples) == ("hf", "cpu", False)
     assert json.load(open(os.path.join(model_args["pretrained"], "config.json")))["model_type"] == "llama"
     assert model_args["prefix_token_id"] == 10  # the end of a line: bytes have no token between texts
@@ -34,7 +34,7 @@ def simple_evaluate(*, model, model_args, tasks, device, batch_size, limit, task
         "results": results,
         "higher_is_better": {name: {"acc": True} for name in names},
         "n-samples": {name: {"original": 100, "effective": limit or 100} for name in names},
-        "n-shot": {name: 5 for name in names},
+        "n-shot": {name: 6 if other == {"apply_chat_template": True} else 5 for name in names},
         "versions": {name: 1.0 for name in names},
     }
 """

@@ -1,4 +1,4 @@
-"""Text from a trained model: the newest checkpoint of a run, of any engine and any number of ranks, in one process.
+"""Text from a trained model: a checkpoint of a run, of any engine and any number of ranks, in one process.
 
 `sample` works on any model that maps token numbers to logits; `generate` is the command around it.
 """
@@ -52,10 +52,18 @@ def _begins(config: Config, tokenizer: Tokenizer) -> bool:
 
 
 def generate(
-    run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, chat: bool = False
+    run: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    chat: bool = False,
+    step: int | None = None,
 ) -> str:
-    """The prompt and the text that the run's newest checkpoint puts after it. With `chat` the prompt is a message of
-    the user, the run's chat template makes the text of it that the model continues, and only the reply is returned.
+    """The prompt and the text that the run's checkpoint of a step, or its newest whole one, puts after it. With `chat`
+    the prompt is a message of the user, the run's chat template makes the text of it that the model continues, and only
+    the reply is returned.
 
     This text has at most `tokens` tokens, and ends before the first token that ends a document for the tokenizer or its
     generation_config.json. An empty prompt asks for a document from its beginning.
@@ -94,7 +102,7 @@ def generate(
     if config.finetune.method != "full":
         model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
-    loading.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr)
+    loading.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr, step=step)
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)

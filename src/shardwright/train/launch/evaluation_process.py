@@ -66,6 +66,7 @@ class EvaluationProcess:
         ]
         command += ["--device", settings.tasks_device, "--batch-size", str(settings.tasks_batch_size)]
         command += ["--limit", str(settings.tasks_limit)] if settings.tasks_limit else []
+        command += ["--apply-chat-template"] if settings.tasks_apply_chat_template else []
         with writing(self.log):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             stream = self.log.open("ab")

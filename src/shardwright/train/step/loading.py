@@ -122,11 +122,29 @@ def load_newest(
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, say), say)
 
 
-def load_newest_weights(checkpoints: FolderOrUrl, model: nn.Module, say: Say = _silent) -> None:
-    """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
+def load_newest_weights(
+    checkpoints: FolderOrUrl, model: nn.Module, say: Say = _silent, step: int | None = None
+) -> None:
+    """Read the weights of a step, or for None of the newest whole checkpoint, into a plain model, in one process,
+    without a process group."""
+    steps = _steps_to_read(checkpoints, step)
+    _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
+
+
+def _steps_to_read(checkpoints: FolderOrUrl, step: int | None) -> list[int]:
+    """The steps with a checkpoint; of a step that is named, this one alone.
+
+    Raises:
+        UserError: the step has none.
+    """
     with asking_store():
         steps = saved_steps(checkpoints, recover=True)
-    _newest(checkpoints, steps, lambda folder: load_weights(folder, model, say), say)
+    if step is None:
+        return steps
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
+    return [step]
 
 
 def _newest(checkpoints: FolderOrUrl, steps: list[int], read: Callable[[FolderOrUrl], T], say: Say) -> T:
@@ -213,11 +231,7 @@ def with_weights(
     The checkpoint is that of `step`, or for None the newest whole one: if it is damaged, also while it is read, `use`
     is called again with the one before. Raises UserError where there is none.
     """
-    with asking_store():
-        steps = saved_steps(checkpoints, recover=True)
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
+    steps = _steps_to_read(checkpoints, step)
 
     def open_folder(folder: FolderOrUrl) -> T:
         stored = verified_checkpoint(folder, say)
@@ -229,9 +243,8 @@ def with_weights(
 
         return use(stored.position, read)
 
-    if step is not None:  # one error says that it is damaged
-        return _newest(checkpoints, [step], open_folder, _silent)
-    return _newest(checkpoints, steps, open_folder, say)
+    # Of one step, one error says that it is damaged.
+    return _newest(checkpoints, steps, open_folder, say if step is None else _silent)
 
 
 def agreed_checkpoint(folder: FolderOrUrl) -> RunCheckpoint:

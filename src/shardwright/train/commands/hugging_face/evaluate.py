@@ -25,11 +25,14 @@ from shardwright.train.commands.hugging_face import harness
 from shardwright.train.commands.hugging_face.late_results import send
 from shardwright.train.config import Config
 from shardwright.train.config.sections.validation import YAML
+from shardwright.train.data.dataset import template_of
 from shardwright.train.data.tokens.tokenizers import CONFIG, open_tokenizer
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.writing import writing
+
+CHAT = "--apply-chat-template"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ def evaluate(
     limit: int | None = None,
     device: str | None = None,
     batch_size: int = 8,
+    chat: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Evaluated:
     """Compute tasks of lm-eval, and write their results.
@@ -68,16 +72,18 @@ def evaluate(
         limit: samples of each task. None: all.
         device: of torch. None: a GPU if there is one.
         batch_size: samples at once.
+        chat: put the texts into the chat template.
         say: gets notices.
 
     Raises:
         UserError: lm_eval is not installed or does not know a task; the folder is no run and no export, has no whole
-            checkpoint, or has a model that transformers does not read.
+            checkpoint, or has a model that transformers does not read; or there is no chat template.
         JobError: lm-eval failed.
     """
     _check_package("evaluate")
     names = [_absolute(name, "--tasks") for name in tasks]
     request: dict[str, Any] = {"tasks": names, "limit": limit, "batch_size": batch_size}
+    request["apply_chat_template"] = chat
     request["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = RunFolder(run)
     if not source.exists() and (run / "config.json").is_file():
@@ -86,10 +92,14 @@ def evaluate(
                 f"evaluate: expected no --step and no --dtype for {run}, which is no run; leave them out"
             )
         _check_reader(str(_model_type(run)), "evaluate")
+        if chat:
+            _check_template(open_tokenizer(str(run)).chat_template, f"in {run}", CHAT)
         return _computed(run.absolute(), request, run / "evaluation.json", None, say)
     source.record()  # raises an error for a folder that is no run
     config = source.config()
     _check_reader(reader_by_kind(config), "evaluate")
+    if chat:
+        _check_template(template_of(config.data, open_tokenizer(config.data.tokenizer)), f"of {run}", CHAT)
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
         file = source.evaluation_file(exported.step)
@@ -115,6 +125,9 @@ def check_job(config: Config) -> None:
     _check_reader(reader_by_kind(config), "validation.tasks")
     for task in config.validation.tasks:
         _absolute(task, "validation.tasks")
+    if config.validation.tasks_apply_chat_template:
+        template = template_of(config.data, open_tokenizer(config.data.tokenizer))
+        _check_template(template, "of this run", "validation.tasks_apply_chat_template")
 
 
 def _check_package(key: str) -> None:
@@ -151,6 +164,14 @@ def _check_reader(model_type: str | None, key: str) -> None:
         )
 
 
+def _check_template(template: str | None, where: str, key: str) -> None:
+    if template is None:
+        raise UserError(
+            f"{key}: expected a tokenizer with a chat template, found none {where}; set data.chat_template to the file "
+            "of one before the training, or leave this out"
+        )
+
+
 def _prefix(folder: Path) -> dict[str, int]:
     """The token before a text without context: a line's end, where the tokenizer marks no begin and no end of texts.
 
@@ -180,7 +201,7 @@ def _computed(
     with stream:
         content = {**request, "folder": str(folder), "model_args": _prefix(folder)}
         found = _results(content, stream, f"see {log}")
-    tasks = tasks_of(found, request["limit"])
+    tasks = tasks_of(found, request["limit"], request["apply_chat_template"])
     add_tasks(file, step, tasks)
     return Evaluated(file, step, tasks)
 
@@ -205,9 +226,9 @@ def _results(request: Mapping[str, Any], stream: IO[bytes], advice: str) -> dict
     return found
 
 
-def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str, Any]]:
+def tasks_of(found: Mapping[str, Any], limit: int | None, chat: bool = False) -> dict[str, dict[str, Any]]:
     """The results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is better,
-    each None if it is not known; and the samples, shots and versions behind them."""
+    each None if it is not known; and the samples, shots and versions behind them, and whether `chat` templates are."""
     tasks: dict[str, dict[str, Any]] = {}
     for name, figures in found["results"].items():
         metrics = {}
@@ -227,6 +248,7 @@ def tasks_of(found: Mapping[str, Any], limit: int | None) -> dict[str, dict[str,
             "limit": limit,
             "shots": found["n-shot"].get(name),
             "version": found["versions"].get(name),
+            "chat_template": chat,
             "lm_eval": found["lm_eval"],
             "time": now(),
         }

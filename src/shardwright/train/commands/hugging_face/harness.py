@@ -16,9 +16,9 @@ def evaluated(request: dict[str, Any]) -> dict[str, Any]:
     """The results of lm_eval, or {"mistake": ...} for a task that it does not know.
 
     Args:
-        request: the keys folder, tasks, limit, device, batch_size, and model_args, further arguments of lm_eval's class
-            hf. A task is a name of lm_eval, or the absolute path of a YAML file. Without a folder the tasks are only
-            looked up, and the results are empty.
+        request: the keys folder, tasks, limit, device, batch_size, apply_chat_template, and model_args, further
+            arguments of lm_eval's class hf. A task is a name of lm_eval, or the absolute path of a YAML file. Without a
+            folder the tasks are only looked up, and the results are empty.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -38,6 +38,7 @@ def evaluated(request: dict[str, Any]) -> dict[str, Any]:
         limit=request["limit"],
         task_manager=manager,
         log_samples=False,
+        **({"apply_chat_template": True} if request["apply_chat_template"] else {}),
     )
     keys = ("results", "higher_is_better", "n-samples", "n-shot", "versions")
     return {"lm_eval": lm_eval.__version__, **{key: results.get(key, {}) for key in keys}}

@@ -13,8 +13,8 @@ from shardwright.train.run.evaluations import Evaluation, metric_in_words
 
 MOST_STEPS = 10
 """Steps in a table; compare.json has all."""
-CONDITIONS = ("samples", "shots", "version")
-"""Facts of a task that must be equal where its metrics are compared."""
+CONDITIONS = {"samples": None, "shots": None, "version": None, "chat_template": False}
+"""Facts of a task that must be equal where its metrics are compared, with the values of files without them."""
 
 
 def of_tasks(step: int | None, tasks: Mapping[str, Any]) -> Table:
@@ -74,7 +74,7 @@ def other_conditions(names: Sequence[str], evaluations: Sequence[Evaluation | No
     tasks = dict.fromkeys(task for each in evaluations if each is not None for task in each.tasks)
     for task, key in ((task, key) for task in tasks for key in CONDITIONS):
         values = {
-            name: each.tasks[task].get(key)
+            name: each.tasks[task].get(key, CONDITIONS[key])
             for name, each in zip(names, evaluations, strict=True)
             if each is not None and task in each.tasks
         }

@@ -44,6 +44,10 @@ class ValidationConfig(Section):
         ),
     )
     tasks_batch_size: int = Field(default=8, ge=1, description="Samples of a task at once.")
+    tasks_apply_chat_template: bool = Field(
+        default=False,
+        description="Put the texts of tasks into the run's chat template, as messages of a user.",
+    )
 
     def resolved(self) -> ValidationConfig:
         """The same with absolute paths of tasks, to be found from any folder."""

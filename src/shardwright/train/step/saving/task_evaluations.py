@@ -253,6 +253,7 @@ class TaskEvaluations(TrainerHook):
     def _command(self, step: int | None = None) -> str:
         at = "" if step is None else f" --step {step}"
         tasks = shlex.quote(",".join(self._settings.tasks))
+        tasks += " --apply-chat-template" if self._settings.tasks_apply_chat_template else ""
         return f"shardwright evaluate {shlex.quote(str(self._folder.path))}{at} --tasks {tasks}"
 
 
