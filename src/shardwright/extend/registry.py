@@ -13,8 +13,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 
@@ -107,9 +108,18 @@ class Registry(Generic[T]):
         plural: the same for several, and the last part of the entry points' group.
         kind: the class of the values.
         builtin: the first of them.
+        other_names: by the names that other projects use, in small letters, names of values: for error messages.
     """
 
-    def __init__(self, what: str, plural: str, kind: type[T], builtin: Iterable[T] = ()) -> None:
+    def __init__(
+        self,
+        what: str,
+        plural: str,
+        kind: type[T],
+        builtin: Iterable[T] = (),
+        other_names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.other_names = other_names
         self.what = what
         self.group = f"shardwright.{plural}"
         self.kind = kind
@@ -171,11 +181,15 @@ class Registry(Generic[T]):
             if value.name != name:
                 raise ValueError(f"{self.what} {name!r}: the name of {offered.value} is {value.name!r}")
             return self.add(value)
-        near = difflib.get_close_matches(name, self.names(), 1)
+        near = self.other_name(name) or next(iter(difflib.get_close_matches(name, self.names(), 1)), None)
         raise ValueError(
             f"{self.what}: expected {self.expected()}, found {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + (f"; did you mean {near!r}?" if near else "")
         )
+
+    def other_name(self, name: str) -> str | None:
+        """The name here of what another project calls ``name``, as in ShardingStrategy.FULL_SHARD; None: not known."""
+        return self.other_names.get(name.lower().rpartition(".")[2].replace("-", "_"))
 
     def origin(self, name: str) -> str:
         """In words, where the value of this name comes from. Imports nothing."""

@@ -55,6 +55,28 @@ class NamedStrategy:
         return Strategy.of_stages(*(self.stages * ndim if len(self.stages) == 1 else self.stages))
 
 
+_ZERO3 = (
+    "fsdp",
+    "fsdp1",
+    "fsdp2",
+    "full_shard",
+    "fully_shard",
+    "full",
+    "zero",
+    "stage3",
+    "stage_3",
+    "deepspeed",
+    "3",
+)
+_OTHER_NAMES = {
+    **dict.fromkeys(_ZERO3, "zero3"),
+    **dict.fromkeys(("shard_grad_op", "_hybrid_shard_zero2", "stage2", "stage_2", "2"), "zero2"),
+    **dict.fromkeys(("zero_redundancy", "stage1", "stage_1", "1"), "zero1"),
+    **dict.fromkeys(("hybrid_shard", "hybrid_sharding", "hybrid"), "hsdp"),
+    **dict.fromkeys(("no_shard", "data_parallel", "dp", "none", "stage0", "0"), "ddp"),
+}
+"""Strategies by the names of FSDP1, FSDP2, DeepSpeed and accelerate."""
+
 strategies: Registry[NamedStrategy] = Registry(
     "strategy",
     "strategies",
@@ -69,6 +91,7 @@ strategies: Registry[NamedStrategy] = Registry(
             "hfsdp", (1, 3), "zero3 inside each replica; the optimizer state is sharded over replicas, too."
         ),
     ),
+    _OTHER_NAMES,
 )
 
 

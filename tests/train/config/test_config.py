@@ -161,10 +161,15 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ),
         ("[data]\nsource = 3", "data.source: expected a string or a list of strings, found 3 (an integer)"),
         ("[data]\nsource = ''", 'data.source: expected a value that is not empty, found "" (a string)'),
-        ("[[data.sources]]\npath = 'a.txt'", "data.sources.0.weight: expected a number > 0, found none"),
+        (
+            "[[data.sources]]\npath = 'a.txt'",
+            "data.sources.0.weight: expected a number > 0, found none; write weight = 1 in each table for equal "
+            "shares",
+        ),
         (
             "[[data.sources]]\npath = 'a.txt'\nweight = 1\nkind = 'chats'",
-            "data.sources.0.kind: expected one of documents, conversations, completions, found \"chats\" (a string)",
+            "data.sources.0.kind: expected one of documents, conversations, completions, found \"chats\" (a string); "
+            "did you mean conversations?",
         ),
         ("[data]\nsource = []", "data.source: expected a value that is not empty, found [] (a list)"),
         (

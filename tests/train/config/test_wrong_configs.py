@@ -62,6 +62,9 @@ FILES: list[tuple[str, str]] = [
     ("[optimizer]\nmomentum = 0.9", "wrong.toml: optimizer.momentum: ... expected 0.95, found 0.9. Only muon has it"),
     ("[optimizer.options]\nnesterov = true", "optimizer.options.nesterov: optimizer 'adamw' has no such option"),
     ("[parallel]\nstrategy = 'zero4'", "parallel.strategy: ... found 'zero4'; did you mean 'zero3'?"),
+    ("[parallel]\nstrategy = 'FULL_SHARD'", "parallel.strategy: ... found 'FULL_SHARD'; did you mean 'zero3'?"),
+    ("[parallel]\nengine = 'deepspeed'", 'and use parallel.strategy = "zero3"; see docs/migration/deepspeed.md'),
+    ("[data]\nkind = 'chat'", "data.kind: expected one of ... did you mean conversations?"),
     ("[parallel]\nlayout = 'raged'", "parallel.layout: ... found 'raged'; did you mean 'ragged'?"),
     ("[parallel]\nmemory = 'arean'", "parallel.memory: ... found 'arean'; did you mean 'arena'?"),
     (
@@ -129,7 +132,7 @@ FILES: list[tuple[str, str]] = [
     ("[model]\nkind = 'lama'", "model.kind: ... found 'lama'; did you mean 'llama'?"),
     (
         "[model]\npreset = '7B'",
-        "model.preset: expected one of debug, 150M, 1B, 3B, 8B, 70B, 405B with kind 'llama', found '7B'",
+        "model.preset: expected one of debug, ... 405B with kind 'llama', found '7B'; did you mean '8B'?",
     ),
     ("[model]\nn_experts = 4", "model.n_experts: kind 'llama' has none; expected it with kind 'hybrid' only"),
     ("[model]\npath = 'llama'", "model.path: kind 'llama' has none; expected it with kind 'hf' only"),
@@ -644,7 +647,10 @@ MODELS: list[tuple[str, str]] = [
 COMMANDS: list[tuple[str, str]] = [
     ("trian tiny.toml", "unknown command trian; did you mean train?"),
     ("train", "train: expected CONFIG.toml or --resume RUN, found neither"),
-    ("train nowhere.toml", "nowhere.toml: expected a configuration file, found nothing there"),
+    (
+        "train nowhere.toml",
+        "nowhere.toml: expected a configuration file, found nothing there (FOLDER/nowhere.toml); that folder has forei",
+    ),
     ("train texts", "texts: expected a configuration file, found a folder"),
     ("train sound.jsonl", "sound.jsonl: expected TOML: ... (at line 1, column 1)"),
     (

@@ -120,15 +120,21 @@ def _inspect_run(
 
 
 def _inspect_one(place: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+    damage = None
     try:
         stored = _opened(place)
-        for line in _lines(stored, tensors):
-            show(line)
-        _compare(stored, quick, say)
     except Damaged as problem:
         return f"{place} is damaged: {printable(str(problem))}"
-    show(f"  {'check':<12} {_outcome(stored, quick)}")
-    return None
+    try:
+        _compare(stored, quick, say)
+    except Damaged as problem:  # said before the list, which may be long
+        damage = f"{place} is damaged: {printable(str(problem))}"
+        show(damage)
+    for line in _lines(stored, tensors):
+        show(line)
+    if damage is None:
+        show(f"  {'check':<12} {_outcome(stored, quick)}")
+    return damage
 
 
 def _opened(place: FolderOrUrl, missing: type[Exception] = UserError) -> RunCheckpoint:

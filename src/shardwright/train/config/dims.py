@@ -18,6 +18,14 @@ CONTEXT = "context"
 """The axis over which each sample is cut."""
 
 
+def check_divisor(key: str, value: int, whole: int, what: str = "the number of ranks") -> None:
+    """Raise UserError if the value of a key does not divide a whole number, with the values that do."""
+    if whole % value:
+        *others, last = (str(n) for n in range(1, whole + 1) if not whole % n)
+        use = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"{key}: expected a divisor of {what}, {whole}, found {value}; use {use}")
+
+
 @dataclass(frozen=True)
 class ParallelDims:
     """The sizes of the axes. Ranks are counted through them, `tensor` first.
@@ -43,21 +51,11 @@ class ParallelDims:
         Raises:
             UserError: the sizes in the configuration do not divide them.
         """
-        if ranks % config.tensor:
-            raise UserError(
-                f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {config.tensor}"
-            )
+        check_divisor("parallel.tensor", config.tensor, ranks)
         data = ranks // config.tensor
-        if data % config.replicas:
-            raise UserError(
-                f"parallel.replicas: expected a divisor of the number of ranks, {data}, found {config.replicas}"
-            )
+        check_divisor("parallel.replicas", config.replicas, data)
         shard = data // config.replicas
-        if shard % config.context:
-            raise UserError(
-                f"parallel.context: expected a divisor of the number of ranks that share a replica, {shard}, found "
-                f"{config.context}"
-            )
+        check_divisor("parallel.context", config.context, shard, "the number of ranks that share a replica")
         return cls(config.replicas, shard, tensor=config.tensor, expert=config.expert, context=config.context)
 
     @classmethod

@@ -6,6 +6,7 @@ are answered at once.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from shardwright.train.config.mistakes import (
     unknown_key,
 )
 from shardwright.train.config.schema import Config, value_of
-from shardwright.train.errors import UserError, did_you_mean
+from shardwright.train.errors import UserError, did_you_mean, listed
 
 
 def load_config(
@@ -175,12 +176,15 @@ def _toml_mistake(error: tomllib.TOMLDecodeError, text: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """ "; did you mean a.toml or job.toml?": files of TOML with nearly that name, in the same folder."""
+    """ " (/here/jop.toml); did you mean a.toml or job.toml?": the whole path, and files of TOML with nearly that name
+    in the same folder, else some of them."""
+    place = f" ({os.path.abspath(path)})"
     try:
         files = {each.name: str(each) for each in sorted(path.parent.iterdir()) if each.suffix == ".toml"}
     except OSError:
-        return ""
-    return did_you_mean(path.name, files, 2, 0.75)
+        return f"{place}; there is no folder {os.path.abspath(path.parent)}"
+    near = did_you_mean(path.name, files, 2, 0.75)
+    return place + (near or (f"; that folder has {listed(files.values())}" if files else ""))
 
 
 def _override(values: dict[str, Any], key: str, text: str) -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from shardwright.extend import strategies
 from shardwright.train.config.catalog.registry_names import UNKNOWN_KEY, WRONG_NAME, registry_of
 from shardwright.train.config.conflicts.table import ConflictError
 from shardwright.train.config.keys import (
@@ -131,6 +132,8 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
     value, kind = detail["input"], detail["type"]
     if info is None:
         return ""
+    if kind == "missing" and key.endswith(".weight"):
+        return "; write weight = 1 in each table for equal shares"
     if kind == "tuple_type" and isinstance(value, str) and is_bracketed(value):
         if row_of(info.annotation):
             return "; put the list into single quotes, or the shell removes the double quotes inside it"
@@ -169,8 +172,36 @@ _MEANT = {("run.device", "gpu"): "cuda", ("train.compile", True): "inductor"}
 """Values that a key does not take, and the value that their author meant."""
 
 
+_CHATS = ("chat", "chats", "chatml", "sharegpt", "messages", "conversation", "dialog", "dialogue")
+_ROWS = ("sft", "instruct", "instruction", "instructions", "alpaca", "prompt", "prompts", "prompt_completion")
+_KINDS_OF_ROWS = {
+    **dict.fromkeys(_CHATS, "conversations"),
+    **dict.fromkeys(_ROWS, "completions"),
+    **dict.fromkeys(("text", "texts", "corpus", "pretrain", "pretraining"), "documents"),
+}
+"""Kinds of data by other names."""
+
+
+def _other_name(key: str, value: str) -> str:
+    """ "; did you mean conversations?" for a value that other projects use; else empty."""
+    if re.fullmatch(r"data\.(\w+\.\d+\.)?kind", key):
+        meant = _KINDS_OF_ROWS.get(value.lower())
+        return f"; did you mean {meant}?" if meant else ""
+    if key != "parallel.engine":
+        return ""
+    if value.lower() in ("deepspeed", "megatron", "accelerate"):
+        page = "deepspeed.md" if value.lower() == "deepspeed" else "README.md"
+        return f'; leave it out, and use parallel.strategy = "zero3"; see docs/migration/{page}'
+    strategy = value if value in strategies.names() else strategies.other_name(value)
+    if strategy is None or value.lower().startswith("fsdp"):  # there are engines of nearly this name
+        return ""
+    return f'; leave it out, and set parallel.strategy = "{strategy}"'
+
+
 def _meant(key: str, value: object, annotation: Any) -> str:
     """ "; did you mean cuda?", where one of the names that a key takes is meant."""
+    if isinstance(value, str) and (other := _other_name(key, value)):
+        return other
     if isinstance(value, bool | str) and (meant := _MEANT.get((key, value))):
         return f"; did you mean {meant}?"
     names = [str(each) for arm in (annotation, *get_args(annotation)) for each in get_args(arm)]

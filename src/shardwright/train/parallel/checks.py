@@ -9,7 +9,7 @@ from shardwright.train.config import Config, TrainConfig
 from shardwright.train.config.catalog.kinds import experts_of, offer, offers_of, uneven
 from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
-from shardwright.train.config.dims import ParallelDims
+from shardwright.train.config.dims import ParallelDims, check_divisor
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
@@ -61,11 +61,10 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
         _check_tensor_parallel(config)
     if dims.context > 1:
         _check_context_parallel(config, dims)
-    if isinstance(parallel.reshard_after_forward, int) and dims.shard % parallel.reshard_after_forward:
-        raise UserError(
-            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
-            f"{dims.shard}, found {parallel.reshard_after_forward}"
-        )
+    group = parallel.reshard_after_forward
+    if isinstance(group, int):
+        what = "the number of ranks that shard parameters"
+        check_divisor("parallel.reshard_after_forward", group, dims.shard, what)
     if dims.expert > 1:
         _check_expert_parallel(config, dims)
     config.train.accumulation_steps(dims.data, tensor=dims.sharing_data, resumes=resumes)
@@ -121,14 +120,10 @@ def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
         ("the number of ranks that share a replica", dims.shard),
         ("model.n_experts", experts.number),
     ):
-        if size % parallel.expert:
-            raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
-    same = dims.with_same_experts
-    if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
-        raise UserError(
-            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
-            f"{same}, found {parallel.reshard_after_forward}"
-        )
+        check_divisor("parallel.expert", parallel.expert, size, what)
+    if isinstance(group := parallel.reshard_after_forward, int):
+        what = "the number of ranks that have the same experts"
+        check_divisor("parallel.reshard_after_forward", group, dims.with_same_experts, what)
 
 
 def check_batch_fits(train: TrainConfig, windows: int) -> None:

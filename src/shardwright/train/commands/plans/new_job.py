@@ -18,7 +18,7 @@ from shardwright.planner.verdict import in_gib
 from shardwright.train.commands.plans.fit import search
 from shardwright.train.commands.plans.plan import say as say_in_place
 from shardwright.train.commands.plans.planned_job import PlannedJob
-from shardwright.train.config.catalog.kinds import kinds, sizes_of
+from shardwright.train.config.catalog.kinds import kinds, near_name, sizes_of
 from shardwright.train.config.load import load_config
 from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
 from shardwright.train.config.schema import Config, toml_value
@@ -110,6 +110,7 @@ def checked_model(model: str) -> str:
             _shape(section, Path(folder), model)
     elif model not in presets():
         near = next((each for each in presets() if each.lower().endswith(model.lower())), None)
+        near = near or near_name(model, presets())
         hint = f"; did you mean {near!r}?" if near and model else ""
         raise UserError(
             f"--model: expected {', '.join(presets())}, or {MODEL_PREFIX} with a model of transformers, found "

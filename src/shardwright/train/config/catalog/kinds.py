@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -29,11 +31,23 @@ if TYPE_CHECKING:
     from shardwright.context import Split
 
 
-def _near(name: str, names: Iterable[str]) -> str | None:
-    """The name with nearly these letters, in capitals or not."""
+def near_name(name: str, names: Iterable[str]) -> str | None:
+    """The name of the nearest size if the text has a size, such as 7B; else the one with nearly these letters."""
+    names = list(names)
+    if size := _size_of(name):
+        sized = {each: number for each in names if (number := _size_of(each))}
+        near = min(sized, key=lambda each: abs(math.log(sized[each] / size)), default=None)
+        if near is not None and max(sized[near] / size, size / sized[near]) <= 2:
+            return near
     lower = {each.lower(): each for each in names}
-    near = difflib.get_close_matches(name.lower(), lower, 1)
-    return lower[near[0]] if near else None
+    close = difflib.get_close_matches(name.lower(), lower, 1)
+    return lower[close[0]] if close else None
+
+
+def _size_of(name: str) -> float:
+    """The number of parameters that a name such as 8B, llama-7b or hybrid:9B ends with; 0: none."""
+    match = re.search(r"(?:^|[^0-9A-Za-z.])(\d+(?:\.\d+)?)([MBT])$", name, re.IGNORECASE)
+    return float(match[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[match[2].lower()] if match else 0.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,7 @@ class Kind:
         if preset not in self.presets:
             raise ValueError(
                 f"preset: expected one of {', '.join(self.presets)} with kind {self.name!r}, found {preset!r}"
-                + (f"; did you mean {near!r}?" if (near := _near(preset, self.presets)) else "")
+                + (f"; did you mean {near!r}?" if (near := near_name(preset, self.presets)) else "")
             )
         return replace(self.presets[preset], **values)
 

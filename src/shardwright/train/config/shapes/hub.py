@@ -184,8 +184,8 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
         known = cause is not None and not isinstance(cause, OfflineModeIsEnabled)
         reason = f" ({_shortened(cause)})" if known else ""
         raise Unreachable(
-            f"{key}: {what} of {repository} is not in the local cache, and {hub} does not answer{reason}; connect this "
-            "machine, or set a path on this machine"
+            f"{key}: found nothing at {name} here, {what} of {repository} is not in the local cache, and {hub} does "
+            f"not answer{reason}; correct the path of a folder, or connect this machine for a model of the hub"
         ) from None
     except EntryNotFoundError:
         raise MissingFile(f"{key}: {repository} on {hub} has no {what}; set a model that has it") from None
