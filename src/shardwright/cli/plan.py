@@ -61,6 +61,8 @@ def _plan(call: Call) -> int:
         check_place(html)
     caches = not options.no_cache
     unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
+    if options.only and not options.fit:
+        raise UserError("--only: expected --fit, of whose search it names the keys, found none; add it")
     if options.fit or len(jobs) > 1:
         from shardwright.planner.allocator import Rules
         from shardwright.train.errors import as_user_errors
@@ -71,9 +73,11 @@ def _plan(call: Call) -> int:
             rules = Rules.of(os.environ)
         if options.fit:
             from shardwright.train.commands.plans.fit import fit
+            from shardwright.train.commands.plans.grids import with_only
 
             processes = options.processes or min(8, os.cpu_count() or 1)
-            return fit(jobs[0], device, rules, options.json, caches, processes, unset, html)
+            job = with_only(jobs[0], options.only.split(",")) if options.only else jobs[0]
+            return fit(job, device, rules, options.json, caches, processes, unset, html)
         from shardwright.train.commands.plans.plan_difference import plan_difference
 
         return plan_difference(jobs, device, rules, options.json, caches)
@@ -102,8 +106,8 @@ def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE [--json] [--html FILE] [--no-edits]\n"
         "                        [--no-cache] [--section.key value ...] [--debug]\n"
-        "       shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE --fit [--processes N] [--json] [--html FILE]\n"
-        "                        [--no-cache] ...\n"
+        "       shardwright plan CONFIG.toml|hf:MODEL --on NxDEVICE --fit [--only KEYS] [--processes N] [--json]\n"
+        "                        [--html FILE] [--no-cache] ...\n"
         "       shardwright plan CONFIG.toml OTHER.toml --on NxDEVICE [--json] [--no-cache] [--section.key value ...]\n"
         "       shardwright plan --accuracy"
     )
@@ -131,6 +135,10 @@ def _add_options(parser: Parser) -> None:
         "--fit", action="store_true", help="find the fastest settings that fit: strategy, micro-batch, activation "
         "checkpointing, compilation and loss chunks, if needed tensor, expert and context parallelism or offload; keys "
         "of the command line stay as they are",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", metavar="KEYS", help="with --fit: the keys that may change, separated by commas; "
+        "--only train.micro_batch finds the largest micro-batch that fits with all else as it is",
     )  # fmt: skip
     parser.add_argument(
         "--processes", metavar="N", type=int, default=0,

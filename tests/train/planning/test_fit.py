@@ -398,3 +398,17 @@ def test_progress_is_also_lines_of_a_file(
     assert capsys.readouterr().err == "plan 1\nplan 2\n"
     plans = fitting._Plans(lambda keys: None)
     assert plans.plan(())() is None and plans.words() == "planning: 1 of about 20 plans, 0 s"
+
+
+def test_the_largest_micro_batch_with_all_else_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", "8xh100", "--processes", "1"]
+    status, out, _ = run(capsys, *job, "--fit", "--only", "train.micro_batch", "--train.global_batch", "128")
+    assert status == 0
+    row = next(line for line in out.splitlines() if line.startswith("largest"))
+    assert row.startswith("largest  train.micro_batch 8 fits, with ") and "; 16 needs " in row
+    assert "compile" not in out and "strategy" not in out
+    assert run(capsys, *job, "--only", "train.micro_batch")[0] == 2
+    status, _, err = run(capsys, *job, "--fit", "--only", "train.micro_batches")
+    assert status == 2 and "did you mean train.micro_batch?" in err

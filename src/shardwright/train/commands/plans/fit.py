@@ -390,6 +390,7 @@ def _rows(
     if now is not None:
         fits = "" if now.fits else ", which do not fit"
         yield "now", f"{_figures(now, speeds[now.keys])}{fits}"
+    yield from _largest(config, plans)
     front = frontier(plans)
     if not front:
         least = min(plans, key=lambda each: each.nbytes)
@@ -408,6 +409,20 @@ def _rows(
         other = speeds[each.keys]
         yield "smaller" if not i else "", f"{_figures(each, other)}: {_options(config, each.keys)}"
         yield "", f"  {_why_slower(speed, other)}"
+
+
+def _largest(config: Config, plans: Sequence[Found]) -> Iterator[tuple[str, str]]:
+    """A row about the largest micro-batch that fits, if plans differ in nothing else."""
+    key = "train.micro_batch"
+    differing = {name for each in plans for name, _ in changed(config, each.keys)}
+    if differing != {key}:
+        return
+    sizes = {int(dict(each.keys).get(key, str(config.value_at(key)))): each for each in plans}
+    fitting = max((size for size, each in sizes.items() if each.fits), default=0)
+    larger = min((size for size, each in sizes.items() if size > fitting), default=0)
+    if fitting:
+        more = f"; {larger} needs {in_gib(sizes[larger].nbytes)} GiB" if larger else ", and is all of a step"
+        yield "largest", f"{key} {fitting} fits, with {in_gib(sizes[fitting].nbytes)} GiB{more}"
 
 
 def _figures(found: Found, speed: Speed) -> str:

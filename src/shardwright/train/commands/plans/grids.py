@@ -5,18 +5,42 @@ Nothing here makes a plan, except to ask whether the loss of a model can be comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from shardwright.planner.devices import Figures
 from shardwright.planner.search import Axis, Keys, Plan, corners, with_keys
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, did_you_mean
 
 SIZES = (2, 4, 8)  #: of tensor and expert parallelism, up to a node
 #: Bytes of a rank's logits in a step, in float32, from which on chunks of the loss are tried.
 LOGITS = 1 << 30
+
+
+SEARCHED = (
+    "train.micro_batch", "activations.checkpoint", "train.compile", "train.loss_chunks", "parallel.strategy",
+    "parallel.replicas", "parallel.reshard_after_forward", "parallel.tensor", "parallel.expert", "parallel.context",
+    "activations.offload", "parallel.offload",
+)  # fmt: skip
+"""All keys that a search may change."""
+
+
+def with_only(job: PlannedJob, only: Sequence[str]) -> PlannedJob:
+    """The job for a search that changes these keys alone: the others are given, with their own values.
+
+    Raises:
+        UserError: no search changes one of the keys.
+    """
+    for key in only:
+        if key not in SEARCHED:
+            near = did_you_mean(key, SEARCHED)
+            raise UserError(f"--only: expected keys of {', '.join(SEARCHED)}, found {key!r}{near}")
+    config, given = job(), dict(job.keys)
+    others = [key for key in SEARCHED if key not in only and key not in given]
+    return replace(job, keys=(*job.keys, *((key, str(config.value_at(key))) for key in others)))
 
 
 def further_settings(
