@@ -104,7 +104,7 @@ FILES: list[tuple[str, str]] = [
     ("[log]\nsink = ['wandb']", "unknown key log.sink; did you mean log.sinks?"),
     ("[log]\nsinks = 'wandb'", 'log.sinks: expected a list of values, ... found "wandb" (a string); write ["wandb"]'),
     ("[profile]\nsteps = 10", "profile.steps: expected a list of values, ... found 10 (an integer); write [10, 10]"),
-    ("[profile]\nranks = 3", "profile.ranks: expected ... or all, found 3 (an integer); write [0, 7]"),
+    ("[profile]\nranks = 3", "profile.ranks: expected ... or all, found 3 (an integer); write [3, 3]"),
     ("[train]\nmemory_snapshot = 3", "train.memory_snapshot: ... found 3 (an integer); write [3]"),
     ("[log]\nsinks = 3", 'log.sinks: ... found 3 (an integer); write ["tensorboard"]'),
     ("[log]\nsinks = ['own_models']", "log.sinks: expected one of ... or an import path (package.module:NAME), found"),
@@ -200,7 +200,7 @@ FILES: list[tuple[str, str]] = [
     ),
     (
         f'{TWO}path = "nowhere.jsonl"',
-        "data.sources.1.path: expected a file, found nothing at FOLDER/nowhere.jsonl; correct",
+        "data.sources.1.path: expected a file, found nothing at FOLDER/nowhere.jsonl; ",
     ),
     (
         f'{TWO}path = "null.jsonl"',
@@ -246,7 +246,7 @@ OPTIONS: list[tuple[str, str]] = [
     ("--train.memory_snapshot [three]", 'an integer >= 1, found "[three]" (a string)'),
     ("--profile.steps [3,2]", "profile.steps: expected [FIRST, LAST] with 1 <= FIRST <= LAST, found [3, 2]"),
     ("--profile.steps [3]", "profile.steps: expected [FIRST, LAST] with 1 <= FIRST <= LAST, found [3]"),
-    ("--profile.steps [-1,2]", "profile.steps.0: expected an integer >= 1, found -1"),
+    ("--profile.steps [-1,2]", "profile.steps: expected a list of values, each an integer >= 1, found -1"),
     ("--profile.steps [2,9]", "profile.steps: expected [FIRST, LAST] with LAST <= train.steps = 8, found [2, 9]"),
     ("--profile.steps [2,3] --profile.ranks [1]", "profile.ranks: expected ranks below 1, ... found 1"),
     (
@@ -498,7 +498,7 @@ DATA: list[tuple[str, str]] = [
     ('["sound.txt", "own_models.py"]', "expected pydoc or the path of ..., found FOLDER/own_models.py"),
     ("texts/*.txt", "found none that match FOLDER/texts/*.txt; correct the folder or the pattern"),
     ("sounds.jsonl", "found nothing at FOLDER/sounds.jsonl; did you mean sound."),
-    ('["sound.jsonl", "nowhere.jsonl"]', "found nothing at FOLDER/nowhere.jsonl; correct the path"),
+    ('["sound.jsonl", "nowhere.jsonl"]', "found nothing at FOLDER/nowhere.jsonl; did you mean"),
     ("denied.jsonl", "cannot read FOLDER/denied.jsonl: Permission denied; allow this user to read it"),
     (
         "floats.npy",
@@ -725,7 +725,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("compare done sound.txt", "sound.txt: expected the folder of a run, found a file; give the folder, such as runs/"),
     ("compare done stepless", "stepless/metrics.jsonl: cannot read the metrics: No such file or directory; restore th"),
     ("compare done damaged", "damaged/run.json: cannot read the record of the run: ...; the file is damaged: restore"),
-    ("report done", "unknown command report; did you mean export?"),
+    ("reprot done", "unknown command reprot; did you mean report?"),
 ]  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def newest_saved(folder: RunFolder) -> int | None:
 
 
 def to_begin_again(checkpoints: FolderOrUrl) -> str:
-    """What to do with a run that has saved nothing, for a message. `checkpoints`: their place."""
+    """The advice of a message about a run that has saved nothing. `checkpoints`: their place."""
     own = isinstance(checkpoints, Path) and checkpoints.name == "checkpoints"
     run = shlex.quote(str(checkpoints.parent)) if own and isinstance(checkpoints, Path) else "RUN"
     return f"start it again with: shardwright train CONFIG.toml --run.dir {run} --continue"
