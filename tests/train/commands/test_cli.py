@@ -186,6 +186,7 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
             "top_k": 0,
             "seed": 0,
             "chat": False,
+            "step": None,
         }
     ]
     assert capsys.readouterr().out == "so and so on\n"
@@ -209,7 +210,6 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
             "train",
             "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/",
         ),
-        ("train none.toml", "none.toml: expected a configuration file, found nothing there"),
         ("train JOB --train.steps", NO_VALUE),
         ("train JOB --train.steps --nproc 2", NO_VALUE),
         (
@@ -323,7 +323,8 @@ def test_process_ends_with_the_status_and_one_line() -> None:
     done = run("train", "none.toml", stdout=subprocess.PIPE)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "error: none.toml: expected a configuration file, found nothing there\n"
+    place = os.path.abspath("none.toml")
+    assert done.stderr == f"error: none.toml: expected a configuration file, found nothing there ({place})\n"
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

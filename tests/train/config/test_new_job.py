@@ -212,7 +212,7 @@ def test_a_preset_trains_on_bytes_or_on_a_tokenizer(
 ) -> None:
     words = ["--model", "8B", "--data", "pydoc", "--on", "8xh100", "--no-plan", "--force"]
     assert init(tmp_path, *words) == 0
-    assert "The model trains on bytes" in capsys.readouterr().err
+    assert "job.toml trains on bytes; for another tokenizer pass --tokenizer" in capsys.readouterr().err
     config = load_config(tmp_path / "job.toml", (), ranks=8)
     assert (config.data.tokenizer, config.model.vocab_size) == ("bytes", 256)
     assert (config.optimizer.warmup_steps, config.checkpoint.every) == (100, 100)  # of 1,000 steps

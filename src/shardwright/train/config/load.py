@@ -181,6 +181,7 @@ def _near(path: Path) -> str:
     place = f" ({os.path.abspath(path)})"
     try:
         files = {each.name: str(each) for each in sorted(path.parent.iterdir()) if each.suffix == ".toml"}
+        files.pop("pyproject.toml", None)
     except OSError:
         return f"{place}; there is no folder {os.path.abspath(path.parent)}"
     near = did_you_mean(path.name, files, 2, 0.75)

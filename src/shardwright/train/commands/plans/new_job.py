@@ -27,14 +27,11 @@ from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.sources.places import PYDOC, SUFFIXES, locate, size_of
 from shardwright.train.data.tokens.tokenizers import FILE as TOKENIZER_FILE
 from shardwright.train.data.tokens.tokenizers import KEY as TOKENIZER_KEY
-from shardwright.train.data.tokens.tokenizers import open_tokenizer
+from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
 from shardwright.train.errors import UserError, counted
 from shardwright.train.models.vocabulary import with_vocabulary
 
 TASKS = ("pretrain", "finetune", "lora")
-OTHER_TOKENIZER = (
-    "set data.tokenizer to a folder or name of Hugging Face for its tokenizer, or pass --tokenizer"
-)
 #: By parameters up to which they are used, peak learning rates for training from scratch.
 RATES = ((2e7, 3e-3), (5e8, 6e-4), (2e10, 3e-4), (1e12, 1.5e-4))
 FINE_TUNING_RATES = {"finetune": 1e-5, "lora": 2e-4}
@@ -202,8 +199,6 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
         model = {"kind": (kind, ""), **model}
     if foreign and wanted.task == "pretrain":
         model["weights"] = ("random", "from scratch: only the shape of the model is read")
-    if wanted.is_bytes and not _has_ids(wanted.data):
-        model["vocab_size"] = (256, "bytes; without this line it is the size of data.tokenizer")
     train: Section = {"steps": (STEPS[wanted.device is not None], "")}
     if wanted.task != "pretrain":
         train = {"epochs": (EPOCHS, "passes over the data")}
@@ -220,6 +215,8 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     if wanted.task == "lora":
         sections["finetune"] = {"method": ("lora", ""), "rank": (16, ""), "alpha": (32, "")}
     shape = _shape(model, folder, wanted.model)
+    if wanted.is_bytes and shape.vocab_size != Bytes.vocab_size and not _has_ids(wanted.data):
+        model["vocab_size"] = (Bytes.vocab_size, "bytes; without this line it is the size of data.tokenizer")
     longest = shape.max_seq_len or SEQ_LEN
     if wanted.seq_len > longest:
         raise UserError(f"--seq-len: expected at most {longest} with this model, found {wanted.seq_len}")
@@ -335,10 +332,7 @@ def _data(wanted: Wanted, model: str) -> Section:
         if first is not None and key in keys:
             section["kind"] = (kind, f"rows of {first.name} have {key}")
     if wanted.is_bytes:
-        section["tokenizer"] = (
-            BYTES,
-            "each byte is a token; or a folder or name of Hugging Face, without vocab_size",
-        )
+        section["tokenizer"] = (BYTES, "each byte is a token; else a folder or name of Hugging Face")
         return section
     template = "it needs a chat template, or set chat_template" if "messages" in keys else ""
     section["tokenizer"] = (wanted.tokenizer or model, template)
@@ -470,5 +464,8 @@ def new_job(
         for notice in filter(None, (_without_template(config), few)):
             say(f"warning: {notice}")
         if wanted.is_bytes:
-            say(f"The model trains on bytes: {file} sets data.tokenizer to bytes; {OTHER_TOKENIZER}.")
+            say(
+                f"{file} trains on bytes; for another tokenizer pass --tokenizer, or set data.tokenizer to a folder or "
+                "name of Hugging Face"
+            )
     return verdict
