@@ -64,7 +64,7 @@ def test_help_of_a_section(capsys: pytest.CaptureFixture[str], section: str) -> 
     [
         (("train", "--help", "chekpoint"), "expected a section, found 'chekpoint'; did you mean checkpoint?"),
         (("train", "--help", "xyz"), "the sections are run, model, data"),
-        (("train", "on.toml"), "found nothing there; did you mean own.toml or a.toml?"),
+        (("train", "on.toml"), "; did you mean own.toml or a.toml?"),
         (("train", "twice.toml"), "twice.toml: expected each key once, found steps again in line 3; remove one"),
         (
             ("train", "own.toml", "--resume"),
