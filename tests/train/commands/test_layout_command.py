@@ -130,7 +130,7 @@ def test_units_are_those_that_training_makes(monkeypatch: pytest.MonkeyPatch, ti
         ("JOB --world-size many", "layout: argument --world-size: LIST, found 'many'; SEE"),
         ("JOB --worldsize 2", "unknown option --worldsize; did you mean --world-size?"),
         ("JOB more --world-size 2", "layout: unexpected argument 'more'; SEE"),
-        ("none.toml --world-size 2", "none.toml: expected a configuration file, found nothing there"),
+        ("none.toml --world-size 2", "none.toml: expected a configuration file, found nothing there PLACE"),
         ("JOB --world-size 2 --model.dmi 4", "command line: unknown key model.dmi; did you mean model.dim?"),
     ],
 )
@@ -139,6 +139,7 @@ def test_mistake_is_one_line_and_status_2(capsys: Capture, job: str, arguments: 
     captured = capsys.readouterr()
     assert captured.out == ""
     expected = expected.replace("SEE", "see shardwright layout --help")
+    expected = expected.replace("PLACE", f"({Path('none.toml').absolute()})")
     assert (
         captured.err == f"error: {expected.replace('LIST', 'expected integers >= 1, separated by commas')}\n"
     )

@@ -277,7 +277,8 @@ def test_a_mistake_of_another_rank_is_printed_under_torchrun(tmp_path: Path) -> 
     ended = ranks(2, "train", "tiny.toml", *engine, folders=[tmp_path / "of0", tmp_path / "of1"])
     assert [status for status, _ in ended] == [2, 2]
     said = "".join(err for _, err in ended)
-    assert said == "error: rank 1: tiny.toml: expected a configuration file, found nothing there\n"
+    assert said.startswith("error: rank 1: tiny.toml: expected a configuration file, found nothing there (")
+    assert said.endswith("/of1/tiny.toml)\n") and said.count("\n") == 1
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
