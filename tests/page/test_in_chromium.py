@@ -117,7 +117,7 @@ def test_losses_and_perplexities_of_sets_are_shown(
     browser.open(file, 1440)
     check(browser)
     cells = [name + value * len(names) for name, value in {
-        "perplexity, last": "7.5", "validation_loss/code, last": "2.0000", "perplexity on code": "7.39",
+        "perplexity, last": "7.5", "validation loss on code": "2.0000", "perplexity on code": "7.39",
     }.items()]  # fmt: skip
     rows = browser.evaluate(
         "[...document.querySelectorAll('#results tbody tr')].map((each) => each.textContent)"

@@ -96,7 +96,7 @@ const perplexityRows = (data) => {
   const sets = [...new Set(data.runs.flatMap((run) => Object.keys(run.results.metrics || {})))].filter((name) => name.startsWith(SET));
   const loss = (run, set) => (run.results.metrics || {})[set];
   const rows = sets.flatMap((set) => [
-    [`${set}, last`, (run) => (isNumber(loss(run, set)) ? inNats(loss(run, set)) : "none")],
+    [`validation loss on ${set.slice(SET.length)}`, (run) => (isNumber(loss(run, set)) ? inNats(loss(run, set)) : "none")],
     [`perplexity on ${set.slice(SET.length)}`, (run) => (isNumber(run.results.perplexity) && isNumber(loss(run, set)) ? digits(Math.exp(loss(run, set))) : "none")],
   ]);
   if (!data.runs.some((run) => isNumber(run.results.perplexity))) return rows.filter((_, i) => i % 2 === 0);
