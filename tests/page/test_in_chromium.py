@@ -124,9 +124,7 @@ def test_losses_and_perplexities_of_sets_are_shown(
     )
     assert set(cells) <= set(rows)
     title = "Validation loss by set" if len(names) == 1 else "code (loss on a validation set)"
-    titles = browser.evaluate(
-        "[...document.querySelectorAll('figcaption')].map((each) => each.textContent)"
-    )
+    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map((each) => each.textContent)")
     assert titles.count(title) == 1
 
 
