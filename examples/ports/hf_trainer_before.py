@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 arguments = TrainingArguments(
     tempfile.mkdtemp(), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=3e-3,
-    logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+    logging_steps=1, save_steps=3, report_to=[], disable_tqdm=True,
 )  # fmt: skip
 model = AutoModelForCausalLM.from_pretrained(qwen_folder())
 trainer = Trainer(model, arguments, train_dataset=Rows())

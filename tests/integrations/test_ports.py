@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,20 @@ def test_the_plugin_of_accelerate_shards_as_on_a_gpu() -> None:
     after, messages = run(FOLDER / "accelerate_after.py", through)
     check_equal(before, after, 0.0)
     assert after[0].startswith(OURS) and "DistributedDataParallel wraps" not in messages
+
+
+@pytest.mark.extensive("frameworks in processes of their own")
+def test_fabric_runs_the_lightning_module_of_its_page(tmp_path: Path) -> None:
+    need(PORTS["fabric"][0])
+    page = (ROOT / "docs" / "migration" / "fabric.md").read_text()
+    (example,) = (
+        each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LightningModule" in each
+    )
+    program = tmp_path / "module.py"
+    program.write_text(example.replace('f"epoch', 'f"step'))
+    lines, _ = run(program)
+    assert lines[0].startswith(OURS)
+    assert len(losses(lines)) == 3 and losses(lines)[-1] < losses(lines)[0]
 
 
 #: By port: what takes the place of lines of the program after it, so that no rank has all logits.

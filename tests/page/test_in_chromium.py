@@ -102,6 +102,32 @@ def text_of(browser: chromium.Browser, selector: str) -> str:
     return str(browser.evaluate(f"document.querySelector({selector!r}).textContent"))
 
 
+@pytest.mark.parametrize("names", [("one",), ("one", "two")], ids=["one run", "two runs"])
+def test_losses_and_perplexities_of_sets_are_shown(
+    browser: chromium.Browser, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    results = {"train_loss": 1.0, "perplexity": 7.5, "metrics": {"validation_loss/code": 2.0}}
+    runs = [a_run(name, results=results) for name in names]
+    for run in runs:
+        run["curves"]["validation_losses/code"] = [[10, 3.0], [20, 2.0]]
+    file = tmp_path / "sets.html"
+    file.write_text(
+        document("sets", {"kind": "runs", "runs": runs, "differences": [], "thinned": 0}), encoding="utf-8"
+    )
+    browser.open(file, 1440)
+    check(browser)
+    cells = [name + value * len(names) for name, value in {
+        "perplexity, last": "7.5", "validation loss on code": "2.0000", "perplexity on code": "7.39",
+    }.items()]  # fmt: skip
+    rows = browser.evaluate(
+        "[...document.querySelectorAll('#results tbody tr')].map((each) => each.textContent)"
+    )
+    assert set(cells) <= set(rows)
+    title = "Validation loss by set" if len(names) == 1 else "code (loss on a validation set)"
+    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map((each) => each.textContent)")
+    assert titles.count(title) == 1
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_are_drawn(browser: chromium.Browser, tmp_path: Path, width: int, dark: bool) -> None:

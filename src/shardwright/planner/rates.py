@@ -1,7 +1,7 @@
 """Times of kernels and collectives on a device, by figures of the device and by shares of them.
 
 Figures of a device are in its file. Shares of them, which programs reach, are here, each with a range. None is fitted
-to a published step (``docs/planning.md``).
+to a published step (``docs/planning_accuracy.md``).
 """
 
 from __future__ import annotations

@@ -109,14 +109,14 @@ class Verdict:
         usage, peak = self.usage, self.peak
         least, most = (in_gib(each) for each in self.runtime)
         missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
-        shared = f", of which each rank has a part of {self.ranks}," if self.device.kind == "cpu" else ""
+        shared = f" for {self.ranks} ranks" if self.device.kind == "cpu" else ""
         runs = "Python and PyTorch" if self.device.kind == "cpu" else "CUDA context and NCCL"
         rows = [
             ("fits?", _ANSWERS[self.answer] + missing),
             (
                 "",
-                f"{in_gib(usage.reserved)} GiB reserved of {in_gib(self.room)}, which are the "
-                f"{in_gib(self.device.nbytes)} of {self.device.name}{shared} less a runtime of {most}",
+                f"{in_gib(usage.reserved)} GiB reserved of {in_gib(self.room)}; "
+                f"{self.device.name} has {in_gib(self.device.nbytes)}{shared}, the runtime takes {most}",
             ),
             *([("", _retries_in_words(self))] if self.retries or self.retries_each_step else []),
             ("exact", _sum(self.exact)),

@@ -23,6 +23,7 @@ from shardwright.train.data.samples.validation import part_of, training_and_vali
 from shardwright.train.data.statement import statement
 from shardwright.train.errors import UserError
 from shardwright.train.step.evaluation import validate
+from tests.page.kit import read_page
 from tests.support import multirank
 from tests.train.kit.jobs import TINY, config_file, records, tiny, train_here, trainer
 from tests.train.kit.tokens import tokens_of
@@ -190,6 +191,9 @@ def test_losses_of_sets_and_the_perplexity_are_everywhere(
     step = records(run)[-1]
     assert step["validation_losses"].keys() == {"en", "code"}
     assert step["perplexity"] == math.exp(step["validation_loss"])
+    assert step["validation_perplexities"] == {
+        name: math.exp(loss) for name, loss in step["validation_losses"].items()
+    }
     record = StepRecord(
         **{name: step[name] for name in (each.name for each in fields(StepRecord) if each.init)}
     )
@@ -212,6 +216,12 @@ def test_losses_of_sets_and_the_perplexity_are_everywhere(
     assert cli.main(["compare", str(run), str(run), "--out", str(tmp_path / "compared")]) == 0
     compared = json.loads((tmp_path / "compared" / "compare.json").read_text())["runs"][0]
     assert compared["metrics"] == results["metrics"] and compared["perplexity"] == step["perplexity"]
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(run), str(run), "--html", str(page)]) == 0
+    for shown in read_page(page.read_text())[2]["runs"]:
+        assert {"validation_losses/en", "validation_losses/code"} <= shown["curves"].keys()
+        assert shown["results"]["perplexity"] == pytest.approx(step["perplexity"])
+        assert shown["results"]["metrics"] == pytest.approx(results["metrics"])
 
 
 def test_a_name_of_a_set_is_a_word(tmp_path: Path) -> None:

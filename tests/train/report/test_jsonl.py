@@ -22,6 +22,7 @@ RECORD = StepRecord(
     flops_per_second=1e9, mfu=0.5, memory_active=1, memory_reserved=2, memory_total=3, validation_loss=2.0,
     parts={"forward": 0.3, "host": 0.2}, extra_losses={"balance": 1.0, "mtp": 3.0}, metrics={"a": 1.0, "b.c": 2.0},
     validation_metrics={"rows": 4.0}, perplexity=7.0, validation_losses={"code": 5.0},
+    validation_perplexities={"code": 148.0},
 )  # fmt: skip
 FIGURES = [
     each.name

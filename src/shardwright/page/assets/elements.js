@@ -68,7 +68,9 @@ const table = (caption, columns, rows, options = {}) => {
 };
 const figures = (pairs) =>
   el("dl", { class: "figures" }, pairs.map(([name, value, more]) =>
-    el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null))));
+    el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, breakable(more)) : null))));
+// The text with places where a line may end inside a long name: behind "_" and ".", except at its begin and in a number.
+const breakable = (text) => text.split(/(?<=[\p{L}\p{N}]_|\p{L}\.)(?=[\p{L}\p{N}])/u).flatMap((part, i) => (i ? [el("wbr"), part] : [part]));
 const section = (title, ...children) => {
   const id = "section-" + title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
   return el("section", { "aria-labelledby": id }, el("h2", { id }, title), ...children);

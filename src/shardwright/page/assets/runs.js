@@ -6,6 +6,8 @@ const curveOf = (data, i, key, more = {}) => ({
 });
 const columnsOf = (data, number) => data.runs.map((_, i) => [data.runs.length > 1 ? nameOf(data, i) : "value", number]);
 const STEP = "optimizer step";
+const NATS = "cross-entropy per token (nats)";
+const SET = "validation_loss/"; // begins the name of the loss on a set in the results
 const moment = (time) => (time ? String(time).replace("T", " ").replace("+00:00", " UTC") : "");
 
 // Steps after which sessions of a run went on, if the page has one run.
@@ -25,13 +27,19 @@ const chart = (data, title, keys, options) => {
   return lineChart({ title, x: STEP, series, words: digits, legend: keys.length > 1, begins: beginsOf(data), ...options });
 };
 
+// Objects whose numbers have a chart each, also beside those of other runs: its kind, its style, its unit.
+const CHART_OF_EACH = {
+  validation_losses: ["loss on a validation set", { marks: true }, NATS], extra_losses: ["further loss"], metrics: ["metric of steps"],
+  validation_metrics: ["metric of validations", { marks: true }], tasks: ["task", { marks: true }],
+};
+
 const chartsOf = (data) => {
   const [memoryUnit, memorySize] = unitOf(Math.max(...data.runs.flatMap((run) => (run.curves.memory_reserved || []).map(([, y]) => y)), 1));
   const keys = new Set(data.runs.flatMap((run) => Object.keys(run.curves)));
   const under = (prefix) => [...keys].filter((key) => key.startsWith(prefix)).sort();
   const only = (prefix, key) => key.slice(prefix.length);
   const made = [
-    chart(data, "Loss", [["loss", "training, before the step's update"], ["validation_loss", "validation, after the update", { marks: true, hollow: true }]], { y: "cross-entropy per token (nats)", words: inNats, axis: digits }),
+    chart(data, "Loss", [["loss", "training, before the step's update"], ["validation_loss", "validation, after the update", { marks: true, hollow: true }]], { y: NATS, words: inNats, axis: digits }),
     data.runs.length > 1 ? lineChart({
       title: `Difference from the loss of ${nameOf(data, 0)}`, x: STEP, y: "|difference| / loss (%)", words: (value) => `${digits(value)}%`, axis: digits, zero: true, legend: true,
       series: data.runs.map((_, i) => curveOf(data, i, "difference")).slice(1),
@@ -44,14 +52,18 @@ const chartsOf = (data) => {
   ];
   // Other objects of numbers, such as the parts of a step: a chart for each, of one run.
   const others = [...new Set([...keys].filter((key) => key.includes("/")).map((key) => key.slice(0, key.indexOf("/"))))];
-  for (const name of others.filter((each) => !["extra_losses", "metrics", "validation_metrics", "tasks"].includes(each))) {
+  for (const name of others.filter((each) => !(each in CHART_OF_EACH) || (each === "validation_losses" && data.runs.length === 1))) {
     const own = name === "parts" ? Object.keys(data.runs[0].split).map((part) => `parts/${part}`).filter((key) => keys.has(key)) : under(`${name}/`);
-    const titles = { parts: ["Parts of a step", "seconds"] };
+    const titles = {
+      parts: ["Parts of a step", "seconds"], validation_losses: ["Validation loss by set", NATS],
+      validation_perplexities: ["Perplexity by validation set", "e to the power of the loss"],
+    };
     const [title, y] = titles[name] || [name.replaceAll("_", " "), "value"];
     if (data.runs.length === 1) made.push(chart(data, title, own.slice(0, 12).map((key) => [key, only(`${name}/`, key)]), { y, zero: true, note: own.length > 12 ? `The first 12 of ${own.length}.` : "" }));
   }
-  for (const prefix of ["extra_losses/", "metrics/", "validation_metrics/", "tasks/"]) {
-    for (const key of under(prefix)) made.push(chart(data, only(prefix, key) + { "extra_losses/": " (further loss)", "metrics/": " (metric of steps)", "validation_metrics/": " (metric of validations)", "tasks/": " (task)" }[prefix], [[key, only(prefix, key), ["validation_metrics/", "tasks/"].includes(prefix) ? { marks: true } : undefined]], { y: "value" }));
+  for (const [name, [kind, style, y]] of Object.entries(CHART_OF_EACH)) {
+    if (name === "validation_losses" && data.runs.length === 1) continue; // one chart has all sets of one run
+    for (const key of under(`${name}/`)) made.push(chart(data, `${only(`${name}/`, key)} (${kind})`, [[key, only(`${name}/`, key), style]], { y: y || "value" }));
   }
   return el("div", { class: "charts" }, made);
 };
@@ -78,11 +90,25 @@ const splitSection = (data) => {
     table("Seconds of a step by part", [["part"], ...columnsOf(data, true)], parts.map((part) => [part, ...data.runs.map((run) => (isNumber(run.split[part]) ? `${inTime(run.split[part])}, ${percent(run.split[part] / run.step_seconds)}` : "-"))])));
 };
 
+// The perplexity of the last validation, then the loss and the perplexity on each set. Without the first one the loss is
+// not a cross-entropy.
+const perplexityRows = (data) => {
+  const sets = [...new Set(data.runs.flatMap((run) => Object.keys(run.results.metrics || {})))].filter((name) => name.startsWith(SET));
+  const loss = (run, set) => (run.results.metrics || {})[set];
+  const rows = sets.flatMap((set) => [
+    [`validation loss on ${set.slice(SET.length)}`, (run) => (isNumber(loss(run, set)) ? inNats(loss(run, set)) : "none")],
+    [`perplexity on ${set.slice(SET.length)}`, (run) => (isNumber(run.results.perplexity) && isNumber(loss(run, set)) ? digits(Math.exp(loss(run, set))) : "none")],
+  ]);
+  if (!data.runs.some((run) => isNumber(run.results.perplexity))) return rows.filter((_, i) => i % 2 === 0);
+  return [["perplexity, last", (run) => (isNumber(run.results.perplexity) ? digits(run.results.perplexity) : "none")], ...rows];
+};
+
 const resultsSection = (data) => {
   const rows = [
     ["status", (run) => run.status || "not known"], ["steps", (run) => whole(run.steps)],
     ["training loss, last (nats per token)", (run) => inNats(run.results.train_loss)],
     ["validation loss, last (nats per token)", (run) => (isNumber(run.results.validation_loss) ? inNats(run.results.validation_loss) : "none")],
+    ...perplexityRows(data),
     ["tokens/s of all ranks, median", (run) => whole(run.results.tokens_per_second)],
     ["time of a step, median", (run) => inTime(run.results.step_seconds)],
     ["waiting for data", (run) => percent(run.results.data_share)],

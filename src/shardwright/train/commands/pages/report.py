@@ -15,7 +15,13 @@ from shardwright.train.run.evaluations import TASKS
 
 FILE = "report.html"  #: in the folder of the first run
 OF_A_RUN = ("run.dir", "run.name")  #: settings that differ between any two runs
-SIDE_BY_SIDE = ("extra_losses/", "metrics/", "validation_metrics/", TASKS)  #: drawn of several runs
+SIDE_BY_SIDE = (
+    "validation_losses/",
+    "extra_losses/",
+    "metrics/",
+    "validation_metrics/",
+    TASKS,
+)  #: drawn of several runs
 FILES = {
     "curves": "metrics.jsonl", "settings": "config.toml", "noted": "step_notes.json", "plan": "logs/plan.json",
     "sessions": "run.json", "norms": "unit_norms.jsonl",

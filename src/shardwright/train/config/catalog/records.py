@@ -60,6 +60,8 @@ class StepRecord:
     validation_metrics: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
     #: by name of a set in `[[data.validation_sources]]`, at steps with a validation
     validation_losses: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
+    #: exp of these losses, by the same names; empty also for a model with a loss of its own
+    validation_perplexities: Mapping[str, float] = field(default_factory=dict, metadata=APART | NUMBERS)
 
     def __post_init__(self) -> None:
         for name, key in COMMON_LOSSES.items():

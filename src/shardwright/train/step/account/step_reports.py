@@ -35,6 +35,8 @@ def step_record(
     tokens_per_second = config.train.global_batch * config.train.seq_len / seconds
     flops_per_second = tokens_per_second * trainer.facts.flops_per_token / world.size
     peak = peak_flops(device_name(world.device), config.parallel.param_dtype)
+    in_nats = not trainer.losses.has_loss  # a loss of the model's own need not be a cross-entropy
+    on_sets = {} if validation is None else validation.losses
     return StepRecord(
         step=position.step,
         loss=result.loss,
@@ -51,20 +53,19 @@ def step_record(
         memory_total=memory.total,
         validation_loss=None if validation is None else validation.loss,
         parts=dict(parts.items()),
-        perplexity=_perplexity(trainer, validation),
+        perplexity=None if not in_nats or validation is None else perplexity_of(validation.loss),
         extra_losses=result.auxiliary,
         metrics=result.agreed.metrics,
         validation_metrics={} if validation is None else validation.metrics,
-        validation_losses={} if validation is None else validation.losses,
+        validation_losses=on_sets,
+        validation_perplexities={name: perplexity_of(loss) for name, loss in on_sets.items() if in_nats},
     )
 
 
-def _perplexity(trainer: Trainer, validation: Validation | None) -> float | None:
-    """None without a validation, and for a loss of the model's own, which need not be a cross-entropy."""
-    if validation is None or trainer.losses.has_loss:
-        return None
+def perplexity_of(loss: float) -> float:
+    """e to the power of a cross-entropy in nats; infinite if that is beyond all floats."""
     try:
-        return math.exp(validation.loss)
+        return math.exp(loss)
     except OverflowError:
         return math.inf
 

@@ -48,7 +48,7 @@ ROUND_SECONDS = 5.0
 class TaskEvaluations(TrainerHook):
     """Starts evaluations and reports their results.
 
-    At most one runs and one waits. If a further step is due, it takes the place of the one that waits. A checkpoint
+    At most one runs and one waits. A newer step replaces the one that waits, which is then not evaluated. A checkpoint
     stays until its evaluation has ended.
 
     Args:
