@@ -272,3 +272,11 @@ def test_data_of_an_unexpected_kind_leave_the_other_parts(browser: chromium.Brow
     check(browser)
     assert "could not be drawn" in text_of(browser, "main")
     assert browser.evaluate("document.querySelectorAll('section').length") == 6
+
+
+def test_lines_end_inside_long_names_behind_their_parts(browser: chromium.Browser, tmp_path: Path) -> None:
+    browser.open(plan_file(tmp_path), 1440)
+    parts = browser.evaluate(
+        "breakable('backward: _log_softmax x.py:5, 2.07 s').map((each) => each.outerHTML || each).join('')"
+    )
+    assert parts == "backward: _log_<wbr>softmax x.<wbr>py:5, 2.07 s"
