@@ -220,8 +220,7 @@ def nearest_key(path: str) -> str | None:
     number = next((part for part in section.split(".") if part.isdecimal()), None)
     if number is not None:
         near_key = nearest_key(".".join([ROW if part == number else part for part in path.split(".")]))
-        # A key of another section is no key of this table.
-        return near_key.replace(f".{ROW}.", f".{number}.") if near_key and f".{ROW}." in near_key else None
+        return near_key and near_key.replace(f".{ROW}.", f".{number}.")
     all_keys = [key.path for key in keys() if ROW not in key.path.split(".") or ROW in section.split(".")]
     other = OTHER_NAMES.get(name)
     if other is not None and path not in all_keys:
