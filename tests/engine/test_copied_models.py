@@ -77,11 +77,11 @@ class Locked(Block):
 
     lock: Any
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+    def __getstate__(self) -> tuple[dict[str, Any], int]:
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}, 5
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __setstate__(self, state: tuple[dict[str, Any], int]) -> None:  # type: ignore[override]
+        super().__setstate__(state[0])
         self.lock = threading.Lock()
 
     def forward(self, x: Tensor) -> Tensor:

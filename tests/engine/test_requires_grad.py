@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from tests.engine.kit.models import full
 from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import units_of
+from tests.support import multirank
 from tests.support.matrix import select, together
 
 WIDTH = 6
@@ -169,3 +172,64 @@ def test_gradients_are_those_of_a_plain_model(
             back(each)
             if step == 1:  # the next step adds to gradients that are there
                 each.zero_grad()
+
+
+class Beside(nn.Module):
+    """Blocks with a result each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block(x) for block in self.blocks]
+
+
+@pytest.mark.extensive(
+    "each change", but=("*True-reference-per*", "*True-frozen-ragged*", "*False-toggled-per*")
+)
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+@pytest.mark.parametrize("between", ["reference", "toggled", "frozen"])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_unit_that_one_rank_leaves_out_follows_too(
+    rank: int, world_size: int, layout: str, between: str, held: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = Beside()
+    model: Any = copy.deepcopy(plain)
+    for block in model.blocks:
+        sw.fully_shard(block, layout=layout)
+    sw.fully_shard(model, layout=layout)
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(4):
+        holds = held and step % 2 == 0
+        model.set_requires_gradient_sync(not holds)
+        for each, ranks in ((model, [rank]), (plain, range(2))):
+            # Rank 1 leaves out the first block.
+            results = [torch.stack(each(batch(r, step))[r:]).square().sum() for r in ranks]
+            BETWEEN[between](each)
+            for result in results:
+                (result / len(ranks)).backward()
+            back(each)
+        if holds:
+            continue
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if q.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-5, atol=1e-6, msg=f"{step} {name}")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@multirank(2)
+def test_a_change_back_takes_the_same_reductions(rank: int, world_size: int) -> None:
+    model: Any = Model("no")
+    for block in model.blocks:
+        sw.fully_shard(block)
+    sw.fully_shard(model)
+    for micro in range(8):
+        model.set_requires_gradient_sync(micro == 7)
+        output = model(batch(rank, micro))
+        reference_between(model)
+        output.square().sum().backward()
+        assert {len(unit.gradients.reductions) for unit in units_of(model)} == {1}

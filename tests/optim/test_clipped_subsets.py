@@ -230,3 +230,20 @@ def test_stages_clip_their_own_parameters(rank: int, world_size: int) -> None:
     torch.testing.assert_close(sw.clip_grad_norm_(model.parameters(), 0.1), wanted)
     for (name, p), q in zip(model.named_parameters(), stage.parameters(), strict=True):
         close(p.grad, q.grad, 1e-5, name)
+
+
+@multirank(2, timeout=30)
+def test_parameters_of_no_unit_are_compared_too(rank: int, world_size: int) -> None:
+    mesh = world_mesh(2)
+    model: Any = nn.Linear(4, 4)
+    for name in ("one", "other"):
+        value = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        model.register_parameter(name, nn.Parameter(value))
+    sw.fully_shard(model, mesh=mesh, ignored_params={model.one, model.other})
+    model(torch.ones(2, 4)).sum().backward()
+    for p in (model.one, model.other):
+        p.grad = torch.ones_like(p)
+    own = [model.weight, model.bias, model.one]
+    sw.clip_grad_norm_([*own, model.other], 1.0)
+    with pytest.raises(RuntimeError, match="they clip gradients of different parameters"):
+        sw.clip_grad_norm_([*own, model.other] if rank else own, 1.0)

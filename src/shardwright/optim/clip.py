@@ -220,10 +220,17 @@ def _fingerprints(
             places[id(managed.sharded)] = unit.number, index
     by_group: dict[dist.ProcessGroup, list[tuple[int, int]]] = {}
     for p in parameters:
-        if p.grad is not None:
-            for group in groups_of.get(id(p), ()):
-                assert group is not None
-                by_group.setdefault(group, []).append(places[id(p)])
+        gradient = p.grad
+        if gradient is None:
+            continue
+        groups: tuple[dist.ProcessGroup | None, ...] | None = groups_of.get(id(p))
+        if groups is None:  # of no unit
+            groups = ()
+            if isinstance(gradient, DTensor):
+                groups = _groups_of(gradient.device_mesh, gradient.placements)
+        for group in groups:
+            assert group is not None
+            by_group.setdefault(group, []).append(places.get(id(p), (-1, p.numel())))
     return {group: (len(each), hash(tuple(each))) for group, each in by_group.items()}
 
 

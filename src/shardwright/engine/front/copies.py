@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,10 +51,16 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     units[id(unit)] = unit
     result: nn.Module = object.__new__(original)
     memo[id(module)] = result
-    result.__setstate__(copy.deepcopy(_state_of(module, unit), memo))
+    try:
+        with _without_unit(module, unit):
+            state = copy.deepcopy(
+                module.__getstate__(), memo
+            )  # as of a plain module, whose class may have its own
+    finally:
+        if in_use:
+            unit.weights.forms.show_full()
+    result.__setstate__(state)
     unmark_fully_sharded(result)
-    if in_use:
-        unit.weights.forms.show_full()
     if outermost:
         # Inner units first, as fully_shard was called; a list unit waits until the last of its modules is there.
         del memo[_UNITS]
@@ -68,12 +75,19 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     return result
 
 
-def _state_of(module: nn.Module, unit: Unit) -> Any:
-    """The module's ``__getstate__``, which a copy of a plain module gets, too, without the parts of this unit."""
-    state: Any = module.__getstate__()
-    if not isinstance(state, dict):
-        return state
-    return {key: _without(unit, value) for key, value in state.items() if key not in _NOT_COPIED}
+@contextmanager
+def _without_unit(module: nn.Module, unit: Unit) -> Iterator[None]:
+    """A context in which the module's attributes are those of a plain module."""
+    attributes = module.__dict__
+    before = dict(attributes)
+    for key in _NOT_COPIED:
+        attributes.pop(key, None)
+    attributes.update({key: _without(unit, value) for key, value in attributes.items()})
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
 
 
 def _without(unit: Unit, value: Any) -> Any:

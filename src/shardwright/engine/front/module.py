@@ -149,7 +149,7 @@ class FSDPModule(TorchFSDPModule):
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
         original = original_class(type(self))
         own: Any = getattr(original, "__deepcopy__", None)
-        if own is not None and not own.__module__.startswith("torch."):  # torch.fx has one, too
+        if own is not None and not str(own.__module__).startswith("torch."):  # torch.fx has one, too
             warnings.warn(
                 f"A deepcopy of a sharded {original.__name__} does not call the __deepcopy__ of its class: all its "
                 "attributes are copied. A __getstate__ can leave some out.",

@@ -35,6 +35,7 @@ from shardwright.engine.unit.owning import at_rest, settle_now
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
     fills,
+    follow_requires_grad,
     issue,
     leave_forward,
     recover,
@@ -310,6 +311,8 @@ def _end_steps(units: list[Unit]) -> bool:
 def _finish_backward(unit: Unit) -> None:
     """Leave a unit's backward if this is not done yet. Reduce late and held gradients."""
     activity, gradients = unit.activity, unit.gradients
+    if not activity.entered:  # other ranks' backward may have entered it, which follows requires_grad, too
+        follow_requires_grad(unit)
     if activity.visits:
         for visit in list(activity.visits):
             visit.close()

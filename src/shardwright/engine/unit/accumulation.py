@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -29,6 +30,10 @@ def ranks_of_scatters(ranks: Ranks, transport: Transport) -> Ranks:
     return ranks
 
 
+MOST_PLANS = 4
+"""For so many values of ``requires_grad`` a unit keeps the reductions. A step may change it and change it back."""
+
+
 class Gradients:
     """The gradients of one build of a unit's memory.
 
@@ -51,6 +56,7 @@ class Gradients:
         self.chooses_dtype = any(each.grad is not None for each in dtypes)
         self.ranks = ranks
         self.reductions: list[Reduction] = []
+        self._plans: dict[tuple[bool, ...], list[Reduction]] = {}  #: by requires_grad, the newest last
         self.held = Held.NOTHING
         self._held_before = Held.NOTHING  #: at the begin of the running reduction
         self._trainable: tuple[bool, ...] | None = None
@@ -66,13 +72,21 @@ class Gradients:
         if trainable == self._trainable:
             return False
         self.finish(settings)
-        # Held gradients from before the change are reduced beside the new ones.
-        earlier = self.reductions if self.held else []
-        for reduction in earlier:
-            reduction.retired = True
         for p, flag in zip(self._weights.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
-        self.reductions = [*self._plan(trainable, settings.transport), *earlier]
+        plan = self._plans.pop(trainable, None)
+        if plan is None:
+            plan = self._plan(trainable, settings.transport)
+        # Held gradients from before the change are reduced beside the new ones.
+        earlier = [r for r in self.reductions if r not in plan] if self.held else []
+        for reduction in earlier:
+            reduction.retired = True
+        for reduction in plan:
+            reduction.retired = False
+        self._plans[trainable] = plan
+        if len(self._plans) > MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self.reductions = [*plan, *earlier]
         self._trainable = trainable  # set last, so that a failure above is repeated
         return True
 
@@ -81,6 +95,7 @@ class Gradients:
         self.ranks = ranks
         self._trainable = None
         self.reductions = []
+        self._plans.clear()
         self.follow_requires_grad(settings)
 
     @torch.inference_mode(False)
@@ -115,7 +130,7 @@ class Gradients:
             needed=needed,
         )
         if action is Due.HOLD:
-            self.held = action.leaves
+            self.held = action.leaves if self.reductions else Held.NOTHING
             for reduction in self.reductions:
                 if reduction.has_gradients():
                     reduction.hold()
@@ -202,7 +217,7 @@ class Gradients:
             mine.take_held(other)
 
     def release_unused(self) -> None:
-        for reduction in self.reductions:
+        for reduction in dict.fromkeys((*self.reductions, *chain.from_iterable(self._plans.values()))):
             reduction.release_unused()
 
     # -- on their way to the host --------------------------------------------------------------------------------

@@ -192,6 +192,8 @@ def test_a_failed_evaluation_is_repeated_once_and_then_named_with_its_command(be
         assert all(
             "again; no resume tries it once more. The run goes on; " + command in each for each in named
         )
+        again.evaluations.finish(2)
+        assert len(Process.started) == (session == 0)
     again.evaluations.saved(2)  # the run has gone back: these are other weights
     Process.started[0].finish()
     again.look()

@@ -112,7 +112,8 @@ class TaskEvaluations(TrainerHook):
     def finish(self, step: int) -> None:
         """Start the evaluation of the last step of a run that is finished, and say what the run waits for."""
         self._look()
-        if step not in self._begun and step not in evaluated_steps(self._folder):
+        failures = failures_of(self._folder, step)
+        if step not in self._begun and step not in evaluated_steps(self._folder) and failures < ATTEMPTS:
             self._evaluate(step)
         if self._running is not None:
             self._reporter.say(f"waiting for the tasks of {self._in_words()}; their log: {self._running.log}")
