@@ -185,7 +185,7 @@ def test_copies_run_on_streams_of_their_own() -> None:
 @pytest.mark.extensive("two traces of each")
 @pytest.mark.parametrize("words", ["offload=blocks", "checkpoint=full activations.offload=inputs"])
 def test_a_composed_plan_is_the_traced_one(words: str) -> None:
-    config = config_of(f"model.n_layers=20 validation.every=0 activations.{words}")
+    config = config_of(f"model.n_layers=24 validation.every=0 activations.{words}")
     composed = composed_program(config, 2)
     assert composed is not None
     assert plain(composed) == plain(traced_program(config, 2))

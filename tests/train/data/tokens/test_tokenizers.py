@@ -358,4 +358,4 @@ def test_a_closed_port_is_asked_twice_and_prints_nothing(tmp_path: Path) -> None
         endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
     message = fetch(tmp_path, endpoint, "me/tiny")["error"]  # which checks that stderr is empty
     assert f"tokenizer.json of me/tiny is not in the local cache, and {endpoint} does not answer (" in message
-    assert "Connection refused); connect this machine" in message
+    assert "Connection refused); correct the path of a folder, or connect this machine" in message
