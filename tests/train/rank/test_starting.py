@@ -318,7 +318,6 @@ def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
     assert (status, err) == (0, "") and len(losses(tmp_path / "run")) == 1
 
 
-@pytest.mark.extensive("a process of its own")
 def test_the_launcher_imports_no_engine() -> None:
     code = "import sys, shardwright.train.commands.train; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.checkpoint import open_checkpoint
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -28,6 +27,10 @@ def check_steps(config: Config, folder: RunFolder) -> None:
 
 def _is_whole(checkpoint: FolderOrUrl) -> bool:
     """Whether a checkpoint here is known to be whole. A large one is not read: the ranks find out."""
+    from shardwright.checkpoint import (
+        open_checkpoint,  # imports the engine, which a launcher needs for this alone
+    )
+
     if isinstance(checkpoint, str):
         return False
     try:
