@@ -94,7 +94,7 @@ def _lock(model: Model) -> None:
         block.__class__, block.lock = Locked, threading.Lock()
 
 
-#: What is done to a model before or after it is sharded.
+#: Changes of a model before or after it is sharded.
 FEATURES: dict[str, Callable[[Model], Any]] = {
     "context": lambda m: sw.context_parallel(m, world_mesh(torch.distributed.get_world_size())),
     "tensor": _tensor_parallel,

@@ -101,7 +101,7 @@ def back(model: Any) -> None:
         block.adapter.requires_grad_(True)
 
 
-#: What happens between a forward and its backward.
+#: Changes of a model between a forward and its backward.
 BETWEEN: dict[str, Callable[[Any], None]] = {
     "evaluated": evaluate,
     "reference": reference_between,

@@ -26,7 +26,7 @@ from tests.support.storages import Storages
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
-#: What is done to a model between its micro-batches, and by which options.
+#: Changes of a model between its micro-batches, and the options of each.
 EDITS = ("read", "values", "gradients", "both", "dropped", "rank0")
 LAYOUTS = ("per_parameter", "ragged", sw.Ragged("element"))
 #: Before which of two micro-batches, the second of which reduces.

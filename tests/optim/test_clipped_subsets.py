@@ -52,7 +52,7 @@ SUBSETS: dict[str, Callable[[Any], Any]] = {
     "none": lambda m: [],
 }
 NORMS = (2.0, math.inf, 1.0)
-#: What some ranks pass, and the others.
+#: The parameters that some ranks pass, and those that the others pass.
 DIFFERENT = (("all", "head"), ("head", "one unit"), ("all", "the last first"), ("a tensor", "some of each"))
 #: The ranks that pass other parameters than the rest.
 OTHERS = ((0,), (3,), (1, 3), (2, 3))

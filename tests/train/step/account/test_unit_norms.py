@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from shardwright.train.commands.pages.report import page_of
 from shardwright.train.commands.pages.shown_run import read_shown_run
-from shardwright.train.config import Config
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.models.build import build_model
 from shardwright.train.report.unit_norms import CELLS, UnitNorms, UnitNormsFile, heat_map, read_unit_norms
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Position
@@ -25,7 +21,7 @@ from shardwright.train.step.numerics import detect
 from tests.page.kit import read_page
 from tests.support import multirank
 from tests.train.kit.jobs import HYBRID, config_file, records, tiny, train_here, trainer
-from tests.train.kit.text import batch, random_text
+from tests.train.kit.plain_norms import plain_norms
 
 STRATEGIES, LAYOUTS = ("ddp", "zero1", "zero2", "zero3"), ("per_parameter", "ragged", "element")
 FEW: list[dict[str, Any]] = [
@@ -84,19 +80,6 @@ def test_so_with_all_strategies_and_layouts(rank: int, world_size: int) -> None:
 def test_replicas_are_counted_once(rank: int, world_size: int) -> None:
     for options in ON_FOUR:
         check(rank, world_size, options)
-
-
-def plain_norms(config: Config) -> dict[str, float]:
-    """The norms of the blocks of a plain model, of the gradients of the first step."""
-    torch.manual_seed(config.run.seed)
-    model, train = build_model(config.model, 256), config.train
-    inputs, targets = batch(random_text(), 0, 0, train.global_batch, train.seq_len)
-    F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-    norms: dict[str, list[float]] = {}
-    for name, p in model.named_parameters():
-        if name.startswith("layers.") and p.grad is not None:
-            norms.setdefault(".".join(name.split(".")[:2]), []).append(p.grad.norm().item())
-    return {unit: math.hypot(*each) for unit, each in norms.items()}
 
 
 @multirank(2)

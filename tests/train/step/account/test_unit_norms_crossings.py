@@ -14,20 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from pydantic import ValidationError
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.adapters import adapt
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.models.build import build_model
 from shardwright.train.report.unit_norms import read_unit_norms
 from tests.support import multirank
 from tests.train.kit.jobs import config_file, records, tiny, train_here, trainer
-from tests.train.kit.text import batch, random_text
+from tests.train.kit.plain_norms import plain_norms
 
 AXES: dict[str, list[dict[str, Any]]] = {
     "parallel": [
@@ -73,20 +69,6 @@ def drawn(seed: int) -> Config | None:
         )
     except (ValidationError, UserError):
         return None
-
-
-def plain_norms(config: Config) -> dict[str, float]:
-    """The gradient norms of the blocks of a plain model in the first step."""
-    torch.manual_seed(config.run.seed)
-    model, train = build_model(config.model, 256), config.train
-    adapt(model, config.finetune, config.run.seed)
-    inputs, targets = batch(random_text(), 0, 0, train.global_batch, train.seq_len)
-    F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-    norms: dict[str, list[float]] = {}
-    for name, p in model.named_parameters():
-        if name.startswith("layers.") and p.grad is not None:
-            norms.setdefault(".".join(name.split(".")[:2]), []).append(p.grad.norm().item())
-    return {unit: math.hypot(*each) for unit, each in norms.items()}
 
 
 def check(config: Config, rank: int, world_size: int) -> None:
