@@ -129,11 +129,18 @@ _CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
+#: Called with a tuple of tensors and a tuple of numbers: what their version counters become.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _probe(
+    torch._C, "_autograd", "_unsafe_set_version_counter"
+)
 
 #: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
 _to_dlpack = _probe(torch._C, "_to_dlpack")
 
-if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
+#: Whether two storages can exchange their memory without a compiled helper, as torch 2.12 and later can.
+SWAPS_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+if SWAPS_MEMORY:
 
     def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
         """Exchange the memory and the sizes of two storages. Views of them see it."""

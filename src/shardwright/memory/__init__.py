@@ -12,6 +12,7 @@ from shardwright.memory.slab import (
     Slab,
     Source,
     is_in_slab,
+    slab_of,
     observe,
     resize,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Slab",
     "Source",
     "is_in_slab",
+    "slab_of",
     "observe",
     "pack",
     "peak",

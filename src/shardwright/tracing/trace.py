@@ -31,7 +31,7 @@ class _Slabs:
 
     def leased(self, slab: Slab) -> None:
         if slab.nbytes:
-            self._recorder.claim(SLABS, [(f"{slab.kind} of {slab.unit}", slab.byte_view(0, slab.nbytes))])
+            self._recorder.claim(SLABS, [(f"{slab.kind} of {slab.unit}", slab.memory())])
 
     def releases(self, slab: Slab) -> None:
         return None
@@ -41,6 +41,9 @@ class _Slabs:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         return None
+
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        self._recorder.exchanged(one, two)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
+from shardwright.engine.weights.unready import explain
 
 Runner = Callable[..., Any]
 #: The unit and the full form of a selected parameter.
@@ -43,10 +44,14 @@ def hook_backward() -> None:
 def _run(original: Runner, *args: Any, **options: Any) -> Any:
     with NOTHING if in_backward() else running_backward():
         _average_roots(args[0])
-        if not args[4]:  # inputs
-            return original(*args, **options)
-        with selecting():
-            return _run_selected(original, *args, **options)
+        try:
+            if not args[4]:  # inputs
+                return original(*args, **options)
+            with selecting():
+                return _run_selected(original, *args, **options)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
 
 def _run_selected(original: Runner, *args: Any, **options: Any) -> Any:
