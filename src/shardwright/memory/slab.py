@@ -3,9 +3,9 @@
 A slab's storage object and its views are made once. A lease gives the storage memory, a release removes it. Autograd
 compares storages, not addresses. So a view that autograd has saved is right again after the next lease.
 
-A slab that a collective fills has a second storage, the landing storage. A lease gives the memory to the landing
-storage, where only the collective's views see it. :meth:`Slab.reveal` moves it to the storage of the users' views when
-the collective has arrived, so nobody can read memory that is only partly written.
+A slab that a collective fills has a second storage, the landing storage, which only the collective's views see. While
+the collective runs, the landing storage has the memory, so nobody can read memory that is only partly written.
+:meth:`Slab.reveal` gives it back when the collective has arrived.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Slab:
         self._lender: Allocator = DYNAMIC  #: the allocator of its present memory
         self._storage = torch.UntypedStorage(0, device=device)
         _slabs[storage_key(self._storage)] = self
-        #: The storage that a lease gives the memory to, until :meth:`reveal`; None: the lease reveals it at once.
+        #: Has the memory from a lease until :meth:`reveal`; None: nothing fills the slab through landing views.
         self._landing: torch.UntypedStorage | None = None
         self._lease_memory: torch.Tensor | None = None  #: an allocator's memory, while leased from it
         #: A storage over the memory of the last lease, and its address. Kept if the next lease returns the same memory.
@@ -178,41 +178,65 @@ class Slab:
         return self.owner.name
 
     @property
-    def _holder(self) -> torch.UntypedStorage:
-        """The storage that has the memory, or that gets it with the next lease."""
-        landing = self._landing
-        return self._storage if landing is None or self.revealed else landing
+    def address(self) -> int:
+        """The address of its memory now; 0 while released."""
+        return (self._storage if self.revealed else self._landing).data_ptr()  # type: ignore[union-attr]
 
     @property
     def revealed(self) -> bool:
         """Whether views that :meth:`view` made see the memory of the present lease."""
-        return self.leased and (self._landing is None or not self._landing.nbytes())
-
-    @property
-    def address(self) -> int:
-        """The address of its memory now; 0 while released."""
-        return self._holder.data_ptr()
+        return self._landing is None or not self._landing.nbytes()
 
     def lease(self) -> None:
-        """Attach memory with undefined content, on the device's current stream. If the slab has a landing storage,
-        hide the memory there until :meth:`reveal`, also memory that the slab has already."""
+        """Attach memory with undefined content, on the device's current stream.
+
+        If the slab has a landing storage, its memory is hidden there until :meth:`reveal`. So is the memory of a slab
+        that is leased already, because it will be filled again.
+        """
         if self.leased:
             self._hide()
             return
         self._lender = self.owner.allocator
         memory = self._lender.lease(self)
-        holder = self._holder
         if memory is None:
             self._block = None
-            if holder.nbytes() != self.nbytes:
-                resize(holder, self.nbytes)
+            if self._storage.nbytes() != self.nbytes:
+                resize(self._storage, self.nbytes)
         else:
-            self._attach(memory, holder)
+            self._attach(memory)
         self.leased = True
         for observer in observers:
             observer.leased(self)
+        self._hide()
 
-    def _attach(self, memory: torch.Tensor, holder: torch.UntypedStorage) -> None:
+    def _hide(self) -> None:
+        landing = self._landing
+        if landing is None or landing.nbytes():
+            return
+        if self._poison or (self._attached is None and not self._storage.resizable()):
+            resize(landing, self.nbytes)  # the other memory stays: for reads of NaN, or because numpy shares it
+            if self._poison:
+                self._storage.fill_(255)  # type: ignore[attr-defined]
+        else:
+            self._exchange(landing)
+
+    def reveal(self) -> None:
+        """Show the leased memory to the views that :meth:`view` made. Does nothing if they see it already."""
+        landing = self._landing
+        if landing is None or not landing.nbytes():
+            return
+        if self._storage.nbytes():
+            self._storage.copy_(landing)
+            resize(landing, 0)
+        else:
+            self._exchange(landing)
+
+    def _exchange(self, landing: torch.UntypedStorage) -> None:
+        swap_memory(self._storage, landing)
+        for observer in observers:
+            observer.exchanged(self._storage, landing)
+
+    def _attach(self, memory: torch.Tensor) -> None:
         if not isinstance(memory, torch.Tensor):
             raise TypeError(
                 f"{self._lender_name()}.lease returned {memory!r} ({type(memory).__name__}) for {self.nbytes} bytes "
@@ -225,44 +249,16 @@ class Slab:
                 f"{memory.device} for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must return at "
                 "least as many bytes on the same device, at a multiple of 16"
             )
-        if holder.nbytes():  # left by a poisoned release
-            resize(holder, 0)
+        if self._storage.nbytes():  # left by a poisoned release
+            resize(self._storage, 0)
         if self._block is None or self._block_address != address:
             self._block, self._block_address = block_of(memory, self.nbytes), address
-        swap_memory(holder, self._block)
+        swap_memory(self._storage, self._block)
         self._lease_memory, self._attached = memory, self._block
 
     def _lender_name(self) -> str:
         lender = getattr(self._lender, "inner", self._lender)  # inside a recorder is the user's allocator
         return type(lender).__name__
-
-    def reveal(self) -> None:
-        """Show the leased memory to the views that :meth:`view` made. Does nothing if they see it already."""
-        landing, storage = self._landing, self._storage
-        if landing is None or not landing.nbytes():
-            return
-        if storage.nbytes():
-            if not storage.resizable():  # numpy shares it, and must see the new weights
-                storage.copy_(landing)
-                resize(landing, 0)
-                return
-            resize(storage, 0)  # left by a poisoned release
-        self._exchange(landing)
-
-    def _hide(self) -> None:
-        """Take the leased memory from the views that :meth:`view` made, because it will be written."""
-        landing, storage = self._landing, self._storage
-        if landing is None or landing.nbytes() or not storage.nbytes():
-            return
-        if self._attached is None and not storage.resizable():  # numpy shares it
-            resize(landing, self.nbytes)
-            return
-        self._exchange(landing)
-
-    def _exchange(self, landing: torch.UntypedStorage) -> None:
-        swap_memory(self._storage, landing)
-        for observer in observers:
-            observer.exchanged(self._storage, landing)
 
     def release(self) -> None:
         """Release the memory. On CUDA the current stream must be ordered after every use of it."""
@@ -270,33 +266,33 @@ class Slab:
             return
         for observer in observers:
             observer.releases(self)
-        holder = self._holder
+        self.reveal()
         self.leased = False
         if self._attached is not None:
             if self._poison:
-                holder.fill_(255)  # type: ignore[attr-defined]
+                self._storage.fill_(255)  # type: ignore[attr-defined]
             block, memory = self._attached, self._lease_memory
             assert memory is not None
             self._attached = self._lease_memory = None
-            swap_memory(holder, block)
+            swap_memory(self._storage, block)
             if not self._lender.release(self, memory):
                 self._block = None  # it would keep the memory alive
-        else:
-            if self._poison:
-                holder.fill_(255)  # type: ignore[attr-defined]
-            if holder.resizable() and (holder is not self._storage or not self._poison):
-                resize(holder, 0)  # not while numpy shares it
-            self._lender.release(self, None)
-        if self._poison and self._storage.nbytes() != self.nbytes and self._storage.resizable():
-            # Reads must get NaN; without memory they would crash the process.
-            resize(self._storage, self.nbytes)
+            if self._poison and self._storage.resizable():
+                # Reads must get NaN; without memory they would crash the process.
+                resize(self._storage, self.nbytes)
+                self._storage.fill_(255)  # type: ignore[attr-defined]
+            return
+        if self._poison:
             self._storage.fill_(255)  # type: ignore[attr-defined]
+        elif self._storage.resizable():  # not while numpy shares it
+            resize(self._storage, 0)
+        self._lender.release(self, None)
 
     def view(
         self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return a tensor over the slab, ``offset`` in elements of ``dtype``. Make it while the slab is leased and
-        revealed; it stays valid."""
+        """Return a tensor over the slab, ``offset`` in elements of ``dtype``. Make it while the slab is leased; it
+        stays valid."""
         return _view(self._storage, dtype, offset, size, stride)
 
     def byte_view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -306,24 +302,21 @@ class Slab:
     def landing_view(self, dtype: torch.dtype, offset: int, size: Sequence[int]) -> torch.Tensor:
         """Return a contiguous tensor through which the slab is filled between :meth:`lease` and :meth:`reveal`.
 
-        From the first such view on, a lease hides the memory from all other views until :meth:`reveal`.
+        From the first such view on, a lease hides the memory from all other views until :meth:`reveal`. On torch 2.11
+        these views see it at once.
         """
         if not SWAPS_MEMORY:
             return self.view(dtype, offset, size)
         if self._landing is None:
             self._landing = torch.UntypedStorage(0, device=self.device)
-        if revealed := self.revealed:
+        if self.leased:
             self._hide()
-        result = _view(self._landing, dtype, offset, size, None)
-        if revealed:
+        result = _view(self._landing, dtype, offset, size)
+        if self.leased:
             self.reveal()
-        elif not self.leased:
+        else:
             resize(self._landing, 0)
         return result
-
-    def memory(self) -> torch.Tensor:
-        """Return the leased memory as uint8, wherever it is now."""
-        return _view(self._holder, torch.uint8, 0, (self.nbytes,), (1,))
 
 
 def _view(
@@ -331,7 +324,7 @@ def _view(
     dtype: torch.dtype,
     offset: int,
     size: Sequence[int],
-    stride: Sequence[int] | None,
+    stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
     if stride is None:
         stride = torch.empty(0, dtype=dtype, device="meta").new_empty(tuple(size)).stride()

@@ -31,7 +31,7 @@ class _Slabs:
 
     def leased(self, slab: Slab) -> None:
         if slab.nbytes:
-            self._recorder.claim(SLABS, [(f"{slab.kind} of {slab.unit}", slab.memory())])
+            self._recorder.claim(SLABS, [(f"{slab.kind} of {slab.unit}", slab.byte_view(0, slab.nbytes))])
 
     def releases(self, slab: Slab) -> None:
         return None

@@ -67,7 +67,7 @@ def _released_units(traceback: TracebackType | None) -> Iterator[str]:
 def _units_in(value: Any, depth: int = 3) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided and not is_made_of_tensors(value) and not is_transformed(value)
-        if plain and (slab := slab_of(value)) is not None and not slab.revealed:
+        if plain and (slab := slab_of(value)) is not None and not (slab.leased and slab.revealed):
             yield slab.unit
     elif depth and isinstance(value, (list, tuple, dict)):
         for each in list(value.values() if isinstance(value, dict) else value)[:100]:
