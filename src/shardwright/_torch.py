@@ -931,6 +931,14 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     return _flatten(mesh)
 
 
+_root_mesh = _probe(DeviceMesh, "_get_root_mesh")
+
+
+def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh from which this one was sliced, or this one."""
+    return _root_mesh(mesh)
+
+
 def rebind(dtensor: DTensor, new: DTensor) -> None:
     """Make ``dtensor``, the same object, what ``new`` is: shape, dtype, local tensor and placement."""
     # An assignment to ``.data`` changes the outside of a wrapper subclass only.

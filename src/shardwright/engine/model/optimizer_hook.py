@@ -70,8 +70,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         each.agreement.check()
         each.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kinds = set(map(type, parameters))
-    _refuse_dead(parameters, kinds)
+    kinds = refuse_dead(parameters)
     companion = companion_of(optimizer)
     first = not companion.stepped
     if first:
@@ -108,17 +107,18 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
 _SHARDED = {ShardedParameter, RaggedParameter}
 
 
-def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
-    """Raise if another object has replaced one of the parameters at sharding or materialization.
+def refuse_dead(parameters: list[torch.Tensor]) -> set[type]:
+    """Raise if another object has replaced one of an optimizer's parameters at sharding or materialization.
 
-    ``kinds`` are the classes of the parameters. This runs in every step, because users may change groups. So it skips
-    sharded parameters.
+    This runs in every step, because users may change groups. So it skips sharded parameters. Returns the classes of the
+    parameters.
     """
+    kinds = set(map(type, parameters))
     if kinds <= _SHARDED:
-        return
+        return kinds
     deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
     if not deferred and not any(TAKEN in p.__dict__ for p in parameters):
-        return
+        return kinds
     for p in parameters:
         origin = p.__dict__.get(TAKEN)
         if origin is not None and not isinstance(p, Managed):
@@ -134,6 +134,7 @@ def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
                 f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
                 "shardwright.materialize(model) first."
             )
+    return kinds
 
 
 def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
