@@ -189,7 +189,7 @@ def fully_shard(
         _same_start(u, modules, unit_parameters, layout)
     undo = Undo(modules, parameters_of_units)
     try:
-        take_over(units, parameters_of_units)
+        take_over(units, parameters_of_units, undo.exchanged)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
         hook_optimizer_states()
