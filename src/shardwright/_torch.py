@@ -786,6 +786,8 @@ subclasses_dispatch = _subclasses_dispatch()
 set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 _exchange_tensors = getattr(torch._C, "_swap_tensor_impl", None)
 _EMPTY = torch.empty(0, device="cpu")
+#: The number of references to a tensor in C++: that of its object, and those of graphs.
+_references_to = _probe(torch.Tensor, "_use_count")
 #: Whether an object that is laid out as ``nn.Parameter`` can become a sharded tensor.
 objects_become_sharded = subclasses_dispatch and _exchange_tensors is not None
 
@@ -842,7 +844,7 @@ def refuse_backward(parameter: torch.Tensor, message: str) -> Any:
 
     Returns a handle, which ends this, or None if no graph can reach it.
     """
-    if not (parameter.requires_grad and parameter.is_leaf):
+    if not (parameter.requires_grad and parameter.is_leaf) or _references_to(parameter) < 2:
         return None
 
     def refuse(gradients: Any) -> None:

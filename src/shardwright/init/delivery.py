@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import exchange, local_of, refuse_backward, share_gradient_hooks
+from shardwright._torch import exchange, local_of, share_gradient_hooks
 from shardwright.engine.model.optimizer_hook import hook_optimizers
 from shardwright.engine.tensors.parameter import (
     Managed,
@@ -225,20 +225,12 @@ def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
 
 
 def become(old: torch.Tensor, values: torch.Tensor) -> None:
-    """Let the object ``old`` be the real tensor ``values``, so that all who hold it have the values.
-
-    A backward through a graph from before raises an error.
-    """
+    """Let the object ``old`` be the real tensor ``values``, so that all who hold it have the values."""
     new: Any = values
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(values, requires_grad=old.requires_grad)
     elif old.requires_grad and old.is_leaf:
         new = values.requires_grad_()
     new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
-    refuse_backward(
-        old,
-        f"A tensor of shape {tuple(old.shape)} got its values between a forward and its backward, so the gradient of "
-        "this backward would be lost. Run the forward after materialize.",
-    )
     share_gradient_hooks(old, new)
     exchange(old, new)

@@ -25,7 +25,7 @@ from shardwright.engine.tensors.parameter import (
     ShardedParameter,
     unit_of,
 )
-from shardwright.engine.tensors.same_object import acting_class, count_of_objects, refuse_if_taken
+from shardwright.engine.tensors.same_object import acting_class, count_of_objects, refuse_if_old
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import reduce
 
@@ -123,7 +123,7 @@ def _refuse_unusable(parameters: list[torch.Tensor], kinds: set[type]) -> None:
         return
     deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
     for p in parameters:
-        refuse_if_taken(p)
+        refuse_if_old(p)
         if type(p) in deferred:
             raise RuntimeError(
                 f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "

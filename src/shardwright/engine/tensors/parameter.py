@@ -345,7 +345,8 @@ class ManagedParameter:
 
     def keep_object(self, original: nn.Parameter, owner: str) -> Exchanged | None:
         """Let ``original``, from which this was built, be the sharded parameter, if possible."""
-        self.sharded, exchanged = keep_object(original, self.sharded, f"{self.name!r} of unit {owner!r}")
+        label = f"{self.name!r} of unit {owner!r}"
+        self.sharded, exchanged = keep_object(original, self.sharded, label, not has_no_values(original))
         self.full.__dict__[STANDS_FOR] = self.sharded
         return exchanged
 

@@ -33,6 +33,8 @@ BODY = frozenset({"_local_tensor", "_spec", "spec"})
 _ACTS_AS = "_shardwright_acts_as"
 #: Set on a parameter object that could not become the sharded one: a :class:`Taken`.
 TAKEN = "_shardwright_taken_by"
+#: Set on a tensor of which every use is refused: the message.
+_REFUSAL = "_shardwright_refusal"
 _became = 0  #: how many objects have become sharded parameters
 
 
@@ -134,7 +136,7 @@ class Exchanged(NamedTuple):
 
 
 def keep_object(
-    original: nn.Parameter, sharded: nn.Parameter, label: str
+    original: nn.Parameter, sharded: nn.Parameter, label: str, has_values: bool
 ) -> tuple[nn.Parameter, Exchanged | None]:
     """Let the object ``original`` be the tensor ``sharded``, and return it with a record that can undo this.
 
@@ -144,12 +146,14 @@ def keep_object(
     """
     hooks = gradient_hooks(original)
     content = None if hooks is None else hooks.copy()
-    refusal = refuse_backward(
-        original,
-        f"Parameter {label} was sharded between a forward and its backward. The gradient of this backward would be "
-        "lost, because it is that of the whole parameter, which no longer exists. Run the backward before "
-        "fully_shard, or the forward after it.",
-    )
+    refusal = None
+    if has_values:  # graphs over others compute nothing
+        refusal = refuse_backward(
+            original,
+            f"Parameter {label} was sharded between a forward and its backward. The gradient of this backward would "
+            "be lost, because it is that of the whole parameter, which no longer exists. Run the backward before "
+            "fully_shard, or the forward after it.",
+        )
     if objects_become_sharded and type(original).__basicsize__ == nn.Parameter.__basicsize__:
         base = base_of(type(original))
         try:
@@ -174,10 +178,10 @@ def count_of_objects() -> int:
     return _became
 
 
-# -- objects that could not become the sharded parameter ---------------------------------------------------------------
+# -- tensors of which every use is refused -----------------------------------------------------------------------------
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_meta", "requires_grad")
-#: What an old object still says about itself.
+#: What such a tensor still says about itself.
 _DESCRIBES = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.__repr__,
@@ -185,10 +189,25 @@ _DESCRIBES = {
 }  # fmt: skip
 
 
-def refuse_uses(old: nn.Parameter, taken: Taken) -> None:
-    """Let every use of ``old`` raise an error that names the parameter. Its memory and attributes stay."""
-    setattr(old, TAKEN, taken)
+def refuse_uses(old: torch.Tensor, message: str) -> None:
+    """Let every use of ``old`` raise RuntimeError. Its memory and attributes stay."""
+    old.__dict__[_REFUSAL] = message
     set_class(old, _refusing_class(type(old)))
+
+
+def refuse_old_object(old: nn.Parameter, taken: Taken) -> None:
+    """Let every use of ``old``, which could not become the sharded parameter, raise an error that names it."""
+    old.__dict__[TAKEN] = taken
+    why = f"its class {type(old).__name__} has another layout than nn.Parameter"
+    if not objects_become_sharded:
+        why = f"torch {torch.__version__} does not allow it"
+    refuse_uses(
+        old,
+        f"Parameter {taken.label!r} was used through its old object, from before fully_shard. The object could not "
+        f"become the sharded parameter, because {why}, so this use would have no effect on the model. Take the "
+        "parameter from the model after fully_shard. For an optimizer, call "
+        "shardwright.fully_shard_optimizer(optimizer) after fully_shard, or build it from model.parameters() then.",
+    )
 
 
 @functools.cache
@@ -203,21 +222,16 @@ def _refuse(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
             return func(*args, **(kwargs or {}))
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, torch.Tensor):
-            refuse_if_taken(each)
+            refuse_if_old(each)
     raise AssertionError(f"{func} got no old object of a parameter")
 
 
-def refuse_if_taken(old: torch.Tensor) -> None:
-    """Raise if another object has replaced this one at sharding."""
-    taken = old.__dict__.get(TAKEN)
-    if taken is None:
-        return
-    why = f"its class {type(old).__name__} has another layout than nn.Parameter"
-    if not objects_become_sharded:
-        why = f"torch {torch.__version__} does not allow it"
-    raise RuntimeError(
-        f"Parameter {taken.label!r} was used through its old object, from before fully_shard. The object could not "
-        f"become the sharded parameter, because {why}, so this use would have no effect on the model. Take the "
-        "parameter from the model after fully_shard. For an optimizer, call "
-        "shardwright.fully_shard_optimizer(optimizer) after fully_shard, or build it from model.parameters() then."
-    )
+def is_refused(tensor: torch.Tensor) -> bool:
+    return _REFUSAL in tensor.__dict__
+
+
+def refuse_if_old(tensor: torch.Tensor) -> None:
+    """Raise if uses of this object are refused."""
+    message = tensor.__dict__.get(_REFUSAL)
+    if message is not None:
+        raise RuntimeError(message)

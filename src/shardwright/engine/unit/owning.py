@@ -21,7 +21,7 @@ from shardwright.engine.tensors.parameter import (
     unit_of,
 )
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.same_object import Exchanged, Taken, refuse_uses
+from shardwright.engine.tensors.same_object import Exchanged, Taken, refuse_old_object
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete
 
@@ -66,7 +66,7 @@ def own_parameters(
         remember(unit, p.sharded)
         scale_direct_gradients(unit, p.sharded)
         if original is not p.sharded:
-            refuse_uses(original, Taken(f"{p.name} of {unit.name}", p.sharded))
+            refuse_old_object(original, Taken(f"{p.name} of {unit.name}", p.sharded))
         p.show(p.sharded)
 
 
