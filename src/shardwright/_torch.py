@@ -22,7 +22,7 @@ from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -787,6 +787,77 @@ def _subclasses_dispatch() -> bool:
 
 #: Whether subclasses of DTensor are asked about operations on them. In torch 2.11 they are not.
 subclasses_dispatch = _subclasses_dispatch()
+
+
+#: Set an object's class also where its class gives another one as ``__class__`` (``tensors/same_object.py``).
+set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+_exchange_tensors = getattr(torch._C, "_swap_tensor_impl", None)
+_EMPTY = torch.empty(0, device="cpu")
+#: The number of references to a tensor in C++: that of its object, and those of graphs.
+_references_to = _probe(torch.Tensor, "_use_count")
+#: Whether an object that is laid out as ``nn.Parameter`` can become a sharded tensor.
+objects_become_sharded = subclasses_dispatch and _exchange_tensors is not None
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two Python objects exchange what they are: tensor, class and attributes. References to them stay.
+
+    As ``torch.utils.swap_tensors``, but weak references and graphs may refer to them. A graph keeps the tensor, not the
+    object. Both objects must have the same gradient hooks, which stay where they are.
+
+    Raises:
+        RuntimeError, TypeError: the objects are laid out differently, or C++ refers to a tensor weakly. Nothing has
+            changed then.
+    """
+    if _exchange_tensors is None:
+        raise RuntimeError(f"torch {torch.__version__} cannot exchange tensors")
+    kinds = type(one), type(other)
+    slots = [name for name in DTensor.__slots__ if all(_is_slot(kind, name) for kind in kinds)]
+    set_class(one, kinds[1])
+    try:
+        set_class(other, kinds[0])
+        _exchange_tensors(one, other)
+    except BaseException:
+        set_class(one, kinds[0])
+        set_class(other, kinds[1])
+        raise
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    for name in slots:
+        values = getattr(one, name), getattr(other, name)
+        setattr(one, name, values[1])
+        setattr(other, name, values[0])
+
+
+def _is_slot(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), MemberDescriptorType)
+
+
+def moved_into(kind: type, source: Any) -> Any:
+    """Return an object of class ``kind``, laid out as a plain tensor, that is the tensor ``source``.
+
+    ``source`` is an empty tensor afterwards. Its slots are attributes of the result.
+    """
+    assert _exchange_tensors is not None
+    made = make_subclass(torch.Tensor, _EMPTY)
+    attributes = {**vars(source), **{name: getattr(source, name) for name in type(source).__slots__}}
+    _exchange_tensors(made, source)
+    made.__dict__.update(attributes)
+    set_class(made, kind)
+    return made
+
+
+def refuse_backward(parameter: torch.Tensor, message: str) -> Any:
+    """Let every backward raise RuntimeError that reaches ``parameter``, a leaf, through a graph from before.
+
+    Returns a handle, which ends this, or None if no graph can reach it.
+    """
+    if not (parameter.requires_grad and parameter.is_leaf) or _references_to(parameter) < 2:
+        return None
+
+    def refuse(gradients: Any) -> None:
+        raise RuntimeError(message)
+
+    return torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
 
 
 #: Methods of a group or of its backend: all-gather and reduce-scatter of one flat tensor.
