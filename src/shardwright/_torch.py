@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
@@ -195,6 +196,27 @@ def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         found += [(entries, key, entries[key]) for key in keys]
     return found
+
+
+#: torch's own mark for results that are computed again. Versions that keep results in lists have none.
+_LET_GO = getattr(torch.utils.checkpoint, "_RECOMPUTE", object())
+
+
+def let_go_result(container: Any, key: Any) -> None:
+    """Let backward compute one of the `kept_results` again."""
+    container[key] = _LET_GO
+
+
+def was_let_go(mode: Any, operation: Any) -> bool:
+    """Return whether the result that a recomputation takes next for this operation was let go, and take it.
+
+    Only for versions of torch that keep lists of results: they ask the policy in the recomputation, and only then.
+    """
+    entries = mode.storage.get(operation)
+    if not entries or entries[0] is not _LET_GO:
+        return False
+    entries.pop(0)
+    return True
 
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
