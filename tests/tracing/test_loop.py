@@ -356,3 +356,34 @@ def test_a_step_of_a_graph_is_one_step(steps: int) -> None:
     first, stop = program.last_step()
     products = [e for e in program.events[first:stop] if isinstance(e, Kernel) and e.name in ("mm", "addmm")]
     assert program.has_graph and len(products) == 5
+
+
+def test_a_gather_may_be_larger_than_the_memory_of_this_machine() -> None:
+    """Of units with 512 GiB on 8 ranks. The memory of a slab is given back after each use."""
+
+    class Few(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(8, 1 << 34))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.sum()
+
+    def loop() -> None:
+        with sw.deferred_init():
+            model = torch.nn.Sequential(*(Few() for _ in range(8)))
+        for layer in model:
+            sw.fully_shard(layer)
+        sw.fully_shard(model)
+        sw.materialize(model)
+        optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = sw.plan(loop, on="8xh100")
+    assert verdict.answer == "no" and verdict.exact["parameters"] == 8 * 64 << 30
+    # Weights, those of the unit ahead, and two reductions: with all eight units there would be 4 TiB of weights.
+    assert 512 << 30 <= verdict.exact["slabs"] <= 4 * 512 << 30
+    assert {each[0] >> 40 for each in verdict.parts.values()} == {verdict.peak.nbytes >> 40}

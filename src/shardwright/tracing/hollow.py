@@ -29,8 +29,10 @@ from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, re
 from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
-#: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
-#: models ask whether a sample has one document.
+#: Bytes from which on the storage of a resized tensor is resized first, since this machine may have too little memory.
+LARGE = 1 << 30
+#: The same as ``SMALL`` for integers and booleans that follow from no other tensors: positions, lengths and tables of
+#: them, of which models ask whether a sample has one document.
 NUMBERS = 64 << 20
 _NO_RESERVE = 0x4000  #: MAP_NORESERVE, which Python's mmap does not name
 _OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
@@ -176,6 +178,7 @@ class Hollow(TorchDispatchMode):
             self._check_known(tensors, "item")
             return func(*args, **kwargs)
         if form.name == "resize_" and not args[0].is_meta:
+            _make_room(func, args, kwargs)
             func(*args, **kwargs)
             self._recorder.resized(args[0].untyped_storage())
             return args[0]
@@ -392,21 +395,41 @@ def _group_of(args: Any, kwargs: Any) -> tuple[int, int]:
 
 
 def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory nobody touches. It may be larger than the memory of this machine."""
+    """Return a tensor whose memory nobody touches. It may be larger than the memory of this machine."""
     try:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
     last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return _addresses((last + 1) * dtype.itemsize).view(dtype).as_strided(size, stride)
+
+
+def unallocated(nbytes: int) -> torch.UntypedStorage:
+    """Return a storage of so many bytes whose memory nobody touches, also if this machine has less."""
+    return _addresses(nbytes).untyped_storage()
+
+
+def _addresses(nbytes: int) -> Tensor:
+    """Return a tensor of so many bytes that have addresses and no memory, which a write would allocate page by page.
+
+    Raises:
+        ValueError: the system has not so many addresses.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
     try:
-        memory = mmap.mmap(-1, (last + 1) * dtype.itemsize, flags=flags)
+        memory = mmap.mmap(-1, nbytes, flags=flags)
     except OSError as error:
-        raise ValueError(
-            f"a tensor of {str(dtype).removeprefix('torch.')} {list(size)} is larger than this system can address"
-        ) from error
-    return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
+        raise ValueError(f"a tensor of {nbytes:,} bytes is larger than this system can address") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _make_room(resize: Any, args: Any, kwargs: Any) -> None:
+    """Give the storage of a tensor the bytes that ``resize_`` will ask for, if this machine may refuse to."""
+    storage = args[0].untyped_storage()
+    nbytes = resize(_on_meta(args[0]), *args[1:], **kwargs).untyped_storage().nbytes()
+    if nbytes > max(storage.nbytes(), LARGE):
+        storage.resize_(nbytes)  # which has the way out, see `watch_resizes`
 
 
 def _emptied(tensor: Tensor) -> Tensor:

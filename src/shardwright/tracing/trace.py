@@ -15,7 +15,7 @@ from shardwright.comm.streams import use_streams
 from shardwright.memory import Slab, observe
 from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import Graphs, hollow_graphs
-from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
+from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError, unallocated
 from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
 from shardwright.tracing.recorder import SLABS, Recorder, line_of, reader_of_value
 from shardwright.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
@@ -73,7 +73,7 @@ def trace(
             stack.enter_context(streams_of_torch(recorder))
             stack.enter_context(memory_of_host(recorder))
             stack.enter_context(kernels_of_cuda())
-        stack.enter_context(watch_resizes(recorder.resized))
+        stack.enter_context(watch_resizes(recorder.resized, unallocated))
         stack.enter_context(observe(_Slabs(recorder)))
         hollow = Hollow(recorder, value, kind == "cuda")
         stack.enter_context(watch_reads(hollow.check_read))
