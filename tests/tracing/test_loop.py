@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from shardwright._torch import absent_ranks
-from shardwright.planner.program import Kernel
+from shardwright.planner.program import Alloc, Kernel
 from shardwright.tracing.hollow import AbsentDeviceError, UnknownValueError
 from shardwright.tracing.loop import program_of_loop
 from tests.support.matrix import generate
@@ -356,6 +356,56 @@ def test_a_step_of_a_graph_is_one_step(steps: int) -> None:
     first, stop = program.last_step()
     products = [e for e in program.events[first:stop] if isinstance(e, Kernel) and e.name in ("mm", "addmm")]
     assert program.has_graph and len(products) == 5
+
+
+@pytest.mark.parametrize(
+    "strategy, micro_batches, offload, frozen",
+    [
+        ("zero3", 1, False, False), ("zero3", 2, True, False), ("zero2", 2, False, False),
+        ("ddp", 1, False, False), ("zero3", 1, False, True),
+    ],
+)  # fmt: skip
+def test_a_parameter_without_a_gradient_changes_nothing_for_the_others(
+    strategy: str, micro_batches: int, offload: bool, frozen: bool
+) -> None:
+    """Of its unit. It has neither a gradient nor a state itself, like a frozen one."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, unused: str) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(256, 256)
+            self.second = torch.nn.Linear(256, 256)
+            if unused:
+                self.extra = torch.nn.Parameter(torch.zeros(8), requires_grad=unused == "used in no loss")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    def bytes_of(unused: str) -> dict[str, int]:
+        def loop() -> None:
+            model = torch.nn.Sequential(Part(unused), torch.nn.Linear(256, 256))
+            policy = sw.Offload() if offload else None
+            sw.fully_shard(model[0], strategy=strategy, **({"offload_policy": policy} if policy else {}))
+            sw.fully_shard(model, strategy=strategy, **({"offload_policy": policy} if policy else {}))
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            for _ in range(2):
+                for _ in range(micro_batches):
+                    model(torch.zeros(4, 256)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        program = program_of_loop(loop, 2)
+        taken: dict[str, int] = {}
+        for event in program.events:
+            if isinstance(event, Alloc) and (group := program.owners[event.owner].group) in (
+                "optimizer", "gradients"
+            ):  # fmt: skip
+                taken[group] = taken.get(group, 0) + event.nbytes
+        return taken
+
+    plain, other = bytes_of(""), bytes_of("frozen" if frozen else "used in no loss")
+    assert plain["optimizer"] == other["optimizer"] > 0
+    assert plain.get("gradients", 0) <= other.get("gradients", 0) <= plain.get("gradients", 0) + 4096
 
 
 def test_a_gather_may_be_larger_than_the_memory_of_this_machine() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
+from shardwright.engine.gradients import delivery
 from shardwright.memory import Slab, observe
 from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import Graphs, hollow_graphs
@@ -67,6 +68,7 @@ def trace(
         )  # of traces
         stack.enter_context(draws_one_piece())
         stack.enter_context(absent_ranks(ranks))
+        stack.enter_context(_flags_of_this_rank())
         stack.enter_context(_without_accelerator())
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
@@ -81,6 +83,20 @@ def trace(
         graphs.events = recorder
         stack.enter_context(hollow)
         yield recorder
+
+
+@contextmanager
+def _flags_of_this_rank() -> Iterator[None]:
+    """Inside the context ranks are taken to use the same parameters: flags that travel with gradients have no values.
+
+    Read as zeros they would say that no parameter has a gradient, and a plan would lack gradients and states.
+    """
+    plain = delivery.read_flags
+    delivery.read_flags = lambda flags, present: list(present)
+    try:
+        yield
+    finally:
+        delivery.read_flags = plain
 
 
 @contextmanager
