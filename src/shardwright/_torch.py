@@ -1193,8 +1193,20 @@ def watch_resizes(
 
 @contextmanager
 def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called."""
+    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
+    values ``tensor_split`` divides another one: torch reads them without an operation."""
     with ExitStack() as stack:
+        for place in (torch, torch.Tensor):
+            plain_split = place.tensor_split
+
+            def split(tensor: Any, *args: Any, plain: Any = plain_split, **kwargs: Any) -> Any:
+                for each in (*args, *kwargs.values()):
+                    if isinstance(each, torch.Tensor):
+                        on_read(each)
+                return plain(tensor, *args, **kwargs)
+
+            place.tensor_split = split  # type: ignore[assignment, method-assign]
+            stack.callback(setattr, place, "tensor_split", plain_split)
         for name in ("tolist", "numpy"):
             plain = getattr(torch.Tensor, name)
 

@@ -339,6 +339,10 @@ def test_a_device_may_be_like_one_that_is_like_another(tmp_path: Path) -> None:
         ),
         ('like = "h100"\n[speed]\nbandwith = 3', r"\[speed\] has 'bandwith'; expected across, bandwidth"),
         ('like = "h100"\n[speed]\nbandwidth = "fast"', "expected bandwidth, GB/s .*, found 'fast'"),
+        (
+            'like = "h100"\n[speed]\npower = 0.1',
+            "expected power, .*, above 0.2, which its memory alone takes, found 0.1",
+        ),
         ('like = "h100"\n[speed]\npower = 1.5', "expected power, the share of its nominal power, found 1.5"),
         ("gib = 80\nbandwidth = 3", r"own: it has 'bandwidth'; expected gib, host_gib, kind, like"),
         ("gib = 80\nspeed = 3", r"expected a table \[speed\], found 3"),

@@ -16,8 +16,8 @@ from shardwright.engine.gradients import delivery
 from shardwright.memory import Slab, observe
 from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import Graphs, hollow_graphs
-from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError, unallocated
-from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
+from shardwright.tracing.hollow import SMALL, AbsentDeviceError, Hollow, UnknownValueError, unallocated
+from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda, reads_no_numbers
 from shardwright.tracing.recorder import SLABS, Recorder, line_of, reader_of_value
 from shardwright.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
 
@@ -67,6 +67,7 @@ def trace(
             "ignore", "Using .torch.compile.module.. when there are global hooks"
         )  # of traces
         stack.enter_context(draws_one_piece())
+        stack.enter_context(reads_no_numbers(SMALL))
         stack.enter_context(absent_ranks(ranks))
         stack.enter_context(_flags_of_this_rank())
         stack.enter_context(_without_accelerator())

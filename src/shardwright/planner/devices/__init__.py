@@ -200,7 +200,7 @@ def _figures(key: str, values: Any) -> Figures:
         {name: 1e12 * _number(key, flops, name, "TFLOP/s of dense products", 1e6) for name in flops},
         1e9 * number("bandwidth", "GB/s of the device's memory", 1e6),
         int(number("units", "the number of its multiprocessors", 1e5)),
-        number("power", "the share of its nominal power", 1) if "power" in values else 1.0,
+        _power(key, values),
         int(number("node", "the devices of a node", 1e4)),
         1e9 * number("within", "GB/s to the others of its node", 1e6),
         1e9 * number("across", "GB/s to other nodes", 1e6),
@@ -210,6 +210,19 @@ def _figures(key: str, values: Any) -> Figures:
     )
 
 
+def _power(key: str, values: dict[str, Any]) -> float:
+    """Return the share of its nominal power that a device may take."""
+    power = _number(key, values, "power", "the share of its nominal power", 1) if "power" in values else 1.0
+    if power <= OF_MEMORY:
+        raise DeviceError(
+            f"device {key}: expected power, the share of its nominal power, above {OF_MEMORY}, which its memory alone "
+            f"takes, found {power}"
+        )
+    return power
+
+
+#: The share of a device's power that its memory takes, and what else does not follow the clock.
+OF_MEMORY = 0.2
 #: Generations of which ``rates`` knows the share of these figures that programs reach.
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 MEASURED = "measured"  #: the generation of a device whose times are in its file
