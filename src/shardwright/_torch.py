@@ -1183,7 +1183,7 @@ def watch_resizes(
         return storage
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    torch.UntypedStorage.resizable = resizable  # type: ignore[method-assign]
+    torch.UntypedStorage.resizable = resizable  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -1196,7 +1196,8 @@ def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
     values ``tensor_split`` divides another one: torch reads them without an operation."""
     with ExitStack() as stack:
-        for place in (torch, torch.Tensor):
+        places: tuple[Any, ...] = (torch, torch.Tensor)
+        for place in places:
             plain_split = place.tensor_split
 
             def split(tensor: Any, *args: Any, plain: Any = plain_split, **kwargs: Any) -> Any:
@@ -1205,7 +1206,7 @@ def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
                         on_read(each)
                 return plain(tensor, *args, **kwargs)
 
-            place.tensor_split = split  # type: ignore[assignment, method-assign]
+            place.tensor_split = split
             stack.callback(setattr, place, "tensor_split", plain_split)
         for name in ("tolist", "numpy"):
             plain = getattr(torch.Tensor, name)

@@ -61,7 +61,7 @@ def work_of(kernel: Kernel) -> Work:
         return Work("copies", 0, kernel.nbytes / 2)  # its record has both tensors
     if name in _TAKES_MEMORY or not kernel.nbytes:
         return NOTHING
-    if (sizes := _sizes_of_product(name, shapes)) is not None and math.prod(sizes):
+    if (sizes := _sizes_of_product(name, shapes)) is not None and all(sizes):
         return Work("products", 2 * math.prod(sizes), _bytes_of_product(sizes, kernel), sizes)
     if "attention" in name and (found := _attention(name, kernel)) is not None and found.flops:
         return found
