@@ -1259,26 +1259,63 @@ def _forget_meshes() -> None:
 
 
 @contextmanager
-def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside the context ``on_resize`` is called with each storage that Python code has given another size."""
-    plain = torch.UntypedStorage.resize_
+def watch_resizes(
+    on_resize: Callable[[torch.UntypedStorage], None],
+    memory_of: Callable[[int], torch.UntypedStorage],
+) -> Iterator[None]:
+    """Inside the context ``on_resize`` is called with each storage that Python code has given another size.
+
+    ``memory_of``: returns a storage of so many bytes, whose memory a resized storage gets if this machine refuses to
+    allocate as much.
+    """
+    plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+    #: By a storage that got such memory, the empty storage that gave it. With the memory they have exchanged whether
+    #: they can be resized.
+    lenders: dict[int, torch.UntypedStorage] = {}
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return plain_resizable(storage) or storage._cdata in lenders
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        result = plain(storage, nbytes)
+        if not plain_resizable(storage) and (lender := lenders.pop(storage._cdata, None)) is not None:
+            swap_memory(storage, lender)
+        try:
+            plain(storage, nbytes)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            plain(storage, 0)
+            lender = lenders[storage._cdata] = memory_of(nbytes)
+            swap_memory(storage, lender)
         on_resize(storage)
-        return result
+        return storage
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resizable = resizable  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resizable = plain_resizable  # type: ignore[method-assign]
 
 
 @contextmanager
 def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called."""
+    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
+    values ``tensor_split`` divides another one: torch reads them without an operation."""
     with ExitStack() as stack:
+        places: tuple[Any, ...] = (torch, torch.Tensor)
+        for place in places:
+            plain_split = place.tensor_split
+
+            def split(tensor: Any, *args: Any, plain: Any = plain_split, **kwargs: Any) -> Any:
+                for each in (*args, *kwargs.values()):
+                    if isinstance(each, torch.Tensor):
+                        on_read(each)
+                return plain(tensor, *args, **kwargs)
+
+            place.tensor_split = split
+            stack.callback(setattr, place, "tensor_split", plain_split)
         for name in ("tolist", "numpy"):
             plain = getattr(torch.Tensor, name)
 
