@@ -12,9 +12,9 @@ from shardwright.memory.slab import (
     Slab,
     Source,
     is_in_slab,
-    slab_of,
     observe,
     resize,
+    slab_of,
 )
 from shardwright.memory.trace import Recorder
 
@@ -31,10 +31,10 @@ __all__ = [
     "Slab",
     "Source",
     "is_in_slab",
-    "slab_of",
     "observe",
     "pack",
     "peak",
     "resize",
+    "slab_of",
     "slots",
 ]

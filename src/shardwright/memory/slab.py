@@ -214,7 +214,9 @@ class Slab:
         if landing is None or landing.nbytes():
             return
         if self._poison or (self._attached is None and not self._storage.resizable()):
-            resize(landing, self.nbytes)  # the other memory stays: for reads of NaN, or because numpy shares it
+            resize(
+                landing, self.nbytes
+            )  # the other memory stays: for reads of NaN, or because numpy shares it
             if self._poison:
                 self._storage.fill_(255)  # type: ignore[attr-defined]
         else:

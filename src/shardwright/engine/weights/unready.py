@@ -42,13 +42,17 @@ def explain(error: BaseException | None) -> None:
     if found := _VERSION.search(text):
         unit = unit_of_version(int(found[2]))
         if unit is not None:
-            what = f"a weight of unit {unit!r}, of shape ({found[1]}), but {_MARK} at that time. {_IN_BACKWARD}"
+            what = (
+                f"a weight of unit {unit!r}, of shape ({found[1]}), but {_MARK} at that time. {_IN_BACKWARD}"
+            )
             error.args = (f"Backward read {what} (torch: {text})",)
     elif _WITHOUT_MEMORY.search(text):
         units = dict.fromkeys(_released_units(error.__traceback__))
         if units:
             names = ", ".join(map(repr, units))
-            error.args = (f"An operation read weights of unit {names}, but {_MARK} now. {_IN_FORWARD} (torch: {text})",)
+            error.args = (
+                f"An operation read weights of unit {names}, but {_MARK} now. {_IN_FORWARD} (torch: {text})",
+            )
 
 
 def _released_units(traceback: TracebackType | None) -> Iterator[str]:
