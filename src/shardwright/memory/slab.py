@@ -301,24 +301,33 @@ class Slab:
         """Return ``nbytes`` bytes from byte ``offset`` as uint8."""
         return self.view(torch.uint8, offset, (nbytes,), (1,))
 
-    def landing_view(self, dtype: torch.dtype, offset: int, size: Sequence[int]) -> torch.Tensor:
-        """Return a contiguous tensor through which the slab is filled between :meth:`lease` and :meth:`reveal`.
+    @contextmanager
+    def landing(self) -> Iterator[None]:
+        """Inside the context, make the views through which the slab is filled, with :meth:`landing_view`.
 
-        From the first such view on, a lease hides the memory from all other views until :meth:`reveal`. On torch 2.11
-        these views see it at once.
+        From then on a lease hides the memory from all other views until :meth:`reveal`. On torch 2.11, where memory
+        cannot move, the other views see it at once.
         """
         if not SWAPS_MEMORY:
-            return self.view(dtype, offset, size)
+            yield
+            return
         if self._landing is None:
             self._landing = torch.UntypedStorage(0, device=self.device)
         if self.leased:
             self._hide()
-        result = _view(self._landing, dtype, offset, size)
-        if self.leased:
-            self.reveal()
         else:
-            resize(self._landing, 0)
-        return result
+            resize(self._landing, self.nbytes)
+        try:
+            yield
+        finally:
+            if self.leased:
+                self.reveal()
+            else:
+                resize(self._landing, 0)
+
+    def landing_view(self, dtype: torch.dtype, offset: int, size: Sequence[int]) -> torch.Tensor:
+        """Return a contiguous tensor over the memory between a lease and :meth:`reveal`, ``offset`` in elements."""
+        return _view(self._landing if self._landing is not None else self._storage, dtype, offset, size)
 
 
 def _view(

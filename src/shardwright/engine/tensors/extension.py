@@ -124,7 +124,8 @@ class Extension:
             slab.lease()
             self._slabs.append(slab)
             self._outputs.append(slab.view(dtype, 0, (n * numel,)))
-            self._received.append(slab.landing_view(torch.uint8, 0, (slab.nbytes,)))
+            with slab.landing():
+                self._received.append(slab.landing_view(torch.uint8, 0, (slab.nbytes,)))
 
     @torch.no_grad()
     def finish(self, local: Any, shown: nn.Parameter) -> torch.Tensor | None:

@@ -138,18 +138,19 @@ class Copies:
             places = [i for i, p in enumerate(self._parameters) if p.extension]
             detail |= zlib.crc32(repr(places).encode())
         cuts = [p.cut for p in self._parameters]
-        return plan_gather(
-            layout,
-            self._shards,
-            cuts,
-            slab,
-            site.ranks,
-            self.transport,
-            owner,
-            site.reads,
-            extend,
-            detail,
-        )
+        with slab.landing():
+            return plan_gather(
+                layout,
+                self._shards,
+                cuts,
+                slab,
+                site.ranks,
+                self.transport,
+                owner,
+                site.reads,
+                extend,
+                detail,
+            )
 
     @property
     def extended_kinds(self) -> str:
