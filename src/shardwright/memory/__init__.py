@@ -13,6 +13,7 @@ from shardwright.memory.slab import (
     Source,
     is_in_slab,
     observe,
+    released_slabs,
     resize,
     slab_of,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "observe",
     "pack",
     "peak",
+    "released_slabs",
     "resize",
     "slab_of",
     "slots",

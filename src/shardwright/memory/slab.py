@@ -140,6 +140,12 @@ def slab_of(tensor: torch.Tensor) -> Slab | None:
     return slab if slab is not None and storage_key(slab._storage) == key else None
 
 
+def released_slabs(kind: str) -> list[Slab]:
+    """Return the slabs of a kind that have a size, and now no memory that their views see."""
+    found = [slab for slab in list(_slabs.values()) if slab.kind == kind and slab.nbytes]
+    return [slab for slab in found if not (slab.leased and slab.revealed)]
+
+
 def is_in_slab(tensor: torch.Tensor) -> bool:
     """Return whether a plain tensor is a view of a slab's storage, also while the slab has no memory."""
     return slab_of(tensor) is not None

@@ -272,6 +272,7 @@ class _InBackward:
             root.recover_if_failed()
         reduce_held(parameters)
         self._complete()
+        steps.end_step()  # again, since units whose gradients arrived late were stepped only now
         forget_stepped(parameters)
         calls, steps.calls = steps.calls, None
         if any(p.grad is not None for p in parameters):

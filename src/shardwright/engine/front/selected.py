@@ -54,7 +54,7 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
             with selecting({unit for unit, _ in targets.values()}):
                 return _run_selected(original, selected, targets, *args, **options)
         except RuntimeError as error:
-            explain(error)
+            explain(error, backward=True)
             raise
 
 

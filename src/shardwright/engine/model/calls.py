@@ -63,7 +63,7 @@ class Calls:
 
     def forward_failed(self, depth: int) -> None:
         """Clean up after an exception in a call that began inside ``depth`` other calls."""
-        explain(sys.exc_info()[1])
+        explain(sys.exc_info()[1], in_backward())
         root = root_of(self.unit)
         if root is not None:
             with alone(root.device):

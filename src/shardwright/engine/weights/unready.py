@@ -15,13 +15,14 @@ import torch
 
 from shardwright._torch import is_made_of_tensors, is_transformed
 from shardwright.engine.weights.ledger import unit_of_version
-from shardwright.memory import slab_of
+from shardwright.memory import released_slabs, slab_of
 
 _VERSION = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+); expected version \d+")
 _WITHOUT_MEMORY = re.compile(
     "out of bounds for storage of size 0|its data is not allocated yet|resize storage that is not resizable"
 )
-_MARK = "its weights are not gathered"
+_MARK = "they are not gathered"
+_NAMED = 6  #: as many units a message names
 _IN_BACKWARD = (
     "Backward reached the unit through a tensor that is not one of its outputs, such as one that a forward hook or a "
     "list kept, or after it had left the unit. Return every tensor from which backward starts as an output of the "
@@ -35,24 +36,30 @@ _IN_FORWARD = (
 )
 
 
-def explain(error: BaseException | None) -> None:
-    """Put the unit and the way out before torch's message, if ``error`` is about weights that are not gathered."""
+def explain(error: BaseException | None, backward: bool) -> None:
+    """Put the unit and the way out before torch's message, if ``error`` is about weights that are not gathered.
+
+    ``backward``: whether a backward raised it. Its operations have no lines of Python, so every unit without weights is
+    named if none is found otherwise.
+    """
     if type(error) is not RuntimeError or len(error.args) != 1 or _MARK in (text := str(error)):
         return
+    why = _IN_BACKWARD if backward else _IN_FORWARD
     if found := _VERSION.search(text):
         unit = unit_of_version(int(found[2]))
         if unit is not None:
-            what = (
-                f"a weight of unit {unit!r}, of shape ({found[1]}), but {_MARK} at that time. {_IN_BACKWARD}"
-            )
-            error.args = (f"Backward read {what} (torch: {text})",)
+            what = f"a weight of unit {unit!r}, of shape ({found[1]})"
+            error.args = (f"Backward read {what}, but {_MARK} at that time. {_IN_BACKWARD} (torch: {text})",)
     elif _WITHOUT_MEMORY.search(text):
-        units = dict.fromkeys(_released_units(error.__traceback__))
+        units = list(dict.fromkeys(_released_units(error.__traceback__)))
+        one_of = ""
+        if not units and backward:
+            units = list(dict.fromkeys(slab.unit for slab in released_slabs("parameters")))
+            one_of = "one of " if len(units) > 1 else ""
         if units:
-            names = ", ".join(map(repr, units))
-            error.args = (
-                f"An operation read weights of unit {names}, but {_MARK} now. {_IN_FORWARD} (torch: {text})",
-            )
+            names = ", ".join(map(repr, units[:_NAMED])) + (", ..." if len(units) > _NAMED else "")
+            what = f"weights of {one_of}unit{'s' if len(units) > 1 else ''} {names}"
+            error.args = (f"An operation read {what}, but {_MARK} now. {why} (torch: {text})",)
 
 
 def _released_units(traceback: TracebackType | None) -> Iterator[str]:
@@ -68,7 +75,7 @@ def _released_units(traceback: TracebackType | None) -> Iterator[str]:
             return
 
 
-def _units_in(value: Any, depth: int = 3) -> Iterator[str]:
+def _units_in(value: Any, depth: int = 2) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided and not is_made_of_tensors(value) and not is_transformed(value)
         if plain and (slab := slab_of(value)) is not None and not (slab.leased and slab.revealed):
@@ -76,7 +83,10 @@ def _units_in(value: Any, depth: int = 3) -> Iterator[str]:
     elif depth and isinstance(value, (list, tuple, dict)):
         for each in list(value.values() if isinstance(value, dict) else value)[:100]:
             yield from _units_in(each, depth - 1)
-    elif depth and isinstance(value, torch.nn.Module):
-        for each in list(value.__dict__.values()):
-            if not isinstance(each, torch.nn.Module):
-                yield from _units_in(each, depth - 1)
+    elif (
+        depth
+        and not isinstance(value, type)
+        and isinstance(attributes := getattr(value, "__dict__", None), dict)
+    ):
+        for each in list(attributes.values())[:100]:
+            yield from _units_in(each, depth - 1)
