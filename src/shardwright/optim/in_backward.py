@@ -23,7 +23,7 @@ from shardwright._torch import (
 )
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.gradients.stepping import Stepping, forget_stepped
-from shardwright.engine.model.optimizer_hook import reduce_held, refuse_dead
+from shardwright.engine.model.optimizer_hook import fit_gradients, reduce_held, refuse_dead
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import UNIT_OF, unit_of
 from shardwright.engine.unit.unit import Unit
@@ -208,6 +208,7 @@ class _InBackward:
     def step_unit(self, unit: Unit, step: CallsInBackward) -> None:
         params, steps = self._params_of(unit), _steps_of(self)
         stepped = [p for mine in params for p in mine if p.grad is not None]
+        fit_gradients(stepped)
         if stepped and unit in steps.stepped:
             steps.again = unit.name
         elif stepped:

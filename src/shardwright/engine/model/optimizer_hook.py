@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright import board as boards
-from shardwright._torch import increment_version, storage_key, subclasses_dispatch
+from shardwright._torch import increment_version, quick_attributes, storage_key, subclasses_dispatch
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
@@ -24,6 +24,7 @@ from shardwright.engine.tensors.parameter import (
     Managed,
     RaggedParameter,
     ShardedParameter,
+    is_cut_like,
     unit_of,
 )
 from shardwright.engine.unit.unit import Unit
@@ -92,6 +93,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         if (root := root_of(unit)) is not None:
             root.pools.step()
     reduce_held(parameters)
+    fit_gradients(parameters)
     if first and not any(root_of(unit) is not None for unit in stepped):
         _warn_of_other_model(optimizer, parameters)
     if any(unit.gradients.chooses_dtype for unit in stepped):
@@ -176,6 +178,21 @@ def _warn_of_other_model(optimizer: torch.optim.Optimizer, parameters: list[torc
                         stacklevel=3,
                     )
                     return
+
+
+def fit_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Cut each gradient like its sharded parameter, because the user may have replaced it by one that is not."""
+    with quick_attributes():
+        others = [
+            p
+            for p in parameters
+            if type(p) in _SHARDED and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
+        ]
+    for p in others:
+        unit = unit_of(p)
+        managed = unit.managed(p) if unit is not None else None
+        if managed is not None:
+            p.grad = managed.fitted(p.grad)  # type: ignore[arg-type]
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:

@@ -240,6 +240,20 @@ def refuse_while_deferring(doing: str) -> None:
         )
 
 
+def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
+    """Return whether a gradient of a sharded parameter is cut as the parameter is."""
+    if isinstance(parameter, RaggedTensor):
+        return isinstance(gradient, RaggedTensor) and (
+            gradient.spec is parameter.spec or gradient.spec == parameter.spec
+        )
+    if not isinstance(gradient, DTensor):
+        return False
+    own, of_parameter = gradient._spec, parameter._spec
+    return own.placements == of_parameter.placements and (
+        own.mesh is of_parameter.mesh or own.mesh == of_parameter.mesh
+    )
+
+
 def unit_of(parameter: torch.Tensor) -> Any:
     """The unit of a sharded parameter, or None if it has none (any more)."""
     ref = parameter.__dict__.get(UNIT_OF)
@@ -337,6 +351,16 @@ class ManagedParameter:
         """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
         self.local.copy_(self.cut.part_of(source))
         unmark(self.local)
+
+    def fitted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient, cut like the parameter. Users replace gradients by whole ones and by others' cuts.
+
+        This communicates only if ``gradient`` is cut in another way, so every rank must call it.
+        """
+        if is_cut_like(gradient, self.sharded):
+            return gradient
+        part = self.cut.part_of(gradient)
+        return self.cut.wrap(part.clone(memory_format=torch.contiguous_format))  # type: ignore[no-any-return]
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Set the full form of an extended parameter after its first gather."""
